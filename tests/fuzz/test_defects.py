@@ -30,10 +30,10 @@ from tercet.protocol import (
     TercetError,
     packed,
 )
+from tercet.protocol.json_text import read_json
 from tercet.protocol.wire import RemoteSendCall, StartGenerateCall, decode_call
 from tercet.router.fleet_state import StateFile
 from tercet.router.followers import ALIVE, REPORT, Followers
-from tercet.router.front_door import parsed
 from tercet.router.shared_state import load_scheduling_file
 from tercet.settings import EngineAddress
 from tercet.settings.decoding import read_yaml
@@ -67,8 +67,9 @@ def test_a_call_that_is_no_text_or_too_deep_is_a_bad_request(body: bytes) -> Non
         decode_call(body, StartGenerateCall)
 
 
-def test_a_body_that_is_too_deep_is_left_to_vllm() -> None:
-    assert parsed(b'{"messages": ' + DEEP_JSON + b"}")[0] is None
+def test_a_body_that_is_too_deep_is_a_bad_request() -> None:
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        read_json(b'{"messages": ' + DEEP_JSON + b"}")
 
 
 @pytest.mark.parametrize("said", [b"\x93" + NOT_UTF8, b"\x93\xa1s\x01\x82\xa4type\xaaGrantLease\xa1?" + DEEP_MSGPACK])

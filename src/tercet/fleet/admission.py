@@ -108,6 +108,16 @@ class Admission:
         self._next_turns = {flow: turn for flow, turn in self._next_turns.items() if flow in kept}
         self._turns = {priority: turn for priority, turn in self._turns.items() if priority in priorities}
 
+    def spare(self, priority: int, load: FleetLoad) -> Ticket | None:
+        """One more place for a request that is in, for nobody who waits and without waiting; None if there is none."""
+        if self.waiting or self.saturated(load):
+            return None
+        self._number += 1
+        ticket = Ticket(priority, self._number, state="in")
+        self.in_flight += 1
+        self.on_engines += 1
+        return ticket
+
     def look(self, load: FleetLoad) -> list[Ticket]:
         """Let in whoever may, as the fleet is now."""
         changed: list[Ticket] = []
@@ -247,6 +257,11 @@ class Gate:
         self._woken: dict[Ticket, asyncio.Event] = {}
         self._closed_by: TercetError | None = None
 
+    @property
+    def limits(self) -> Limits:
+        """How much may be under way."""
+        return self._admission.limits
+
     def close(self, error: TercetError) -> None:
         """What waits is refused with ``error``; nothing new is expected to come."""
         self._closed_by = error
@@ -298,6 +313,21 @@ class Gate:
             self._woken.pop(ticket, None)
             self._wake(self._admission.leave(ticket, self._load(), self._clock()))
             self._tell()
+
+    def spare(self, priority: int) -> Ticket | None:
+        """One more place for a request that has one; None while others wait, or the fleet has enough to do.
+
+        It is given back with :meth:`give_back`.
+        """
+        ticket = self._admission.spare(priority, self._load())
+        if ticket is not None:
+            self._tell()
+        return ticket
+
+    def give_back(self, ticket: Ticket) -> None:
+        """The place of :meth:`spare` is free again."""
+        self._wake(self._admission.leave(ticket, self._load(), self._clock()))
+        self._tell()
 
     async def _wait(self, ticket: Ticket, left: asyncio.Future[Any]) -> None:
         """Until the ticket is in or refused. Raises when the client leaves or has waited for too long."""

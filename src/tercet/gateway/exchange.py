@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-import msgspec
-
 from tercet.gateway.endpoint_picker import Endpoints
-from tercet.gateway.openai_call import MOST_READ, OpenAICall, call_of, call_unread
+from tercet.gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_of, call_unread
 from tercet.gateway.protos import (
     BodyMutation,
     BodyResponse,
@@ -33,6 +31,7 @@ from tercet.gateway.protos import (
     TrailersResponse,
 )
 from tercet.protocol import EngineUnreachable, RequestTooLarge, RoleUnavailable, Saturated, ShuttingDown, TercetError
+from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
 
@@ -74,6 +73,11 @@ class Exchange:
         self._is_whole = False
         self._trailers_follow = False
         self._endpoints: Endpoints | None = None
+
+    @property
+    def path(self) -> str:
+        """What is asked for, without its query; empty before that is known."""
+        return "" if self._headers is None else asked_path(self._headers)
 
     # ---- what Envoy says -------------------------------------------------------------------------------------
 
@@ -188,8 +192,8 @@ class Exchange:
         return HeaderMutation(set_headers=_set(told), remove_headers=stripped)
 
 
-def refusal(error: TercetError) -> ProcessingResponse:
-    """The answer to a request that is refused: OpenAI's error JSON, from Envoy itself."""
+def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
+    """The answer to a request for ``path`` that is refused: the error JSON of its API, from Envoy itself."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -199,7 +203,7 @@ def refusal(error: TercetError) -> ProcessingResponse:
         immediate_response=ImmediateResponse(
             status={"code": error.status},
             headers=HeaderMutation(set_headers=_set(headers)),
-            body=msgspec.json.encode(error.to_wire()),
+            body=error_body(path, error),
             details=f"endpoint_picker_{error.code}",
         )
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.openai_routes import CHAT, COMPLETIONS, GENERATING, PREFILLED_BELOW, RESPONSES, path_of
-from tercet.protocol.wire import UNREADABLE, field_of
+from tercet.protocol.wire import field_of
 
 MOST_READ = 1024 * 1024
 """Bytes of a body that is read; of a longer one the beginning stands for its prompt. While it is read others wait."""
@@ -58,6 +60,8 @@ class _OtherBody(msgspec.Struct, frozen=True):
 
 NOTHING = OpenAIBody()
 _kinds: Mapping[str, Any] = {each.name: each.type for each in msgspec.structs.fields(OpenAIBody)}
+# What may be half of a surrogate pair, as JSON escapes it.
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
 
 
@@ -110,27 +114,31 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
 
     Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would take.
     """
-    path = _path(headers)
+    path = asked_path(headers)
     if body is None or path not in GENERATING or headers.get(":method") != "POST":
         return OpenAICall(path, headers, size=0 if body is None else len(body))
-    if body.count(b"[") + body.count(b"{") > MOST_NESTED:
-        return call_unread(headers, [body], len(body))
+    text = in_utf8(body)
+    if text.count(b"[") + text.count(b"{") > MOST_NESTED:
+        return call_unread(headers, [text], len(body))
     if path not in READ_STRICTLY:
-        return _other_call(path, headers, body)
+        return _other_call(path, headers, text, len(body))
+    if not (text.isascii() or _is_utf8(text)) or _ESCAPED_HALF.search(text):
+        read_json(text)  # fields that are not read here are the engine's, for which text that is none is no text either
     try:
-        return OpenAICall(path, headers, _decode(body), len(body))
+        return OpenAICall(path, headers, _decode(text), len(body))
     except UNREADABLE as error:
+        read_json(text)  # it says what is wrong with what is no JSON, or names the field of text that is none
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}the request's body is not one of {path}: {error}", field) from error
 
 
-def _other_call(path: str, headers: Mapping[str, str], body: bytes) -> OpenAICall:
+def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -> OpenAICall:
     """A call in a form of its own: its engine says what is wrong with it, and its text stands for its prompt."""
     try:
-        said = msgspec.json.decode(body, type=_OtherBody)
+        said = msgspec.json.decode(text, type=_OtherBody)
     except UNREADABLE:
-        return OpenAICall(path, headers, size=len(body), opening=body)
+        return OpenAICall(path, headers, size=size, opening=text)
     limits = cast("dict[str, Any]", said.sampling_params) if isinstance(said.sampling_params, dict) else {}
     read: dict[str, Any] = {
         "model": said.model,
@@ -149,7 +157,7 @@ def _other_call(path: str, headers: Mapping[str, str], body: bytes) -> OpenAICal
         except msgspec.ValidationError:
             continue
     has_prompt = known.get("messages") or known.get("prompt")
-    return OpenAICall(path, headers, OpenAIBody(**known), len(body), b"" if has_prompt else body)
+    return OpenAICall(path, headers, OpenAIBody(**known), size, b"" if has_prompt else text)
 
 
 def _with_system(messages: Any, system: Any) -> Any:
@@ -157,6 +165,14 @@ def _with_system(messages: Any, system: Any) -> Any:
     if not system or not isinstance(messages, list):
         return messages
     return [{"role": "system", "content": system}, *cast("list[Any]", messages)]
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
@@ -167,8 +183,9 @@ def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) 
             break
         opening.append(chunk[:missing])
         missing -= len(chunk)
-    return OpenAICall(_path(headers), headers, size=size, opening=b"".join(opening))
+    return OpenAICall(asked_path(headers), headers, size=size, opening=b"".join(opening))
 
 
-def _path(headers: Mapping[str, str]) -> str:
+def asked_path(headers: Mapping[str, str]) -> str:
+    """What is asked for: decoded, and without its query."""
     return path_of(headers.get(":path", ""))

@@ -43,7 +43,7 @@ class EndpointPickerService(ExternalProcessorServicer):
                         yield reply
         except TercetError as error:
             self._metrics.failed(error.status)
-            yield refusal(error)
+            yield refusal(error, exchange.path)
         except (ExchangeBroken, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
@@ -51,7 +51,7 @@ class EndpointPickerService(ExternalProcessorServicer):
         except Exception:  # a plugin of the user's, which may raise anything: the others go on
             logger.exception("a request could not be picked for")
             self._metrics.failed(EngineError.status)
-            yield refusal(EngineError("the endpoint picker failed; its log says how"))
+            yield refusal(EngineError("the endpoint picker failed; its log says how"), exchange.path)
         finally:
             self._metrics.streams.dec()
             if exchange.answer_began:

@@ -40,8 +40,10 @@ class TercetError(Exception):
         return 2 if HTTPStatus.BAD_REQUEST <= self.status < HTTPStatus.INTERNAL_SERVER_ERROR else 1
 
     def to_wire(self) -> dict[str, Any]:
-        """The error body of an HTTP answer."""
-        return {"error": {"message": self.message, "type": type(self).__name__, "param": self.param, "code": self.code}}
+        """The error body of an HTTP answer. What no encoder can write of a quoted input is escaped."""
+        param = None if self.param is None else _writable(self.param)
+        message = _writable(self.message)
+        return {"error": {"message": message, "type": type(self).__name__, "param": param, "code": self.code}}
 
 
 class BadRequest(TercetError, status=400):
@@ -152,6 +154,10 @@ class RoleUnavailable(TercetError, status=503):
 
 class EngineNotReached(EngineUnreachable):
     """It did not even get the call, so nothing that was asked for has been begun. Its code is its base's."""
+
+
+def _writable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 _BY_CODE: Mapping[str, type[TercetError]] = {cls.code: cls for cls in (TercetError, *TercetError.__subclasses__())}

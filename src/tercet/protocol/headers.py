@@ -43,7 +43,8 @@ HEADERS = (
     Header(
         REQUEST_ID_HEADER,
         "requests to a front door, calls to an engine",
-        "vLLM's: the id of the request, in its answer and in each line of a log that is about it.",
+        "vLLM's: the id of the request, in its answer and in each line of a log that is about it; there one of over "
+        "128 characters is shortened.",
     ),
     Header(
         "authorization",

@@ -21,6 +21,7 @@ import msgspec
 from tercet.protocol.addresses import KVAddrInfo
 from tercet.protocol.errors import BadRequest, Conflict
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
 from tercet.protocol.multimodal import MultiModalFeatures
 
 PREFIX = "/tercet/v1"
@@ -166,9 +167,6 @@ class ReplaceAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 C = TypeVar("C")
-# What msgspec raises for bytes that are no message: beside its own errors it lets through that text is not UTF-8, and
-# that something is nested too deeply.
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FIELD = re.compile(r"field `([^`]+)`")
 _PATH = re.compile(r"at `\$\.?([^`\[]*)")
 
@@ -183,19 +181,28 @@ def require_incarnation(named: str | None, own: str) -> None:
 
 
 def encode_call(call: msgspec.Struct) -> tuple[bytes, str]:
-    """A call's body and its content type: MessagePack with tensors in it, which JSON has as base64 text, else JSON."""
-    if any(feature.data for feature in getattr(call, "mm_features", ())):
-        return msgspec.msgpack.encode(call), MSGPACK
-    return msgspec.json.encode(call), JSON
+    """A call's body and its content type: MessagePack with tensors in it, which JSON has as base64 text, else JSON.
+
+    Raises :class:`~tercet.protocol.errors.BadRequest` for text and numbers that neither can write.
+    """
+    try:
+        if any(feature.data for feature in getattr(call, "mm_features", ())):
+            return msgspec.msgpack.encode(call), MSGPACK
+        return msgspec.json.encode(call), JSON
+    except (UnicodeEncodeError, OverflowError) as error:
+        fields = {name: getattr(call, name) for name in call.__struct_fields__}
+        field = next((name for name, value in fields.items() if unwritable_field(value) is not None), None)
+        raise BadRequest(f"{field}: has text or numbers that cannot be sent to an engine: {error}", field) from error
 
 
 def decode_call(body: bytes, kind: type[C], content_type: str = JSON) -> C:
     """Parse a call's body; raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field."""
     is_packed = content_type.partition(";")[0].strip().lower() == MSGPACK
-    decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     try:
-        return decode(body, type=kind)
+        return msgspec.msgpack.decode(body, type=kind) if is_packed else msgspec.json.decode(in_utf8(body), type=kind)
     except UNREADABLE as error:
+        if not is_packed and not isinstance(error, msgspec.ValidationError):
+            read_json(in_utf8(body))  # it names the field of text that is none
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}{error}", field) from error

@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
-from tercet.protocol import EngineUnreachable, TercetError
+from tercet.fleet.portions import Portions
+from tercet.protocol import BadRequest, EngineUnreachable, FrontDoorFailed, TercetError
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PROGRAM_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
-from tercet.protocol.wire import PREFIX, UNREADABLE
+from tercet.protocol.wire import PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.pooling import Answer, PoolingServers, close_result
+from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
 from tercet.settings.log_lines import lines_of_request
 from tercet.vllm_plugin.frontend.client_connection import CONNECTION
-from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_body, error_headers
+from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_headers
 from tercet.vllm_plugin.frontend.request_context import (
     CONTEXT,
     NOTHING,
@@ -54,7 +58,9 @@ WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 class FrontDoor:
-    """Refuses what may not come in, with OpenAI's error JSON, and has the rest served: by ``fast`` or by ``app``.
+    """Refuses what may not come in, and has the rest served: by ``fast`` or by ``app``.
+
+    Refusals have the form of the API that is asked.
 
     ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals, and answers
     of pooling servers, need to reach a browser.
@@ -111,6 +117,8 @@ class FrontDoor:
                 pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
                 if body is not None and (pooling is not None or context.path in GENERATING):
                     held.callback(body.close)
+                    if pooling is None:
+                        self._divide(context)
                     if not self._gate.is_open:
                         place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
                         await held.enter_async_context(place)
@@ -126,6 +134,14 @@ class FrontDoor:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
                     return
                 await self._serve(context, scope, receive if body is None else body.receive, send)
+
+    def _divide(self, context: RequestContext) -> None:
+        """Its sequences come in by portions. Raises :class:`~tercet.protocol.BadRequest` if there are too many."""
+        limits = self._gate.limits
+        require_few_sequences(context.path, context.fields, limits.sequences)
+        spares = None if self._gate.is_open else self._gate
+        context.most_sequences = limits.sequences
+        context.portions = Portions(limits.at_once, spares, context.asked.priority)
 
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
@@ -174,7 +190,16 @@ class FrontDoor:
             context.fields = None  # vLLM reads the body by itself
             if context.wants_trace:
                 send = TracingSend(send, context.traces)
-            await self._app(scope, receive, ErrorSend(send, context))
+            answer = ErrorSend(send, context)
+            try:
+                await self._app(scope, receive, answer)
+            except Exception as error:
+                if answer.ended:  # vLLM's layers have answered, and say afterwards by what they were called
+                    raise
+                failed = context.failed or fault_of(error)
+                if isinstance(failed, FrontDoorFailed):
+                    logger.exception("a request for %s failed", context.path)
+                await answer.fail(failed)
 
 
 def _request_id(scope: Scope) -> str:
@@ -185,8 +210,12 @@ def _request_id(scope: Scope) -> str:
 def context_of(scope: Scope) -> RequestContext:
     """What is known of a request before its body."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return RequestContext(path, headers, connection=scope.get(CONNECTION))
+    return RequestContext(_path_of(scope), headers, connection=scope.get(CONNECTION))
+
+
+def _path_of(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _target(scope: Scope, path: str) -> bytes:
@@ -227,34 +256,66 @@ class ReceivedBody:
 
 
 async def read_body(context: RequestContext, receive: Receive, limit: int) -> ReceivedBody:
-    """The body, of which ``context`` gets what it asks for.
+    """The body, of which ``context`` gets what it asks for; JSON in UTF-8, whatever encoding of Unicode it came in.
 
-    Raises :class:`~tercet.protocol.RequestTooLarge`, and :class:`ClientLeft` if that happens before its end.
+    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.BadRequest` for JSON that is none, and
+    :class:`ClientLeft` if that happens before its end.
     """
     announced = context.headers.get("content-length", "")
     content = await read_whole(receive, announced, limit, "this front door (--max-request-bytes)")
     if content is None:
         raise ClientLeft
-    context.fields, context.asked = parsed(content)
+    if content and is_json(context):
+        content = in_utf8(content)
+        found = read_json(content)
+        if isinstance(found, dict):
+            context.fields = cast("dict[str, Any]", found)
+            context.asked = asked_by(context.fields)
     return ReceivedBody(content, receive)
 
 
-def parsed(content: bytes) -> tuple[dict[str, Any] | None, Asked]:
-    """The fields of a body and what it asks for; nothing of what vLLM is going to refuse."""
-    try:
-        fields = msgspec.json.decode(content, type=dict[str, Any])
-        return fields, msgspec.convert(fields, Asked, strict=False)
-    except UNREADABLE:
-        return None, NOTHING
+def is_json(context: RequestContext) -> bool:
+    """Whether a body is for us to read: routes of our own read theirs themselves, and vLLM takes JSON alone.
+
+    One that is compressed goes to pooling servers as it is, and vLLM refuses it.
+    """
+    if context.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        return False
+    kind = context.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    return not context.path.startswith(PREFIX) and (kind == "application/json" or kind.endswith("+json"))
+
+
+def asked_by(fields: dict[str, Any]) -> Asked:
+    """What a body asks for; nothing by a field of another type, which vLLM refuses, or does not read."""
+    found: dict[str, Any] = {}
+    for name, kind in _ASKED:
+        if name in fields:
+            with suppress(msgspec.ValidationError):
+                found[name] = msgspec.convert(fields[name], kind, strict=False)
+    return Asked(**found) if found else NOTHING
+
+
+_ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Asked))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error."""
+    """Answer with an error, in the form of the API that is asked."""
     error: TercetError = scope[ERROR]
-    await _answer(send, error.status, error_body(error), error_headers(error))
+    await _answer(send, error.status, error_body(_path_of(scope), error), error_headers(error))
+
+
+def fault_of(error: BaseException) -> TercetError:
+    """What an error of vLLM's layers is to a client: its own fault, if it is about text that is none."""
+    seen: list[BaseException] = [error]
+    for each in seen:
+        if isinstance(each, UnicodeEncodeError):
+            return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
+        causes = [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+        seen += [cause for cause in causes if cause is not None and cause not in seen]
+    return FrontDoorFailed("the front door failed while it served this request; its log says how")
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

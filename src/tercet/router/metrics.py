@@ -41,7 +41,9 @@ class Metrics:
             "tercet_verb_seconds", "Duration of a verb, as the front door sees it.", ["verb", "engine"], buckets=SECONDS
         )
         self._admitted = Gauge(
-            "tercet_requests_in_flight", "HTTP requests that the gate has let in.", multiprocess_mode="livesum"
+            "tercet_requests_in_flight",
+            "Places taken: one for each request, more for its further sequences.",
+            multiprocess_mode="livesum",
         )
         self._queued = Gauge(
             "tercet_requests_queued", "HTTP requests that wait at the gate.", multiprocess_mode="livesum"

@@ -22,10 +22,12 @@ from starlette.responses import StreamingResponse
 from tercet import __version__
 from tercet.protocol import BadRequest, Output, TercetError, UnknownModel
 from tercet.protocol import Request as ProgramRequest
+from tercet.protocol.error_forms import error_body
+from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.wire import TokenId, decode_call
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.service_programs import ServicePrograms, TracedRun
-from tercet.vllm_plugin.frontend.error_answers import error_body, error_headers
+from tercet.vllm_plugin.frontend.error_answers import error_headers
 from tercet.vllm_plugin.frontend.request_context import RequestContext, current
 
 DEFAULT_MAX_TOKENS = 16
@@ -96,11 +98,11 @@ def small_app(programs: ServicePrograms, texts: PromptTexts, names: list[str], m
     return app
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(http: Request, error: Exception) -> Response:
     if not isinstance(error, TercetError):
         raise error
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(error_body(error), error.status, headers)
+    return Response(error_body(http.url.path, error), error.status, headers)
 
 
 class SmallAPI:
@@ -252,7 +254,7 @@ class Answering:
             if include_usage:
                 yield self._chunk([], usage=self._usage(len(tokens)))
         except TercetError as error:
-            yield b"data: " + error_body(error) + b"\n\n"
+            yield b"data: " + error_body(self._context.path, error) + b"\n\n"
         yield DONE
 
     def _chunk(self, choices: list[Any], **more: Any) -> bytes:
@@ -269,7 +271,7 @@ async def _read(http: Request, kind: type[Any]) -> Any:
     """The call in a body; raises :class:`~tercet.protocol.BadRequest` for what is not served."""
     body = await http.body()
     call = decode_call(body, kind)
-    for name, value in msgspec.json.decode(body, type=dict[str, Any]).items():
+    for name, value in read_json(in_utf8(body)).items():
         if name in NOT_SERVED and value is not None and not _asks_for_nothing(value, NOT_SERVED[name]):
             raise BadRequest(f"{name}: the small OpenAI layer of simulated fleets has none; --openai-layer vllm", name)
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Generator
@@ -80,7 +81,10 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, FIELDS, {})
         if named := _request_of(record):
             line[REQUEST_ID] = named
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except (UnicodeEncodeError, OverflowError):  # text that is none, such as a file's name in another encoding
+            return json.dumps(line, default=str)
 
 
 def _request_of(record: logging.LogRecord) -> str:

@@ -91,13 +91,18 @@ class RetryBudget(Settings, frozen=True):
 class Limits(Settings, frozen=True):
     """How much may be under way in one process. A request comes in while all of these are below their limits.
 
-    ``in_flight`` counts HTTP requests, ``tokens`` the prompt tokens of sequences on engines, each engine's own; the
-    ones ``per_engine`` are multiplied by the engines that decode and can be picked.
+    ``in_flight`` counts sequences, of which a request has one for each prompt and choice, and at least one; ``tokens``
+    the prompt tokens of sequences on engines, each engine's own; the ones ``per_engine`` are multiplied by the engines
+    that decode and can be picked. ``sequences`` and ``at_once`` are one request's, and no fleet is full by them.
     """
 
     in_flight: Annotated[
         AtLeastOne | None,
-        Setting("Requests under way at once; more wait.", default="no limit", panel=LIMITS),
+        Setting(
+            "Sequences under way at once (a request has one for each prompt and choice); requests wait beyond that.",
+            default="no limit",
+            panel=LIMITS,
+        ),
     ] = msgspec.field(default=None, name="max-in-flight")
     in_flight_per_engine: Annotated[
         AtLeastOne | None,
@@ -118,9 +123,17 @@ class Limits(Settings, frozen=True):
         Seconds, Setting("Longest wait of a request for a place; then it gets 429.", unit="seconds", panel=LIMITS)
     ] = msgspec.field(default=30.0, name="queue-timeout")
 
+    sequences: Annotated[
+        AtLeastOne, Setting("Sequences of one request, prompts times `n`; more get 400.", panel=LIMITS)
+    ] = msgspec.field(default=512, name="max-sequences")
+    at_once: Annotated[
+        AtLeastOne,
+        Setting("Of these, how many are under way at once; the others follow as these end.", panel=LIMITS),
+    ] = msgspec.field(default=128, name="max-sequences-at-once")
+
     @property
     def any(self) -> bool:
-        """Whether there is a limit at all."""
+        """Whether the fleet is full at some point."""
         return any((self.in_flight, self.in_flight_per_engine, self.tokens, self.tokens_per_engine))
 
 

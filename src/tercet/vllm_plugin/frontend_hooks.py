@@ -17,6 +17,7 @@ MM_INPUTS = "vllm.multimodal.inputs"
 SERIAL = "vllm.v1.serial_utils"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
+MESSAGES = "vllm.entrypoints.anthropic.serving:AnthropicServingMessages"
 SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 UVICORN = "uvicorn.protocols.http.httptools_impl"
 
@@ -37,6 +38,14 @@ FRONTEND_HOOKS = (
             Has(CLIENT, "reset_mm_cache_async", "shutdown", "dp_engines_running"),
             Has("vllm.v1.engine:EngineCoreOutputs", "outputs"),
         ),
+    ),
+    Hook(
+        name="prompts one by one",
+        what="The generations of one HTTP request begin one after the other",
+        why="vLLM prepares all of a request's prompts in one go, in which no other stream gets a token",
+        until="its handlers pause between them",
+        replaces=("AsyncLLM.generate",),
+        relies_on=(Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),),
     ),
     Hook(
         name="adapters",
@@ -160,6 +169,18 @@ FRONTEND_HOOKS = (
                 "chunk.model_dump_json(exclude_unset=True)",
                 "exclude_unset=True, exclude_none=True",
             ),
+        ),
+    ),
+    Hook(
+        name="converted streams",
+        what="An error in the chat stream that Anthropic's events are made of ends them with what it says",
+        why="vLLM says instead that it could not convert it, in pydantic's words",
+        until="vLLM converts errors, too",
+        replaces=("AnthropicServingMessages.chat_completion_stream_generator",),
+        relies_on=(
+            Says(f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")', "Invalid data format received"),
+            Takes(f"{CHATS}.chat_completion_stream_generator", "request"),
+            Says(CHATS, "return self.chat_completion_stream_generator("),
         ),
     ),
     Hook(

@@ -14,11 +14,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tercet.gateway import segments
+from tercet.gateway.exchange import refusal
 from tercet.gateway.model_renderer import ModelRenderer
 from tercet.gateway.openai_call import OpenAIBody, OpenAICall, call_of, call_unread
 from tercet.gateway.rendering import MOST_TOKENS, ByCharacters
 from tercet.gateway.segments import SEGMENT
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, RequestTooLarge
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message['content'] }}\n{% endfor %}"
@@ -244,3 +245,29 @@ def test_a_field_of_a_wrong_type_is_named(path: str, fields: object, name: str |
     with pytest.raises(BadRequest, match=path) as raised:
         call_of({":method": "POST", ":path": path}, msgspec.json.encode(fields))
     assert raised.value.param == name
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_a_body_is_read_in_every_encoding_that_engines_take(encoding: str) -> None:
+    content = json.dumps({"model": "m", "prompt": "gr\u00f6\u00dfe", "priority": 3, "user": "ann"}).encode(encoding)
+    found = call_of({":method": "POST", ":path": "/v1/completions"}, content).body
+    assert (found.model, found.prompt, found.priority, found.user) == ("m", "gr\u00f6\u00dfe", 3, "ann")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [(b'{"prompt": "\\ud83d"}', "prompt"), (b'{"prompt": "x", "request_id": "\\ud83d"}', "request_id"),
+     (b'{"prompt": "x", "metadata": {"a": ["\xed\xa0\xbd"]}}', "metadata.a[0]"),
+     (b'{"prompt": "x", "y": "\xff"}', None)],
+)  # fmt: skip
+def test_text_that_is_none_is_refused_in_every_field(body: bytes, field: str | None) -> None:
+    with pytest.raises(BadRequest) as raised:
+        call_of({":method": "POST", ":path": "/v1/completions"}, body)
+    assert raised.value.param == field
+    assert call_of({":method": "POST", ":path": "/v1/completions"}, b'{"prompt": "\\ud83d\\ude80"}').body.prompt
+
+
+def test_a_refusal_has_the_form_of_the_api() -> None:
+    said = refusal(RequestTooLarge("no"), "/v1/messages").immediate_response
+    assert (said.status.code, json.loads(said.body)["error"]["type"]) == (413, "request_too_large")
+    assert json.loads(refusal(RequestTooLarge("no")).immediate_response.body)["error"]["code"] == "request_too_large"

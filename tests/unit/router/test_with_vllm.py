@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
+from tercet.protocol.sse import events_of, object_of
 from tercet.router import admin
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECONDS = 0.5
 PROMPT = list(range(1000, 1100))
 BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+MESSAGES = [{"role": "user", "content": "x"}]
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 ANSWER = [1100, 1101, 1102, 1103, 1104, 1105]
 
@@ -77,6 +79,13 @@ class House:
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
+
+    async def until(self, in_flight: int, request: asyncio.Task[Any]) -> None:
+        """Until so many sequences are on their way, while the request is under way."""
+        async with asyncio.timeout(20):
+            while self.fleet.member("d").in_flight < in_flight:
+                assert not request.done(), request.result().text
+                await asyncio.sleep(0.001)
 
     def mend(self) -> None:
         for engine in self.engines.values():
@@ -142,6 +151,124 @@ async def test_what_no_engine_can_serve_is_an_error_in_openais_words(house: Hous
     for fields in ({}, {"logprobs": 1}):  # by the fast path, and by vLLM's own stream
         *_, last = await house.events(**fields)
         assert last["error"] == expected
+
+
+def events_in(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Of a stream, what its events say."""
+    assert answer.status_code == 200, answer.text
+    return [said for event in events_of(answer.content) if (said := object_of(event))]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+async def test_streams_of_every_api_end_with_an_event_that_says_what_failed(house: House, after: int) -> None:
+    for path, fields in (
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 6}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 6}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 6}),
+    ):
+        for engine in house.engines.values():
+            engine.failures["stream"], engine.fail_after = BadRequest("x: not with me", "x"), after
+        async with house.client() as client:
+            *_, last = events_in(await client.post(path, json={"model": "m", "stream": True, **fields}))
+        house.mend()
+        if path == "/v1/messages":
+            error = {"type": "invalid_request_error", "message": "x: not with me"}
+            assert last == {"type": "error", "error": error}
+        elif path == "/v1/responses":
+            assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+            assert last["response"]["error"]["message"] == "x: not with me"
+        else:
+            assert last["error"]["message"] == "x: not with me"
+
+
+async def test_an_error_of_vllms_own_in_a_converted_stream_is_no_pydantic_text(house: House) -> None:
+    schema = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}
+    fields = {"messages": MESSAGES, "max_tokens": 6, "output_config": {"format": schema}}
+    async with house.client() as client:
+        answer = await client.post("/v1/messages", json={"model": "m", "stream": True, **fields})
+    *_, last = events_in(answer)
+    assert (last["type"], last["error"]["type"]) == ("error", "invalid_request_error")
+    assert "pydantic" not in last["error"]["message"]
+    assert "ChatCompletionStreamResponse" not in last["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_clients_id_of_any_length_is_served_and_carried(house: House, stream: bool) -> None:
+    seen: list[Request] = []
+    house.engines["d"].on_request = seen.append
+    for given in ("x" * 300, "y" * 5000, "a\nb"):
+        answer = await house.complete(request_id=given, stream=stream)
+        assert answer.status_code == 200
+        event = json.loads(answer.text.removeprefix("data: ").partition("\n")[0]) if stream else answer.json()
+        assert event["id"] == f"cmpl-{given}"
+    assert all(len(request.seq_id) <= 256 and request.seq_id.isprintable() for request in seen)
+    assert len({request.seq_id for request in seen}) == len(seen)
+
+
+HALF = "\\ud83d"
+TEXT_FIELDS = [
+    ("/v1/completions", '{"model": "m", "prompt": "x", "request_id": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": ["x", "HALF"]}'),
+    ("/v1/completions", '{"model": "HALF", "prompt": "x"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "stop": ["HALF"]}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "user": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "cache_salt": "HALF"}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "structured_outputs": {"choice": ["HALF"]}}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "stream": true, "structured_outputs": {"regex": "HALF"}}'),
+    ("/v1/completions", '{"model": "m", "prompt": "x", "HALF": 1}'),
+    ("/v1/chat/completions", '{"model": "m", "messages": [{"role": "user", "content": "HALF"}]}'),
+    ("/v1/chat/completions", '{"model": "m", "messages": [{"role": "HALF", "content": "x"}]}'),
+    ("/v1/messages", '{"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "HALF"}]}'),
+    ("/v1/responses", '{"model": "m", "input": "HALF"}'),
+    ("/v1/responses", '{"model": "m", "input": "x", "metadata": {"k": "HALF"}}'),
+    ("/tokenize", '{"model": "m", "prompt": "HALF"}'),
+    ("/invocations", '{"model": "m", "prompt": "HALF"}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TEXT_FIELDS)
+async def test_half_an_emoji_is_its_clients_error_in_every_field(house: House, path: str, body: str) -> None:
+    async with house.client() as client:
+        for _ in range(6):  # more than failures that a program may have in a row
+            content = body.replace("HALF", HALF)
+            answer = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            assert answer.headers["content-type"].startswith("application/json")
+            assert "surrogate" in answer.json()["error"]["message"]
+    assert not house.service.routing.failures
+    assert tokens_of(await house.complete()) == ANSWER
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\\\ud83d"])
+async def test_half_an_emoji_in_json_in_a_text_blames_nobody_else(house: House, half: str) -> None:
+    arguments = '"{\\"a\\": \\"HALF\\"}"'.replace("HALF", half)
+    function = f'{{"name": "f", "arguments": {arguments}}}'
+    call = f'{{"role": "assistant", "tool_calls": [{{"id": "c", "type": "function", "function": {function}}}]}}'
+    content = f'{{"model": "m", "max_tokens": 2, "messages": [{{"role": "user", "content": "x"}}, {call}]}}'
+    async with house.client() as client:
+        answer = await client.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+    assert answer.status_code in (200, 400)
+    assert not house.service.routing.failures
+
+
+@pytest.mark.parametrize("header", ["x-request-id", "x-session-token", "user-agent", "traceparent"])
+async def test_odd_bytes_in_a_header_are_carried_or_refused(house: House, header: str) -> None:
+    async with house.client() as client:
+        for value in (b"\xed\xa0\xbd", b"\xff\xfe", "gr\u00f6\u00dfe".encode()):
+            answer = await client.post("/v1/completions", json=BODY, headers={header.encode(): value})
+            assert answer.status_code == 200, answer.text
+    assert not house.service.routing.failures
+
+
+@pytest.mark.parametrize("path", ["/v1/completions?x=%ED%A0%BD", "/v1/completions?\u00ff", "/v1/%ED%A0%BD"])
+async def test_odd_bytes_in_a_target(house: House, path: str) -> None:
+    async with house.client() as client:
+        answer = await client.post(path, json=BODY)
+    assert answer.status_code == (404 if path == "/v1/%ED%A0%BD" else 200)
+    assert answer.headers["content-type"].startswith("application/json")
 
 
 async def test_what_a_program_refuses_names_the_field(house: House) -> None:
@@ -238,3 +365,90 @@ async def test_refusals(house: House, path: str, body: dict[str, Any], status: i
     assert answer.status_code == status, answer.text
     assert answer.json().get("error") or answer.json().get("detail")
     assert not any(engine.running for engine in house.engines.values())
+
+
+# ---- requests of many sequences ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_at_once(house: House) -> Iterator[None]:
+    """Three sequences of one request at once, of at most eight, in a fleet that takes four."""
+    front = house.app.middleware_stack
+    before = front._gate
+    front._gate = house.gate = Gate(Limits(in_flight=4, sequences=8, at_once=3), house.fleet, house.metrics)
+    house.service._request_timeout = None
+    yield
+    front._gate = house.gate = before
+    house.service._request_timeout = SECONDS
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": ["x"] * 9}), ("/v1/completions", {"prompt": PROMPT, "n": 9}),
+     ("/v1/completions", {"prompt": ["x"] * 1024, "n": 16384}),
+     ("/v1/chat/completions", {"messages": MESSAGES, "n": 9}),
+     ("/v1/chat/completions/batch", {"messages": [MESSAGES] * 9}), ("/invocations", {"prompt": "x", "n": 9})],
+)  # fmt: skip
+async def test_a_request_of_too_many_sequences_is_refused(house: House, path: str, fields: dict[str, Any]) -> None:
+    async with house.client() as client:
+        answer = await client.post(path, json={"model": "m", "max_tokens": 2, **fields})
+    assert (answer.status_code, "--max-sequences" in answer.text) == (400, True)
+    assert house.is_empty
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}, {"prompt": [PROMPT] * 2, "n": 4}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sequences_come_in_by_portions_and_count_in_the_limits(
+    house: House, fields: dict[str, Any], stream: bool
+) -> None:
+    house.engines["d"].pause.clear()
+    request = asyncio.create_task(house.complete(**fields, stream=stream, temperature=1))
+    await house.until(3, request)
+    assert house.gate._admission.in_flight == 3
+    other = asyncio.create_task(house.complete())
+    await house.until(4, other)
+    house.engines["d"].pause.set()
+    assert tokens_of(await other) == ANSWER
+    answer = await request
+    if stream:
+        chunks = [said["choices"][0] for event in events_of(answer.content) if (said := object_of(event))]
+        assert {chunk["index"] for chunk in chunks if chunk["finish_reason"]} == set(range(8))
+    else:
+        assert [choice["token_ids"] for choice in answer.json()["choices"]] == [ANSWER] * 8
+    assert house.gate._admission.in_flight == 0
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}])
+async def test_a_request_of_many_ends_with_its_client(house: House, fields: dict[str, Any]) -> None:
+    started: list[Request] = []
+    house.engines["d"].on_request, pause = started.append, house.engines["d"].pause
+    pause.clear()
+    leaves = asyncio.Event()
+    body = json.dumps({**BODY, **fields, "temperature": 1}).encode()
+    messages: list[Any] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers,
+        "http_version": "1.1", "scheme": "http", "app": house.app, "root_path": "",
+    }  # fmt: skip
+    request = asyncio.create_task(house.app.middleware_stack(scope, receive, send))
+    await house.until(3, request)
+    leaves.set()
+    async with asyncio.timeout(20):
+        while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
+            await asyncio.sleep(0.001)
+        pause.set()
+        await request
+    assert not started

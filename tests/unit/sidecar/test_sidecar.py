@@ -334,7 +334,8 @@ async def test_clients_do_not_say_where_kv_is_fetched() -> None:
 async def test_nor_by_another_route(path: str, fields: Any) -> None:
     async with house() as found:
         status, said = await found.ask(fields, path=path)
-        assert (status, msgspec.json.decode(said)["error"]["param"]) == (400, "kv_transfer_params")
+        assert status == 400
+        assert msgspec.json.decode(said)["error"]["message"].startswith("kv_transfer_params: ")
         assert not found.decode.bodies
 
 

@@ -123,9 +123,12 @@ class ClientCall:
 
 
 class Listener:
-    """A port whose requests ``handler`` answers, each in a task that is cancelled when its client leaves."""
+    """A port whose requests ``handler`` answers, each in a task that is cancelled when its client leaves.
 
-    def __init__(self, handler: Handler, failure: Callable[[TercetError], bytes]) -> None:
+    ``failure`` gives the body of an error for a path, which is empty where it is not known.
+    """
+
+    def __init__(self, handler: Handler, failure: Callable[[str, TercetError], bytes]) -> None:
         self.port = 0
         self._handler = handler
         self._failure = failure
@@ -219,7 +222,7 @@ class Listener:
 
     async def _refuse(self, connection: Connection, error: NotReadable) -> None:
         said = BadRequest(f"this is no request that can be read: {error}")
-        body = self._failure(said)
+        body = self._failure("", said)
         fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         with contextlib.suppress(h11.LocalProtocolError):
             await connection.send(
@@ -238,7 +241,7 @@ class Listener:
             if call.began:
                 call.abort()
             else:
-                await call.answer(500, self._failure(TercetError("internal error")), "application/json")
+                await call.answer(500, self._failure(call.path, TercetError("internal error")), "application/json")
 
 
 async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:

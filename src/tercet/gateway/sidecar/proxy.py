@@ -12,8 +12,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-import msgspec
-
 from tercet.client.connection_errors import reason_of
 from tercet.client.passing import (
     Fields,
@@ -31,13 +29,16 @@ from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
-from tercet.gateway.sidecar.sse import Opening, WholeEvents, last_event
+from tercet.gateway.sidecar.sse import Opening
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.error_forms import error_body, last_events
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
+from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.sse import EVENTS, WholeEvents, object_of
 from tercet.protocol.trace import VerbTrace
-from tercet.protocol.wire import PREFIX, UNREADABLE
+from tercet.protocol.wire import PREFIX
 from tercet.settings import SidecarConfig
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 
@@ -47,7 +48,6 @@ JSON = "application/json"
 OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
 # Of a client's headers those that an engine needs to serve the legs that its client did not ask for.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
-EVENTS = "text/event-stream"
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
 
@@ -116,7 +116,7 @@ class Proxy:
         body = await self._body(http)
         named = http.header(PREFILLER_HEADER)
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
-        fields = self._fields(body)
+        fields = self._fields(body) if hosts or self._refuses_params else {}
         if not hosts or not fields:
             await self._forward(http, answer, body)
             return
@@ -133,17 +133,17 @@ class Proxy:
             await self._forward(http, answer, prepared, held)
 
     def _fields(self, body: bytes) -> Mapping[str, Any]:
-        """The body's fields; none for one that cannot be read.
+        """The body's fields; none for one that is no object, which the engine refuses.
 
-        Raises :class:`~tercet.protocol.BadRequest` for what may say where engines fetch KV, which is not for clients to
-        say: what cannot be read here may be read there, such as numbers and encodings that are not JSON's.
+        Raises :class:`~tercet.protocol.BadRequest` for what cannot be read here, and might be there, and for what may
+        say where engines fetch KV: that is not for clients to say.
         """
-        try:
-            fields = msgspec.json.decode(body, type=dict[str, Any])
-        except UNREADABLE as error:
+        found = read_json(in_utf8(body))
+        if not isinstance(found, dict):
             if self._refuses_params:
-                raise BadRequest(f"the request's body is no JSON object: {error}") from error
+                raise BadRequest("the request's body is no JSON object")
             return {}
+        fields = cast("dict[str, Any]", found)
         if self._refuses_params and _has_params(fields):
             raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
         return fields
@@ -307,6 +307,7 @@ class _Answer:
         self.traces: Sequence[VerbTrace] = ()
         self._http = http
         self._events: WholeEvents | None = None
+        self._last = b""
         self._send: Any = None
         self._reason = b""
         self._trailers: Fields = ()
@@ -324,6 +325,7 @@ class _Answer:
         """Pass on what the engine sent."""
         passed = chunk if self._events is None else self._events.passed(chunk)
         if passed:
+            self._last = passed
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})
 
     async def end(self, trailers: Fields) -> None:
@@ -335,11 +337,11 @@ class _Answer:
     async def fail(self, error: TercetError) -> None:
         """It is an error, or ends in one; an answer that is no stream, and had begun, breaks off."""
         if not self._http.began:
-            await self._http.answer(error.status, msgspec.json.encode(error.to_wire()), JSON)
+            await self._http.answer(error.status, error_body(self._http.path, error), JSON)
             return
         logger.warning("an answer broke off: %s: %s", error.code, error.message)
         if self._events is not None:
-            await self._http.write(last_event(self._http.path, error))
+            await self._http.write(last_events(self._http.path, error, object_of(self._last)))
             await self._http.end()
         else:
             self._http.abort()

@@ -13,7 +13,6 @@ from ssl import SSLContext
 from typing import Any
 
 import aiohttp
-import msgspec
 from prometheus_client.exposition import generate_latest
 
 from tercet.aio import signals_to
@@ -27,6 +26,7 @@ from tercet.gateway.sidecar.listener import ClientCall, Listener
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
 from tercet.gateway.sidecar.proxy import Proxy
 from tercet.protocol import BadRequest, ShuttingDown
+from tercet.protocol.error_forms import error_body
 from tercet.settings import SidecarConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.vllm_plugin.engine.server_access import is_loopback
@@ -134,7 +134,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
             else:
                 await proxy.handle(http)
 
-        listener = Listener(handle, lambda error: msgspec.json.encode(error.to_wire()))
+        listener = Listener(handle, error_body)
         stack.push_async_callback(listener.close)
         try:
             await listener.start(config.host, config.port, _shown(config))

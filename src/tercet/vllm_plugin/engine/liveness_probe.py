@@ -111,6 +111,12 @@ class LivenessProbe:
         """What each agent answered last, by rank."""
         return [part.answer for part in self._agents]
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """Their sums."""
+        per_rank = self.agent_counters
+        return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
+
     def core_progressed(self) -> None:
         """The core has shown, unasked, that it goes on."""
         self._clock.progressed(CORE, time.monotonic())

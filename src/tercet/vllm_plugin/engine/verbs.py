@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -38,20 +38,14 @@ from tercet.protocol import (
     digest_of_features,
     packed,
     resolve_range,
-)
+)  # fmt: skip
 from tercet.protocol.multimodal import whole_features
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.types import TextFingerprint
 from tercet.protocol.wire import Destination as DoorDestination
 from tercet.protocol.wire import MoveCall, PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
 from tercet.streams import FrontDoors
-from tercet.transport import (
-    AsyncControlClient,
-    Push,
-    PushCached,
-    ReadCounters,
-    SendComplete,
-)
+from tercet.transport import AsyncControlClient, Push, PushCached, ReadCounters, SendComplete
 from tercet.vllm_plugin.engine import agent_metrics, core_methods
 from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, digest_of
 from tercet.vllm_plugin.engine.agent_calls import AgentCalls
@@ -233,15 +227,9 @@ class EngineVerbs:
             await self._agents.push([PushCached(opening, pushes, end, word) for opening in params.openings()])
             return None, params.end
         request = LLMRequest(
-            self._client,
-            tokens[: whole_features(features, params.end)],
-            call.sampling_params if call.sample else {},
-            TercetParams(self._about.token, send=params),
-            call.priority,
-            call.cache_salt,
-            adapter,
-            call.mm_features,
-        )
+            self._client, tokens[: whole_features(features, params.end)], call.sampling_params if call.sample else {},
+            TercetParams(self._about.token, send=params), call.priority, call.cache_salt, adapter, call.mm_features,
+        )  # fmt: skip
         computing = asyncio.ensure_future(request.first())
         try:
             # A refusal by the receiver ends the work at once; there is nobody left to compute for.
@@ -445,7 +433,7 @@ class EngineVerbs:
             dtype=self._layout.dtype,
             model_dtype=str(self._client.vllm_config.model_config.dtype).removeprefix("torch."),
             stalled_s=self._probe.stalled_s,
-            counters=_sum(self._probe.agent_counters),
+            counters=self._probe.counters,
             max_adapters=self.adapters.most,
             adapters=await self.adapters.reports(),
             **self._probe.core_status,
@@ -505,7 +493,3 @@ class EngineVerbs:
             raise UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id") from None
         finally:
             del self._busy[seq_id, send_id]
-
-
-def _sum(per_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}

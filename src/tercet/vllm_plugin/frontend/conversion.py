@@ -15,6 +15,8 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tercet.protocol import EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
+from tercet.protocol.json_text import unwritable_field
+from tercet.protocol.seq_ids import sequence_id
 from tercet.vllm_plugin.mm_features import to_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
@@ -41,7 +43,8 @@ def to_request(
 ) -> Request:
     """A program's request from vLLM's, whose images and the like are ``features``.
 
-    Raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet.
+    Raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet, and for what no message to them can have:
+    that the program does not meet it.
     """
     unsupported = {
         "prompt embeddings": request.prompt_embeds is not None,
@@ -51,10 +54,12 @@ def to_request(
     for what, wanted in unsupported.items():
         if wanted:
             raise VLLMValidationError(f"{what}: not supported by this router; ask an engine directly")
+    sampling = sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request)
+    _require_writable({**sampling, "cache_salt": request.cache_salt, "user": user, "priority": request.priority})
     return Request(
-        seq_id=request.request_id,
+        seq_id=sequence_id(request.request_id),
         prompt=tuple(request.prompt_token_ids or ()),
-        sampling_params=sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request),
+        sampling_params=sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
         headers=headers,
@@ -62,6 +67,12 @@ def to_request(
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
         mm_features=features,
     )
+
+
+def _require_writable(fields: Mapping[str, Any]) -> None:
+    found = unwritable_field(fields)
+    if found is not None:
+        raise VLLMValidationError(f"{found}: has text or a number that cannot be sent to an engine", parameter=found)
 
 
 async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tuple[MultiModalFeature, ...]:

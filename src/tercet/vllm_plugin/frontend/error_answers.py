@@ -1,18 +1,21 @@
-"""Errors in answers that vLLM writes: ours in our own words, vLLM's with a name as code, as everywhere else.
+"""Errors in answers that vLLM writes: ours in our own words, vLLM's in the form of the API that the client speaks.
 
 vLLM's form is OpenAI's but for ``code``, which is the HTTP status there, a number. OpenAI's is text or null, and
-clients that declare it so do not read a number. What is replaced has just that form: an answer's whole body, or an
-event of a stream. Other APIs than OpenAI's keep the forms of their own.
+clients that declare it so do not read a number. Layers below vLLM's have forms of their own (``{"detail": ...}``, plain
+text). What is replaced is an answer's whole body, or an event of a stream; a stream that fails gets a last event.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from tercet.protocol import ShuttingDown, TercetError, UnknownModel
+from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
+from tercet.protocol.sse import EVENTS, WholeEvents, events_of, object_of
 from tercet.protocol.wire import UNREADABLE
 
 if TYPE_CHECKING:
@@ -21,19 +24,15 @@ if TYPE_CHECKING:
     from tercet.vllm_plugin.frontend.request_context import RequestContext
 
 FIRST_ERROR = 400
-EVENT, END = b"data: ", b"\n\n"
-ERROR_EVENT = EVENT + b'{"error"'
-FORM = {"message", "type", "param", "code"}
-
-
-def error_body(error: TercetError) -> bytes:
-    """An error as JSON."""
-    return msgspec.json.encode(error.to_wire())
+# What an event that tells of an error has in it, whichever API's it is.
+ERROR_MARK = b'"error"'
+JSON, TEXT = b"application/json", b"text/plain"
+LONGEST_TEXT = 1000
 
 
 def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
     """What an answer that is this error says beside its body."""
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", JSON)]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
     if isinstance(error, ShuttingDown):
@@ -43,13 +42,22 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
 
 def with_named_code(body: bytes) -> bytes:
     """An error of vLLM's with its status' name as code, such as ``bad_request``; anything else as it is."""
-    said = _vllms(body)
-    if said is None or not isinstance(said["code"], int):
+    said = _object(body).get("error")
+    if not isinstance(said, dict) or "message" not in said or not isinstance(said.get("code"), int):
         return body
-    return msgspec.json.encode({"error": {**said, "code": _name_of(said["code"], said["param"])}})
+    return msgspec.json.encode({"error": _completed(cast("dict[str, Any]", said), said["code"])})
 
 
-def _name_of(status: int, param: str | None) -> str:
+def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """What vLLM says of an error, with all that OpenAI's form has."""
+    param, code = said.get("param"), said.get("code")
+    if not isinstance(code, str):
+        code = _name_of(code if isinstance(code, int) else status, param)
+    kind = said.get("type") or _phrase(status)
+    return {"message": str(said.get("message", "")), "type": kind, "param": param, "code": code}
+
+
+def _name_of(status: int, param: object) -> str:
     if status == UnknownModel.status and param == "model":
         return UnknownModel.code
     try:
@@ -58,60 +66,143 @@ def _name_of(status: int, param: str | None) -> str:
         return str(status)
 
 
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return str(status)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except UNREADABLE:
+        return {}
+
+
 class ErrorSend:
-    """Passes an answer on, errors with a name as code; once a program of ``context`` has failed, in our words."""
+    """Passes an answer on, its errors in the form of the path; once a program of ``context`` has failed, in our words.
+
+    ``began`` tells whether the client has a part of the answer, ``ended`` whether it has all.
+    """
 
     def __init__(self, send: Send, context: RequestContext) -> None:
+        self.began = self.ended = False
         self._send = send
         self._context = context
+        self._api = api_of(context.path)
         self._start: Message | None = None
         self._body = b""
+        self._events: WholeEvents | None = None
+        self._opening = self._last = b""
 
     async def __call__(self, message: Message) -> None:
         """ASGI's ``send``."""
-        if message["type"] == "http.response.start" and message["status"] >= FIRST_ERROR:
-            self._start = message
-        elif message["type"] == "http.response.body" and self._start is not None:
-            await self._hold(message, self._start)
-        elif message["type"] == "http.response.body" and message.get("body", b"").startswith(ERROR_EVENT):
-            await self._send({**message, "body": self._event(message["body"])})
-        else:
-            await self._send(message)
+        if message["type"] == "http.response.start":
+            if message["status"] >= FIRST_ERROR:
+                self._start = message
+                return
+            kind = _header(message, b"content-type")
+            self._events = WholeEvents() if kind.startswith(EVENTS.encode()) else None
+            self.began = True
+        elif message["type"] == "http.response.body":
+            if self._start is not None:
+                await self._hold(message, self._start)
+                return
+            self.ended = not message.get("more_body")
+            if self._events is not None:
+                message = {**message, "body": self._stream(self._events, message.get("body", b""))}
+        await self._send(message)
+
+    async def fail(self, error: TercetError) -> None:
+        """The application has failed: the answer is this error, or ends in it. Call it once at most."""
+        if not self.began:
+            self._start, self._body = {"type": "http.response.start", "status": error.status, "headers": []}, b""
+            await self._answer(self._start, error_body(self._context.path, error), error_headers(error))
+        elif self._events is not None and not self.ended:
+            before = {**object_of(self._last)}
+            if "response" not in before and (response := object_of(self._opening).get("response")) is not None:
+                before["response"] = response
+            end = last_events(self._context.path, error, before)
+            self.ended = True
+            await self._send({"type": "http.response.body", "body": end})
+
+    # ---- whole answers ---------------------------------------------------------------------------------------
 
     async def _hold(self, message: Message, start: Message) -> None:
         self._body += message.get("body", b"")
         if message.get("more_body"):
             return
-        if _vllms(self._body) is not None:
-            failed = self._context.failed
-            ours = [] if failed is None else error_headers(failed)
-            replaced = {b"content-length", *(name for name, _ in ours)}
-            kept = [(name, value) for name, value in start["headers"] if name.lower() not in replaced]
-            self._body = self._said(self._body)
-            length = b"content-length", str(len(self._body)).encode()
-            start = {**start, "headers": [*kept, *ours, length]}
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": self._body})
+        failed, status = self._context.failed, start["status"]
+        said = _said(status, _header(start, b"content-type"), self._body)
+        if said is None:
+            await self._answer(start, self._body, [])
+        elif failed is not None:
+            start = {**start, "status": failed.status}
+            await self._answer(start, error_body(self._context.path, failed), error_headers(failed))
+        else:
+            await self._answer(start, in_form(self._context.path, status, said), [(b"content-type", JSON)])
 
-    def _event(self, chunk: bytes) -> bytes:
-        if not chunk.endswith(END):
-            return chunk
-        return EVENT + self._said(chunk[len(EVENT) : -len(END)]) + END
+    async def _answer(self, start: Message, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        replaced = {b"content-length", *(name for name, _ in headers)}
+        kept = [(name, value) for name, value in start["headers"] if name.lower() not in replaced]
+        length = b"content-length", str(len(body)).encode()
+        self.began = self.ended = True
+        await self._send({**start, "headers": [*kept, *headers, length]})
+        await self._send({"type": "http.response.body", "body": body})
 
-    def _said(self, error: bytes) -> bytes:
-        """An error of vLLM's, in the words that clients get; anything else as it is."""
-        failed = self._context.failed
-        if failed is None or _vllms(error) is None:
-            return with_named_code(error)
-        return error_body(failed)
+    # ---- streams ---------------------------------------------------------------------------------------------
+
+    def _stream(self, events: WholeEvents, chunk: bytes) -> bytes:
+        whole = events.passed(chunk)
+        if self.ended:
+            whole += events.rest()
+        if self._api == "responses" and whole:
+            self._opening = self._opening or whole
+            self._last = whole
+        if ERROR_MARK not in whole:
+            return whole
+        return b"".join(self._event(event) for event in events_of(whole))
+
+    def _event(self, event: bytes) -> bytes:
+        """An error in our words, or with OpenAI's code; any other event as it is."""
+        said = object_of(event) if ERROR_MARK in event else {}
+        error, failed = said.get("error"), self._context.failed
+        if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
+            return _anthropic_event(self._context, cast("dict[str, Any]", error))
+        if self._api == "openai" and said.keys() == {"error"} and isinstance(error, dict):
+            status = failed.status if failed is not None else HTTPStatus.INTERNAL_SERVER_ERROR
+            own = failed.to_wire()["error"] if failed is not None else _completed(cast("Any", error), status)
+            return b"data: " + msgspec.json.encode({"error": own}) + b"\n\n"
+        return event
 
 
-def _vllms(body: bytes) -> dict[str, Any] | None:
-    """What an error says that is in vLLM's form."""
-    try:
-        said = msgspec.json.decode(body, type=dict[str, Any])
-    except UNREADABLE:
+def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
+    """vLLM's converter says what it could not convert, which is the error of the chat answer that it is made of."""
+    if context.failed is not None:
+        return last_events(context.path, context.failed)
+    inner = context.stream_error or said
+    code = inner.get("code")
+    status = code if isinstance(code, int) else HTTPStatus.INTERNAL_SERVER_ERROR
+    body = in_form(context.path, status, {"message": str(inner.get("message", ""))})
+    return b"event: error\ndata: %b\n\n" % body
+
+
+def _said(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
+    """What the body of an error says, in OpenAI's words; None for one that says nothing, or is nobody's error."""
+    if not body:
         return None
-    error = said.get("error")
-    is_error = said.keys() == {"error"} and isinstance(error, dict) and error.keys() == FORM
-    return error if is_error else None
+    if kind.startswith(TEXT):
+        return _completed({"message": body[:LONGEST_TEXT].decode(errors="replace")}, status)
+    found = _object(body)
+    error = found.get("error")
+    if isinstance(error, dict) and "message" in error:
+        return _completed(cast("dict[str, Any]", error), status)
+    text = next((found[name] for name in ("error", "detail", "message") if found.get(name)), None)
+    if text is None or (not isinstance(text, str) and "detail" not in found):
+        return None
+    return _completed({"message": text if isinstance(text, str) else msgspec.json.encode(text).decode()}, status)
+
+
+def _header(message: Message, wanted: bytes) -> bytes:
+    return next((value for name, value in message["headers"] if name.lower() == wanted), b"")

@@ -24,8 +24,9 @@ from starlette.types import ASGIApp
 from tercet.protocol.types import TextFingerprint
 from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
+from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
-from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
+from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.leak_reports import without_leak_reports
@@ -56,6 +57,9 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     tasks = await engine_client.get_supported_tasks()
     app = build_app(args, tasks, engine_client.model_config)
     await init_app_state(engine_client, app.state, args, tasks)
+    messages = getattr(app.state, "anthropic_serving_messages", None)
+    if messages is not None:
+        tell_errors_of(messages)
     # vLLM's SageMaker layer may have closed the stack to further middleware.
     layers = app.middleware_stack or app.build_middleware_stack()
     return OpenAIServer(app, layers, fast_path(layers, app.state, args, engine_client))
@@ -155,6 +159,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     client.attach(engine_client.output_processor)
     keep_data_here(engine_client.renderer, model_config)
     render_short_prompts_here(engine_client.renderer)
+    start_one_by_one(engine_client)
     return engine_client
 
 

@@ -18,13 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output, ProgramFailed
 from tercet.vllm_plugin.frontend.client_connection import ClientConnection
-from tercet.vllm_plugin.frontend.error_answers import error_body, with_named_code
+from tercet.vllm_plugin.frontend.error_answers import with_named_code
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed, SequenceOutputs
 from tercet.vllm_plugin.frontend.sse_chunks import DONE, ChunkWriter
 from tercet.vllm_plugin.frontend.stream_metrics import StreamStats
@@ -93,7 +94,7 @@ class PlainStream:
                 with_named_code(self._plan.serving._convert_generation_error_to_streaming_response(error).encode())
             )
         except SequenceFailed as failed:
-            end = _error_event(error_body(failed.error))
+            end = _error_event(msgspec.json.encode(failed.error.to_wire()))
         except Exception as error:
             if not isinstance(error, (VLLMClientError, GracefulHTTPError)):
                 logger.exception("a stream failed")
@@ -103,7 +104,7 @@ class PlainStream:
     def begin(self, outputs: SequenceOutputs) -> None:
         """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
         self._outputs = outputs
-        self._state = self._tools.processor.request_states[outputs.seq_id]
+        self._state = self._tools.processor.request_states[outputs.request_id]
         detokenizer = self._state.detokenizer
         decode_next = look_up(detokenizer, self._tools.texts, self._state.prompt_token_ids or ())
         if not detokenizer.stop:

@@ -17,15 +17,16 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.client.prefill_attempts import prefill_here
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
+from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.openai_routes import PREFILLED_BELOW
 from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.seq_ids import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
@@ -85,7 +86,7 @@ class PrefillerHeader:
         try:
             hosts, traced = allowed.named(said), wants_trace(headers)
         except BadRequest as error:
-            await _refuse(send, error)
+            await _refuse(send, scope["path"], error)
             return
         async with AsyncExitStack() as held:
             named = NamedPrefillers(hosts, held)
@@ -106,8 +107,8 @@ def _prefilled(said: str) -> Prefilled | None:
     return Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
 
 
-async def _refuse(send: Send, error: TercetError) -> None:
-    body = msgspec.json.encode(error.to_wire())
+async def _refuse(send: Send, path: str, error: TercetError) -> None:
+    body = error_body(path, error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -166,7 +167,7 @@ class PrefilledRequests:
             prefill_here(self.name, request.request_id, BadRequest(f"{reason} cannot be prefilled elsewhere"), trace)
             return
         sequence = Request(
-            seq_id=request.request_id,
+            seq_id=sequence_id(request.request_id),
             prompt=tuple(request.prompt_token_ids or ()),
             priority=request.priority,
             cache_salt=request.cache_salt,

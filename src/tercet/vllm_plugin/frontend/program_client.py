@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +32,7 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.vllm_plugin.frontend.conversion import features_of, to_core_output, to_request
-from tercet.vllm_plugin.frontend.request_context import RequestContext, current
+from tercet.vllm_plugin.frontend.request_context import InPortions, RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Tokens and log probabilities that wait in vLLM's layer for a client that does not read.
 MOST_UNTAKEN = 256 * 1024
+# Sequences of one request that are added in a row.
+BETWEEN_PAUSES = 8
 # Ids from there on are no vocabulary's, nor vLLM's arrays'.
 MOST_TOKENS = 2**31
 
@@ -76,8 +79,12 @@ class Programs(Protocol):
 class SequenceOutputs:
     """One sequence's outputs as vLLM's layer sees them, and its failures in vLLM's words."""
 
-    def __init__(self, programs: Programs, request: Request, context: RequestContext) -> None:
+    def __init__(
+        self, programs: Programs, request: Request, context: RequestContext, request_id: str | None = None
+    ) -> None:
         self.seq_id = request.seq_id
+        # What vLLM calls it here, which its client may have chosen.
+        self.request_id = request_id or request.seq_id
         self._num_prompt_tokens = request.num_tokens
         self._programs = programs
         self._context = context
@@ -103,7 +110,7 @@ class SequenceOutputs:
             )
         usage = self._run.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
-        return to_core_output(self.seq_id, self._num_prompt_tokens, output, usage)
+        return to_core_output(self.request_id, self._num_prompt_tokens, output, usage)
 
     @contextmanager
     def failures(self) -> Generator[None]:
@@ -131,6 +138,36 @@ class SequenceFailed(GracefulHTTPError):
     def __init__(self, error: TercetError) -> None:
         super().__init__(error.message, HTTPStatus(error.status))
         self.error = error
+
+
+def _require_few(context: RequestContext) -> None:
+    if context.most_sequences is not None and context.under_way >= context.most_sequences:
+        raise VLLMValidationError(
+            f"the request asks for more than {context.most_sequences} sequences, which is all that this front door "
+            "takes of one (--max-sequences); send several requests"
+        )
+
+
+def start_one_by_one(engine_client: Any) -> None:
+    """Have the engine client begin the prompts of a request one after the other, and others be served in between.
+
+    vLLM's handlers start all of them at once, and each is prepared by its first step.
+    """
+    generate = engine_client.generate
+
+    async def paced(context: RequestContext, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        async with context.starting:
+            await asyncio.sleep(0)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def generate_in_turn(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        context, outputs = current(), generate(*args, **kwargs)
+        context.generations += 1
+        return outputs if context.generations == 1 else paced(context, outputs)
+
+    engine_client.generate = generate_in_turn
 
 
 def _size(choice: CompletionOutput) -> int:
@@ -172,19 +209,27 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program, or hand it to the plain stream that the request is."""
         context = current()
         try:
+            _require_few(context)
             features = await features_of(request, self._programs.model_dtype)
             sequence = to_request(request, context.headers, context.asked.user, features)
         except VLLMValidationError:
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
             self._processor.abort_requests((request.request_id,), internal=True)
             raise
-        outputs = SequenceOutputs(self._programs, sequence, context)
+        outputs = SequenceOutputs(self._programs, sequence, context, request.request_id)
         if context.stream is not None:
             context.stream.begin(outputs)
             return
-        task = self._tasks.spawn(self._run(outputs))
-        self._running[sequence.seq_id] = task
-        task.add_done_callback(lambda _: self._running.pop(sequence.seq_id, None))
+        context.under_way += 1
+        task = self._tasks.spawn(self._run(outputs, context.portions))
+        self._running[request.request_id] = task
+        task.add_done_callback(partial(self._ended, request.request_id, context))
+        if context.under_way % BETWEEN_PAUSES == 0:
+            await asyncio.sleep(0)  # the sequences of one request come in a row, and others want their tokens
+
+    def _ended(self, request_id: str, context: RequestContext, _: object) -> None:
+        self._running.pop(request_id, None)
+        context.under_way -= 1
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel programs; each gives back what it took, wherever it is."""
@@ -210,35 +255,39 @@ class ProgramClient(EngineCoreClient):
 
     # ---- one request -----------------------------------------------------------------------------------------
 
-    async def _run(self, outputs: SequenceOutputs) -> None:
+    async def _run(self, outputs: SequenceOutputs, portions: InPortions | None) -> None:
         try:
-            with outputs.failures():
-                first = True
-                async with aclosing(outputs.stream) as stream:
-                    async for output in stream:
-                        self._require_taken(outputs.seq_id)
-                        self._ready.put_nowait(outputs.to_core_output(output))
-                        if first and not output.finished:
-                            # The client has its first token before the program goes on to what the second one needs.
-                            await self._next_batch.wait()
-                        first = False
+            async with nullcontext() if portions is None else portions.one():
+                await self._pass_on(outputs)
         except Exception as error:
-            self._fail(outputs.seq_id, error)
+            self._fail(outputs.request_id, error)
 
-    def _require_taken(self, seq_id: str) -> None:
+    async def _pass_on(self, outputs: SequenceOutputs) -> None:
+        with outputs.failures():
+            first = True
+            async with aclosing(outputs.stream) as stream:
+                async for output in stream:
+                    self._require_taken(outputs.request_id)
+                    self._ready.put_nowait(outputs.to_core_output(output))
+                    if first and not output.finished:
+                        # The client has its first token before the program goes on to what the second one needs.
+                        await self._next_batch.wait()
+                    first = False
+
+    def _require_taken(self, request_id: str) -> None:
         """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""
-        queue = self._queue_of(seq_id)
+        queue = self._queue_of(request_id)
         waiting = queue.output if queue is not None else None
         choices = waiting.outputs if isinstance(waiting, RequestOutput) else ()
         if sum(_size(choice) for choice in choices) > MOST_UNTAKEN:
             raise DeadlineExceeded("the client does not read its answer: what waits for it has reached its bound")
 
-    def _fail(self, seq_id: str, error: Exception) -> None:
-        queue = self._queue_of(seq_id)
+    def _fail(self, request_id: str, error: Exception) -> None:
+        queue = self._queue_of(request_id)
         if queue is not None:
             queue.put(error)
-            self._processor.abort_requests((seq_id,), internal=True)
+            self._processor.abort_requests((request_id,), internal=True)
 
-    def _queue_of(self, seq_id: str) -> RequestOutputCollector | None:
-        state = self._processor.request_states.get(seq_id)
+    def _queue_of(self, request_id: str) -> RequestOutputCollector | None:
+        state = self._processor.request_states.get(request_id)
         return state.queue if state is not None else None

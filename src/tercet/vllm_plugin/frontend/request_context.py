@@ -6,12 +6,13 @@ them, and for nobody else, there is :func:`current`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from tercet.protocol import TercetError
     from tercet.vllm_plugin.frontend.client_connection import ClientConnection
     from tercet.vllm_plugin.frontend.plain_stream import PlainStream
+
+
+class InPortions(Protocol):
+    """Lets the sequences of one request in, some at a time."""
+
+    def one(self) -> AbstractAsyncContextManager[None]:
+        """While entered, one more of them runs."""
+        ...
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -54,6 +63,14 @@ class RequestContext:
     sequences: list[Any] = field(default_factory=list[Any])
     wants_trace: bool = False
     failed: TercetError | None = None
+    # What vLLM said of an error in the chat stream of which it makes the answer, in OpenAI's words.
+    stream_error: Mapping[str, Any] | None = None
+    # Sequences under way, prompts begun, how many sequences there may be, and by what they come in.
+    under_way: int = 0
+    generations: int = 0
+    most_sequences: int | None = None
+    portions: InPortions | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: PlainStream | None = None

@@ -9,12 +9,13 @@ import msgspec
 
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.sse import DONE, EVENTS, WholeEvents, data_of, events_of
+from tercet.protocol.wire import UNREADABLE
 
 if TYPE_CHECKING:
     from starlette.types import Message, Send
 
 _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": False}
-DONE = b"data: [DONE]"
 
 
 def wants_trace(headers: Mapping[str, str]) -> bool:
@@ -34,11 +35,14 @@ class TracingSend:
         self._start: Message | None = None
         self._body = b""
         self._is_json = False
+        self._events: WholeEvents | None = None
 
     async def __call__(self, message: Message) -> None:
         """ASGI's ``send``."""
         if message["type"] == "http.response.start":
-            self._is_json = _content_type(message).startswith(b"application/json")
+            kind = _content_type(message).lower()
+            self._is_json = kind.startswith(b"application/json")
+            self._events = WholeEvents() if kind.startswith(EVENTS.encode()) else None
             self._start = message
             if not self._is_json:
                 await self._send(message)
@@ -46,11 +50,18 @@ class TracingSend:
             await self._send(message)
         elif self._is_json:
             await self._hold_json(message)
+        elif self._events is not None:
+            await self._send({**message, "body": self._stream(self._events, message)})
         else:
-            body: bytes = message.get("body", b"")
-            if DONE in body:
-                body = body.replace(DONE, b"data: " + self._payload() + b"\n\n" + DONE)
-            await self._send({**message, "body": body})
+            await self._send(message)
+
+    def _stream(self, events: WholeEvents, message: Message) -> bytes:
+        whole = events.passed(message.get("body", b""))
+        if not message.get("more_body"):
+            whole += events.rest()
+        if DONE not in whole:  # in a text, too, but then no event is just that
+            return whole
+        return b"".join(self._traced(event) for event in events_of(whole))
 
     async def _hold_json(self, message: Message) -> None:
         self._body += message.get("body", b"")
@@ -64,9 +75,12 @@ class TracingSend:
     def _with_trace(self, body: bytes) -> bytes:
         try:
             answer = msgspec.json.decode(body, type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return body
         return msgspec.json.encode({**answer, **msgspec.json.decode(self._payload(), type=dict[str, Any])})
+
+    def _traced(self, event: bytes) -> bytes:
+        return b"data: " + self._payload() + b"\n\n" + event if data_of(event) == DONE else event
 
     def _payload(self) -> bytes:
         return msgspec.json.encode({"tercet": self._traces[0] if len(self._traces) == 1 else self._traces})

@@ -26,7 +26,8 @@ async def sent(context: RequestContext, status: int, *bodies: bytes) -> list[Any
 
     passing = ErrorSend(send, context)
     length = str(sum(map(len, bodies))).encode()
-    await passing({"type": "http.response.start", "status": status, "headers": [(b"content-length", length)]})
+    headers = [(b"content-length", length)] if status >= 400 else [(b"content-type", b"text/event-stream")]
+    await passing({"type": "http.response.start", "status": status, "headers": headers})
     for index, body in enumerate(bodies):
         await passing({"type": "http.response.body", "body": body, "more_body": index + 1 < len(bodies)})
     return messages
@@ -61,11 +62,51 @@ async def test_an_answer_is_as_long_as_it_says() -> None:
     assert dict(start["headers"])[b"content-length"] == str(len(answer["body"])).encode()
 
 
-async def test_errors_of_other_apis_pass_untouched() -> None:
-    body = b'{"type":"error","error":{"type":"invalid_request_error","message":"no"}}'
-    start, answer = await sent(context(), 400, body)
-    assert answer["body"] == body
-    assert dict(start["headers"])[b"content-length"] == str(len(body)).encode()
+@pytest.mark.parametrize(
+    "body",
+    [b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}', vllms(400), b'{"detail":"no"}',
+     b'{"error":"no"}'],
+)  # fmt: skip
+async def test_errors_have_the_form_of_the_path(body: bytes) -> None:
+    start, answer = await sent(RequestContext("/v1/messages", {}), 400, body)
+    error = {"type": "invalid_request_error", "message": "no"}
+    assert json.loads(answer["body"]) == {"type": "error", "error": error}
+    assert dict(start["headers"])[b"content-length"] == str(len(answer["body"])).encode()
+    assert json.loads((await sent(RequestContext("/cohere/v2/chat", {}), 400, body))[1]["body"]) == {"message": "no"}
+
+
+@pytest.mark.parametrize("body", [b'{"detail":"Not Found"}', b'{"error":"Not Found"}'])
+async def test_errors_of_layers_below_vllms_have_openais_form(body: bytes) -> None:
+    _, answer = await sent(context(), 404, body)
+    expected = {"message": "Not Found", "type": "Not Found", "param": None, "code": "not_found"}
+    assert json.loads(answer["body"]) == {"error": expected}
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"status": "loading"}'])
+async def test_what_tells_of_no_error_passes(body: bytes) -> None:
+    assert (await sent(context(), 503, body))[1]["body"] == body
+
+
+async def test_an_event_of_anthropics_says_what_the_chat_stream_has_said() -> None:
+    event = b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"pydantic"}}\n\n'
+    asked = RequestContext("/v1/messages", {})
+    asked.stream_error = {"message": "too long", "code": 400}
+    _, sent_event = await sent(asked, 200, event)
+    error = {"type": "invalid_request_error", "message": "too long"}
+    assert json.loads(sent_event["body"].partition(b"data: ")[2]) == {"type": "error", "error": error}
+    asked.failed = NoSpace("no room")
+    _, sent_event = await sent(asked, 200, event)
+    assert json.loads(sent_event["body"].partition(b"data: ")[2])["error"]["message"] == "no room"
+
+
+async def test_events_are_found_whatever_the_parts_are() -> None:
+    stream = b'data: {"choices": []}\n\ndata: ' + vllms(400) + b"\n\ndata: [DONE]\n\n"
+    for size in (1, 3, 50):
+        messages = await sent(context(), 200, *(stream[at : at + size] for at in range(0, len(stream), size)))
+        found = b"".join(message["body"] for message in messages[1:])
+        assert b'"code":"bad_request"' in found
+        assert found.startswith(b'data: {"choices": []}\n\n')
+        assert found.endswith(b"data: [DONE]\n\n")
 
 
 async def test_errors_in_streams_have_named_codes_and_other_events_pass() -> None:
