@@ -76,6 +76,10 @@ class MethodNotAllowed(TercetError, status=405):
     """Something is served under this path, but not by this HTTP method."""
 
 
+class RequestTimeout(TercetError, status=408):
+    """The client took too long to send its request."""
+
+
 class Conflict(TercetError, status=409):
     """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another.
 
@@ -93,6 +97,10 @@ class LeaseEnded(TercetError, status=410):
 
 class RequestTooLarge(TercetError, status=413):
     """The request's body has more bytes than this server takes."""
+
+
+class HeadTooLarge(TercetError, status=431):
+    """The request's line and headers have more bytes than this server takes."""
 
 
 class Saturated(TercetError, status=429):

@@ -16,6 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import PROGRAM_HEADER
@@ -42,7 +43,7 @@ LIVE = "/live"
 READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-# Of vLLM's routes those that generate; the others cost engines nothing.
+# Of vLLM's routes those that generate; the others cost engines nothing, and this process much.
 GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
      "/v1/systemone", "/inference/v1/generate", "/cohere/v2/chat", "/generative_scoring", "/invocations"}
@@ -73,6 +74,7 @@ class FrontDoor:
         self._keys = BearerKeys(keys)
         self._check_program = check_program
         self._max_bytes = max_bytes
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
         self._access_log = access_log
         self._pooling = pooling
         self._refusals = around_refusals(_refused)
@@ -99,13 +101,16 @@ class FrontDoor:
             try:
                 if self._is_counted(context, scope):
                     held.enter_context(self._shutdown.request())
-                body = await self._enter(context, scope, receive)
                 pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
-                if body is not None and (pooling is not None or context.path in GENERATING):
-                    held.callback(body.close)
-                    if not self._gate.is_open:
-                        place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
-                        await held.enter_async_context(place)
+                with self._bodies.one() as kept:
+                    body = await self._enter(context, scope, receive, kept)
+                    if body is not None and not context.path.startswith(PREFIX):
+                        held.callback(body.close)
+                        if not self._gate.is_open:
+                            for_engines = pooling is None and context.path in GENERATING
+                            place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
+                            async with kept.until_let_go():
+                                await held.enter_async_context(place)
                 if body is not None and pooling is not None:
                     pooled = await self._pooled(pooling, context, body, scope["query_string"])
                     held.callback(pooled.close)
@@ -117,7 +122,7 @@ class FrontDoor:
                 if pooled is not None:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
                     return
-                await self._serve(context, scope, receive if body is None else body.receive, send)
+                await self._serve(context, scope, _nothing_from(receive) if body is None else body.receive, send)
 
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, query: bytes
@@ -136,7 +141,9 @@ class FrontDoor:
             close_result(asking)
             raise
 
-    async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
+    async def _enter(
+        self, context: RequestContext, scope: Scope, receive: Receive, kept: HeldBody
+    ) -> ReceivedBody | None:
         if context.path in READY:
             self._require_ready()
         if context.path not in OPEN:
@@ -146,7 +153,9 @@ class FrontDoor:
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
-        return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
+        if scope["method"] not in WITH_BODY or context.path in OPEN:
+            return None  # whoever shows no key has nothing kept for it
+        return await read_body(context, receive, self._max_bytes, kept)
 
     def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
         """Whether it is a request that is finished before this process ends, and not a look at how it does."""
@@ -203,13 +212,46 @@ class ReceivedBody:
             self._next.cancel()
 
 
-async def read_body(context: RequestContext, receive: Receive, limit: int) -> ReceivedBody:
-    """The body, of which ``context`` gets what it asks for.
+def _nothing_from(receive: Receive) -> Receive:
+    """ASGI's ``receive`` of a request whose body nobody asked for: empty, then whatever comes that is no body."""
+    began = False
 
-    Raises :class:`~tercet.protocol.RequestTooLarge`, and :class:`ClientLeft` if that happens before its end.
+    async def received() -> Message:
+        nonlocal began
+        if not began:
+            began = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return received
+
+
+def _again(first: Message, receive: Receive) -> Receive:
+    """ASGI's ``receive`` with a message that was received already."""
+    left = [first]
+
+    async def received() -> Message:
+        return left.pop() if left else await receive()
+
+    return received
+
+
+async def read_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
+    """The body, of which ``context`` gets what it asks for; ``kept`` is told of its bytes.
+
+    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together are too
+    large, and :class:`ClientLeft` if that happens before its end.
     """
     announced = context.headers.get("content-length", "")
-    content = await read_whole(receive, announced, limit, "this front door (--max-request-bytes)")
+    taker = "this front door (--max-request-bytes)"
+    first = await receive()
+    if first["type"] == "http.request" and first.get("more_body", False):
+        async with kept.until_let_go():
+            content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
+    else:  # as most are
+        content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
     if content is None:
         raise ClientLeft
     context.fields, context.asked = parsed(content)

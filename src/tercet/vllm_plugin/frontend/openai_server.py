@@ -26,6 +26,7 @@ from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
+from tercet.vllm_plugin.frontend.text_bounds import bound_texts
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.leak_reports import without_leak_reports
 
@@ -143,6 +144,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     client.attach(engine_client.output_processor)
     keep_data_here(engine_client.renderer, model_config)
     render_short_prompts_here(engine_client.renderer)
+    bound_texts(engine_client.renderer, model_config.max_model_len)
     return engine_client
 
 
