@@ -42,6 +42,10 @@ class HeldBody:
         async with until_lost(self.calls):
             yield
 
+    def forget(self) -> None:
+        """Its bytes are not kept any more."""
+        self._bodies.forget(self)
+
     def let_go(self, refusal: Saturated) -> None:
         """It is kept no longer."""
         self._refusal = refusal
@@ -66,7 +70,7 @@ class BodiesHeld:
         try:
             yield body
         finally:
-            self._forget(body)
+            self.forget(body)
 
     def require_room(self, body: HeldBody, size: int) -> None:
         """``body`` has so many bytes more; the largest ones are let go for it, or it is."""
@@ -74,7 +78,7 @@ class BodiesHeld:
         self.size += size
         while self.size > self._most:
             largest = max(self._bodies, key=lambda each: each.size)
-            self._forget(largest)
+            self.forget(largest)
             largest.let_go(
                 Saturated(
                     f"clients send more than {self._most} bytes of requests at once, which is all that is kept, and "
@@ -83,7 +87,8 @@ class BodiesHeld:
                 )
             )
 
-    def _forget(self, body: HeldBody) -> None:
+    def forget(self, body: HeldBody) -> None:
+        """The bytes of ``body`` are not kept any more."""
         if body in self._bodies:
             self._bodies.discard(body)
             self.size -= body.size

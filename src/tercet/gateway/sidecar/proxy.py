@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import aiohttp
@@ -18,11 +19,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from tercet.client.connection_errors import reason_of
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.gateway.sidecar.sse import Opening, WholeEvents, last_event
-from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
@@ -40,6 +42,9 @@ DROPPED = HOP_BY_HOP | {*CONTROL_HEADERS, TRACE_HEADER}
 # Of a client's headers those that an engine needs to serve the legs that its client did not ask for.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 FORWARD = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+ASK = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
+UNASKED_BYTES = 64 * 1024
+"""Of a body that is kept without asking the engine first whether it takes the request's key."""
 EVENTS = "text/event-stream"
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
@@ -65,6 +70,7 @@ class Proxy:
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
         self._max_bytes = config.max_request_bytes
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * config.max_request_bytes)
         self._stuck_s = config.stuck_after_s
         self._idle_s = config.idle_timeout_s
 
@@ -144,13 +150,35 @@ class Proxy:
         return fields
 
     async def _body(self, http: web.Request) -> bytes:
+        """All of it; a long one is taken from those only whose key the engine takes."""
+        too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
+        if (http.content_length or 0) > self._max_bytes:
+            raise too_large
+        if not http.content.is_eof() and (http.content_length is None or http.content_length > UNASKED_BYTES):
+            await self._require_key(http)
         chunks, size = list[bytes](), 0
-        async for chunk in http.content.iter_any():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > self._max_bytes:
-                raise RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
+        with self._bodies.one() as kept:
+            async with kept.until_let_go():
+                async for chunk in http.content.iter_any():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._max_bytes:
+                        raise too_large
+                    kept.add(len(chunk))
         return b"".join(chunks)
+
+    async def _require_key(self, http: web.Request) -> None:
+        """Raises :class:`~tercet.protocol.Unauthorized` where the engine would not take the request's key."""
+        shown = [("authorization", value) for value in http.headers.getall("authorization", [])]
+        try:
+            async with self._session.get(
+                f"{self._url}/v1/models", headers=shown, timeout=ASK, allow_redirects=False
+            ) as response:
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"the engine does not answer: {reason_of(error)}") from error
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise Unauthorized("the engine does not take the key of this request: Authorization: Bearer KEY")
 
     # ---- passing on ------------------------------------------------------------------------------------------
 

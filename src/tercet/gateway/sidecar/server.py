@@ -20,6 +20,7 @@ from tercet.client import HttpEngine, engine_tls, prefill_metrics
 from tercet.client.http_engine import KEEPALIVE_SECONDS
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
+from tercet.gateway.bounded_server import BoundedRunner
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
 from tercet.gateway.sidecar.proxy import Proxy
@@ -122,7 +123,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
         app = web.Application(client_max_size=config.max_request_bytes)
         app.add_routes([web.get(METRICS, _metrics), web.route("*", "/{path:.*}", proxy.handle)])
         # A client that goes away cancels its handler, and with it what runs for it.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=END_SECONDS)
+        runner = BoundedRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=END_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:

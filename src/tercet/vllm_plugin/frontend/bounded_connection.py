@@ -11,14 +11,12 @@ Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begi
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
-from tercet.protocol import HeadTooLarge, RequestTimeout, TercetError
-from tercet.vllm_plugin.frontend.error_answers import error_body
+from tercet.vllm_plugin.frontend.error_answers import breach_error, last_answer
 
 LAST_SECONDS = 2.0
 """For a refused client to read why; what it sends meanwhile is dropped."""
@@ -128,7 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if under_way:  # the application hears that its client has left
             cycle.disconnected = True
             cycle.message_event.set()
-        self.transport.write(_answer(error_of(breach)))
+        self.transport.write(last_answer(breach_error(breach)))
         # Closed at once with bytes unread, the connection would be reset, and the answer lost on its way.
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -138,19 +136,3 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._incoming is not None:
             self._incoming.closed()
             self._incoming = None
-
-
-def error_of(breach: Breach) -> TercetError:
-    """What the client gets."""
-    return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
-
-
-def _answer(error: TercetError) -> bytes:
-    body = error_body(error)
-    lines = (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "connection: close",
-    )
-    return "\r\n".join((*lines, "", "")).encode() + body
