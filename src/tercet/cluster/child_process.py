@@ -67,7 +67,8 @@ class Process:
         """Start it; its output goes to the log."""
         guards_end, self._lifeline = os.pipe()
         try:
-            with self.log.open("wb") as log:
+            self.log.write_bytes(b"")
+            with self.log.open("ab") as log:  # appended to, so that it can be cut off while it is written
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
                     *self._argv,

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.start_progress import StartProgress
 from tercet.protocol import Role, ShuttingDown, from_wire
@@ -93,6 +94,7 @@ class RunningFleet:
         """
         door = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
+        rotating = asyncio.create_task(rotate_logs(self.logs))
         kept = {asyncio.create_task(engine.until_it_stays_dead(on_event)): engine for engine in self.engines}
         try:
             while True:
@@ -105,9 +107,13 @@ class RunningFleet:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; it is not started anew; log: {engine.process.log}")
         finally:
-            for task in (door, reading, *kept):
+            for task in (door, reading, rotating, *kept):
                 task.cancel()
-            await asyncio.gather(door, reading, *kept, return_exceptions=True)
+            await asyncio.gather(door, reading, rotating, *kept, return_exceptions=True)
+
+    def logs(self) -> Sequence[Path]:
+        """Those that are written now."""
+        return [self.router.log, *(engine.process.log for engine in self.engines)]
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
         """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines.
@@ -159,6 +165,9 @@ async def read_events(log: Path, say: Callable[[str], object]) -> None:
         lines.seek(0, os.SEEK_END)
         begun = b""
         while True:
+            if os.fstat(lines.fileno()).st_size < lines.tell():  # it was rotated
+                lines.seek(0)
+                begun = b""
             *whole, begun = (begun + lines.read()).split(b"\n")
             for line in whole:
                 event = serious_event(line.decode(errors="replace"))

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
+LONGEST_MESSAGE = 4096
+"""Characters that are kept of what another process says: it goes to logs and to clients."""
+
 
 class TercetError(Exception):
     """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
@@ -169,9 +172,9 @@ def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
     """Rebuild the error that :meth:`TercetError.to_wire` wrote; unknown bodies become an :class:`EngineError`."""
     found: Any = body.get("error")
     if not isinstance(found, Mapping):
-        return EngineError(f"HTTP {status}: {dict(body)!r}")
+        return EngineError(f"HTTP {status}: {dict(body)!r}"[:LONGEST_MESSAGE])
     detail = cast("Mapping[str, Any]", found)
-    message = str(detail.get("message") or f"HTTP {status}")
+    message = str(detail.get("message") or f"HTTP {status}")[:LONGEST_MESSAGE]
     param = detail.get("param")
     cls = _BY_CODE.get(str(detail.get("code")))
     if cls is None:

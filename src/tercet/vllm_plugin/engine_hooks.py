@@ -415,6 +415,19 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="KV event requests",
+        what="vLLM's publisher of KV events takes short messages only",
+        why="Its replay port takes any from anybody, and logs those that it does not understand",
+        until="the publisher bounds what it takes",
+        replaces=("ZmqEventPublisher._socket_setup",),
+        relies_on=(
+            Says(
+                "vllm.distributed.kv_events:ZmqEventPublisher._socket_setup",
+                "self._ctx.socket(zmq.ROUTER)",
+            ),
+        ),
+    ),
+    Hook(
         name="KV layout",
         what="How CPU kernels lay keys and values in a block is asked of the kernel that writes them",
         why="KV of one engine has a meaning in another only in the same arrangement, or one that can be converted",

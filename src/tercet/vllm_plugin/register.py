@@ -16,10 +16,11 @@ def register() -> None:
     from tercet.settings.log_lines import log_to_stderr
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.leak_reports import without_leak_reports
-    from tercet.vllm_plugin.log_noise import without_noise
+    from tercet.vllm_plugin.log_noise import bound_lines, without_noise
 
     without_leak_reports()
     without_noise()
+    bound_lines()
     log_to_stderr(vllm.envs.VLLM_LOGGING_LEVEL)
     try:
         require_hooks("engine")
@@ -31,9 +32,11 @@ def register() -> None:
     from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.engine.replay_requests import bound_replay_requests
 
     add_core_methods()
     begin_requests_with_output()
     keep_generators_of_unfinished_prompts()
     let_queue_readers_sleep()
+    bound_replay_requests()
     tell_stages_of_workers()
