@@ -104,6 +104,10 @@ class Process:
         await self._end_stragglers()
         return code
 
+    def listens_at(self, port: int) -> bool:
+        """Whether it is this command, or a child of it, that has the port, and not somebody else's."""
+        return self._process is not None and _listens(self._process.pid, port)
+
     def tail(self) -> str:
         """The last lines of its log that say something."""
         try:
@@ -195,6 +199,23 @@ def shared_memory_of(group: int) -> set[Path]:
                 mapped |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
     with os.scandir(SHARED_MEMORY) as files:
         return {Path(file.path) for file in files if file.inode() in mapped}
+
+
+def _listens(group: int, port: int) -> bool:
+    """Whether a process of this group listens at the port; also where the system does not let one see that."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended meanwhile
+            if os.getpgid(process.pid) != group:
+                continue
+            try:
+                found = process.net_connections("tcp")
+            except psutil.AccessDenied:
+                return True
+            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found):
+                return True
+    return False
 
 
 def _any_alive(group: int) -> bool:

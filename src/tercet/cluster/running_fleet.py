@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -182,17 +183,22 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
     ``on_event`` hears of each stage that it comes to: :data:`LOADING` with its name.
     """
     progress = StartProgress(process.log)
+    port, somebody_else = urlsplit(url).port or 80, False
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while progress.seconds < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
                 async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
+                    # Of two fleets that start at one port, the one that comes too late asks the other's front door.
+                    somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
+                    if response.status == 200 and not somebody_else:
                         progress.look()
                         on_event(process.name, f"ready in {progress.summary()}")
                         return
             if progress.look():
                 on_event(process.name, f"{LOADING}: {progress.stage}")
             await asyncio.sleep(ASK_SECONDS)
+    if somebody_else:
+        raise process.failure(f"does not listen at {url}, where another process answers")
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")
