@@ -6,8 +6,10 @@ newest one: writers take turns, and readers see a whole state or the one before 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -170,6 +172,15 @@ def stamp_of(path: Path) -> object:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
+def read_file(path: Path) -> bytes:
+    """What a file has. Raises ``OSError``, also for what is no file: a pipe may never have anything to read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return file.read()
+
+
 class StateFile:
     """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them."""
 
@@ -179,11 +190,11 @@ class StateFile:
     def read(self) -> FleetState | None:
         """The state; None without a file. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=FleetState)
+            return msgspec.json.decode(read_file(self.path), type=FleetState)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise BadRequest(f"state: {self.path} cannot be read: {error.strerror}", "state") from error
+            raise BadRequest(f"state: {self.path} cannot be read: {error.strerror or error}", "state") from error
         except (BadRequest, *UNREADABLE) as error:
             raise BadRequest(f"state: {self.path} is not the state of a fleet: {error}", "state") from error
 
@@ -236,7 +247,8 @@ def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
     """Replace a file, so that readers find the old content or the new one. ``lasting``: it survives a power cut."""
     partial = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(partial, flags, 0o600), "wb") as file:
             file.write(content)
             file.flush()
             if lasting:
