@@ -415,6 +415,17 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="grammars' time",
+        what="A request whose grammar takes too long to compile ends",
+        why="It would wait for its grammar without an end",
+        until="vLLM bounds the time of a compilation",
+        replaces=("StructuredOutputManager.grammar_init",),
+        relies_on=(
+            Takes(f"{STRUCTURED}.grammar_init", "request"),
+            Says(f"{STRUCTURED}.grammar_init", "self.executor.submit", "request.structured_output_request.grammar = "),
+        ),
+    ),
+    Hook(
         name="KV event requests",
         what="vLLM's publisher of KV events takes short messages only",
         why="Its replay port takes any from anybody, and logs those that it does not understand",

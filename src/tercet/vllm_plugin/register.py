@@ -29,6 +29,7 @@ def register() -> None:
         return
 
     from tercet.vllm_plugin.engine.core_methods import add_core_methods
+    from tercet.vllm_plugin.engine.grammar_time import bound_grammar_time
     from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
@@ -39,4 +40,5 @@ def register() -> None:
     keep_generators_of_unfinished_prompts()
     let_queue_readers_sleep()
     bound_replay_requests()
+    bound_grammar_time()
     tell_stages_of_workers()
