@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,6 +60,7 @@ class Process:
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._shared_memory: set[Path] = set()
+        self._sockets: str | None = None
 
     def again(self, log: Path) -> Process:
         """Another start of the same command, with a log of its own."""
@@ -67,6 +70,9 @@ class Process:
         """Start it; its output goes to the log."""
         guards_end, self._lifeline = os.pipe()
         try:
+            # vLLM leaves its sockets' files behind when it ends.
+            self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
+            env = {**os.environ, guard.SOCKETS: self._sockets, **self._env}
             self.log.write_bytes(b"")
             with self.log.open("ab") as log:  # appended to, so that it can be cut off while it is written
                 self._process = await asyncio.create_subprocess_exec(
@@ -75,13 +81,14 @@ class Process:
                     stdin=guards_end,
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={name: value for name, value in {**os.environ, **self._env}.items() if value is not None},
+                    env={name: value for name, value in env.items() if value is not None},
                     # No session of its own: Linux's autogroup schedules each session as one, and a front door or an
                     # engine core that wakes up in another one may wait until a prefill is over.
                     process_group=0,
                 )
         except BaseException:
             self._cut_lifeline()
+            self._remove_sockets()
             raise
         finally:
             os.close(guards_end)
@@ -165,6 +172,7 @@ class Process:
         for left in self._shared_memory:
             with contextlib.suppress(OSError):
                 left.unlink(missing_ok=True)
+        self._remove_sockets()
 
     async def _group_ends(self) -> bool:
         for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
@@ -177,6 +185,11 @@ class Process:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
+
+    def _remove_sockets(self) -> None:
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets = None
 
     def _cut_lifeline(self) -> None:
         if self._lifeline is not None:

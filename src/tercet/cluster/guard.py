@@ -2,14 +2,17 @@
 
 The parent holds the other end of that pipe and writes nothing. When the parent ends, however it ends, the pipe closes
 and everything in this process group is stopped: the command, its children, and what they left behind, with SIGTERM, and
-after ``GRACE`` seconds with SIGKILL. SIGTERM to this process is passed on; the command's exit code is then its own.
-Needs the standard library alone, so that it starts at once and stays small.
+after ``GRACE`` seconds with SIGKILL. A second process does that if this one is killed. SIGTERM to this process is
+passed on; the command's exit code is then its own. Needs the standard library alone, so that it starts at once and
+stays small.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +22,11 @@ from types import FrameType
 # After the command is gone its children may still give back shared memory.
 STRAGGLER_SECONDS = 1.0
 PARENT = 0
+# Where vLLM makes the files of its sockets.
+SOCKETS = "VLLM_RPC_BASE_PATH"
+SOCKETS_PREFIX = "tercet-sockets-"
+PR_SET_PDEATHSIG = 1
+libc = ctypes.CDLL(None)
 
 
 class Guard:
@@ -30,7 +38,9 @@ class Guard:
         self._wakeup = _wake_on_signals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._ask_to_stop)
-        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._end_well = _watch_this_process(grace)
+        this = os.getpid()
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _end_with(this))
 
     def run(self) -> int:
         """Wait for the child's end; returns its exit code, 128 + N if signal N ended it."""
@@ -41,6 +51,7 @@ class Guard:
                 os.killpg(0, signal.SIGTERM)
             if self._parent_is_gone():
                 self._end_group()
+        os.write(self._end_well, b"\n")
         code = self._child.returncode
         return code if code >= 0 else 128 - code
 
@@ -60,8 +71,52 @@ class Guard:
         deadline = time.monotonic() + self._grace
         while self._child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(STRAGGLER_SECONDS)
-        os.killpg(0, signal.SIGKILL)
+        _end_what_is_left()
+
+
+def _remove_sockets() -> None:
+    """Those of vLLM, which nobody else removes once the parent is gone."""
+    place = os.environ.get(SOCKETS, "")
+    if os.path.basename(place).startswith(SOCKETS_PREFIX):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _end_what_is_left() -> None:
+    """Never returns."""
+    time.sleep(STRAGGLER_SECONDS)
+    _remove_sockets()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _watch_this_process(grace: float) -> int:
+    """Have a second process end the group if this one is killed, as it may be together with the parent.
+
+    Returns what to write to when this process ends well.
+    """
+    watched, held = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(watched)
+        os.waitpid(child, 0)
+        return held
+    os.close(held)
+    if os.fork():  # the command shall be the only child
+        os._exit(0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the group gets them, and this process ends with the guard
+    if os.read(watched, 1):
+        os._exit(0)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(grace)
+    _end_what_is_left()
+    os._exit(1)
+
+
+def _end_with(guard: int) -> None:
+    """In the command: it is asked to end when the guard does, even if whoever watches the guard was killed as well."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != guard:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wake_on_signals() -> int:

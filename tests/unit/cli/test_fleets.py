@@ -84,7 +84,7 @@ def test_up_says_where_everything_is(tmp_path: Path, up: list[Run]) -> None:
         "engine-0   both ", f"logs: {tmp_path}/cache/logs/", "/v1/chat/completions -H 'content-type: application/json'",
     ):  # fmt: skip
         assert expected in text
-    assert len(run.left()) == 4 * 3  # a guard, a server and the server's child, four times
+    assert len(run.left()) == 4 * 4  # a guard, who watches it, a server and the server's child, four times
     assert run.signal(signal.SIGINT) == 130
     assert run.leaves_nothing(0)
     assert run.out.read_text().endswith("stopping\n")
