@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tercet.protocol import BadRequest
 from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
@@ -32,6 +33,8 @@ from tercet.vllm_plugin.leak_reports import without_leak_reports
 
 # What is left of connections when the server closes: idle clients, and answers whose time was over before.
 CLOSE_SECONDS = 1
+# Connections that wait to be accepted; as many as uvicorn has.
+BACKLOG = 2048
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,28 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
     from vllm.entrypoints.launchers.launcher import setup_server
 
     if shared is None:
-        return setup_server(args, reuse_port=False)[1]
+        sock = setup_server(args, reuse_port=False)[1]
+        listen_alone(sock)
+        return sock
     elsewhere = argparse.Namespace(**{**vars(args), "port": 0})
     setup_server(elsewhere, reuse_port=False)[1].close()
+    listen_alone(shared)
     return shared
+
+
+def listen_alone(sock: socket.socket) -> None:
+    """Listen now: two processes can both bind one address before either of them listens, and one comes too late.
+
+    Raises :class:`~tercet.protocol.BadRequest` in that one.
+    """
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        where = ":".join(map(str, sock.getsockname()[:2]))
+        sock.close()
+        raise BadRequest(
+            f"port: nothing can listen at {where}: {error.strerror}; choose another port", "port"
+        ) from error
 
 
 async def accept(
