@@ -169,7 +169,10 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
     from vllm.entrypoints.launchers.launcher import setup_server
 
     if shared is None:
-        sock = setup_server(args, reuse_port=False)[1]
+        try:
+            sock = setup_server(args, reuse_port=False)[1]
+        except OSError as error:
+            raise _taken(f"{args.host}:{args.port}", error) from error
         listen_alone(sock)
         return sock
     elsewhere = argparse.Namespace(**{**vars(args), "port": 0})
@@ -188,9 +191,11 @@ def listen_alone(sock: socket.socket) -> None:
     except OSError as error:
         where = ":".join(map(str, sock.getsockname()[:2]))
         sock.close()
-        raise BadRequest(
-            f"port: nothing can listen at {where}: {error.strerror}; choose another port", "port"
-        ) from error
+        raise _taken(where, error) from error
+
+
+def _taken(where: str, error: OSError) -> BadRequest:
+    return BadRequest(f"port: nothing can listen at {where}: {error.strerror}; choose another port", "port")
 
 
 async def accept(
