@@ -216,6 +216,7 @@ def test_without_its_guard_and_whoever_watches_it_the_command_is_asked_to_end(tm
     until_running(tmp_path / "p.log")
     guards = [each for each in members(guard) if any(part.endswith("guard.py") for part in each.cmdline())]
     (command,) = psutil.Process(guard).children()
+    sockets = psutil.Process(guard).environ()["VLLM_RPC_BASE_PATH"]
     assert len(guards) == 2
     for process in (parent, *guards):
         process.kill()
@@ -225,6 +226,7 @@ def test_without_its_guard_and_whoever_watches_it_the_command_is_asked_to_end(tm
     finally:
         for process in members(guard):
             process.kill()
+        Path(sockets).rmdir()  # nobody was left who could
 
 
 async def test_files_of_sockets_go_with_their_process(tmp_path: Path) -> None:
