@@ -10,6 +10,7 @@ import typer
 
 from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
 from tercet.cli.given_names import given_as
+from tercet.cli.terminal import say
 from tercet.protocol import BadRequest
 
 adapters = typer.Typer(
@@ -40,8 +41,7 @@ def load(
     name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
         found = ask(url, api_key, "POST", "/adapters", {"name": name, "path": path})
-    for line in _in_words([found]):
-        typer.echo(line)
+    show_answer([found], False, _in_words)
 
 
 @adapters.command()
@@ -59,8 +59,7 @@ def replace(
     name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
         found = ask(url, api_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
-    for line in _in_words([found]):
-        typer.echo(line)
+    show_answer([found], False, _in_words)
 
 
 @adapters.command()
@@ -70,7 +69,7 @@ def unload(
     """Take no more requests for an adapter; what runs with it goes on, on the engine where it runs."""
     with given_as({"name": "NAME"}):
         ask(url, api_key, "DELETE", f"/adapters/{quote(name, safe='')}")
-    typer.echo(f"{name} is served no more")
+    say(f"{name} is served no more")
 
 
 def _name_and_path(adapter: str) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from tercet.cli.servers import engine, rescheduler, router
 from tercet.cli.sidecar import sidecar
 from tercet.cli.sim import sim
 from tercet.cli.status import status
-from tercet.cli.terminal import NobodyReads, forget_stdout
+from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.cli.up import up
 from tercet.protocol import TercetError
 from tercet.settings.declaration import near
@@ -124,7 +124,7 @@ def _nearest(error: Any) -> str:
 
 
 def _complain(text: str, code: int) -> int:
-    typer.echo(f"tercet: {text}", err=True)
+    typer.echo(printable(f"tercet: {text}"), err=True)
     return code
 
 

@@ -170,17 +170,28 @@ async def _texts(lines: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
             ended = True
             break
         elif line.startswith(EVENT):
-            event: dict[str, Any] = msgspec.json.decode(line.removeprefix(EVENT))
-            if "error" in event:
-                raise EngineError(_message(line.removeprefix(EVENT)))
-            for choice in event.get("choices", ()):
-                yield choice.get("delta", {}).get("content") or "", choice.get("finish_reason") or ""
+            for found in _texts_of(line.removeprefix(EVENT)):
+                yield found
     if not ended:
         raise EngineError("the answer broke off")
+
+
+def _texts_of(said: bytes) -> list[tuple[str, str]]:
+    """Of one event. Raises :class:`~tercet.protocol.EngineError`."""
+    try:
+        event: dict[str, Any] = msgspec.json.decode(said, type=dict[str, Any])
+        if "error" in event:
+            raise EngineError(_message(said))
+        return [
+            (str(choice.get("delta", {}).get("content") or ""), str(choice.get("finish_reason") or ""))
+            for choice in event.get("choices", ())
+        ]
+    except (*UNREADABLE, AttributeError, TypeError) as error:
+        raise EngineError(f"the answer cannot be read: {error}") from error
 
 
 def _message(body: bytes) -> str:
     """What an error in OpenAI's words says, or all of it."""
     with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
-        return msgspec.json.decode(body)["error"]["message"]
+        return str(msgspec.json.decode(body)["error"]["message"])
     return body.decode(errors="replace").strip()

@@ -17,9 +17,10 @@ import typer
 from tercet.cli.given_names import PARTS, flags_of, given_as
 from tercet.cli.terminal import announce
 from tercet.cluster.child_process import GRACE_SECONDS
-from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, own_start
+from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.ports import require_free
+from tercet.cluster.process_start import own_start
 from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
@@ -109,7 +110,7 @@ def _serve(config: UpConfig) -> None:
 async def _announce(config: UpConfig, fleet: RunningFleet) -> None:
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = config.shutdown_timeout_s + 3 * GRACE_SECONDS
-    with announced(DetachedFleet(os.getpid(), own_start(), port, fleet.url, str(fleet.log_dir), stop_seconds)):
+    with announced(DetachedFleet(own_start(), port, fleet.url, str(fleet.log_dir), stop_seconds)):
         await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
 
 
@@ -136,6 +137,9 @@ def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[
         where = "" if port is None else f" at port {port}{f', but at {ports}' if ports else ''}"
         raise EngineError(f"no fleet of `tercet up --detach` runs here{where}")
     if len(chosen) > 1 and not every:
+        if port is not None:
+            urls = ", ".join(fleet.url for fleet in chosen)
+            raise BadRequest(f"--port: fleets run at {urls}; say --all, or stop one by its process", "--port")
         raise BadRequest(f"--port: fleets run at the ports {ports}; name one, or say --all", "--port")
     return chosen
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -13,8 +14,9 @@ from urllib.parse import quote
 import typer
 
 from tercet.cli.given_names import given_as
+from tercet.cli.terminal import say
 from tercet.client.ask_front_door import ask_front_door
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, EngineUnreachable, Role
 from tercet.settings import require_engine_url, require_url
 from tercet.settings.variables import URL_VARIABLE
 
@@ -28,6 +30,17 @@ HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
 
 
+@contextmanager
+def understood() -> Generator[None]:
+    """What is made of an answer inside; raises :class:`~tercet.protocol.EngineUnreachable` for one of another shape."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise EngineUnreachable(
+            f"what answers there is no front door, or one of another version: {type(error).__name__}: {error}", "url"
+        ) from error
+
+
 def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None) -> Any:
     """The front door's answer; raises :class:`~tercet.protocol.TercetError`."""
     require_url(url, "--url", HERE)
@@ -36,8 +49,10 @@ def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None)
 
 def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[str]]) -> None:
     """Print an answer as it is, or the lines that say the same."""
-    for line in [json.dumps(answer, indent=2)] if as_json else in_words(answer):
-        typer.echo(line)
+    with understood():
+        lines = [json.dumps(answer, indent=2)] if as_json else list(in_words(answer))
+    for line in lines:
+        say(line)
 
 
 engines = typer.Typer(name="engines", no_args_is_help=True, help="Show and change the engines of a running front door.")
@@ -48,8 +63,12 @@ Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
 def list_engines(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Name, role, state, sequences under way, URL, and last report of its load, of each engine."""
     found: list[dict[str, Any]] = ask(url, api_key, "GET", "/engines")
-    width = max((len(engine["name"]) for engine in found), default=0)
-    show_answer(found, as_json, lambda engines: (engine_in_words(engine, width) for engine in engines))
+
+    def in_words(engines: list[dict[str, Any]]) -> Iterator[str]:
+        width = max((len(engine["name"]) for engine in engines), default=0)
+        yield from (engine_in_words(engine, width) for engine in engines)
+
+    show_answer(found, as_json, in_words)
 
 
 @engines.command()
@@ -67,7 +86,9 @@ def add(
     require_engine_url(engine_url, "ENGINE_URL", "http://10.0.0.7:8001")
     body = {"name": name, "url": engine_url.rstrip("/"), "role": role}
     with given_as({"url": "ENGINE_URL", "name": "NAME"}):
-        typer.echo(engine_in_words(ask(url, api_key, "POST", "/engines", body)))
+        added = ask(url, api_key, "POST", "/engines", body)
+    with understood():
+        say(engine_in_words(added))
 
 
 @engines.command()
@@ -85,20 +106,22 @@ def drain(
     if undo and wait:
         raise BadRequest("--wait: there is nothing to wait for with --undo", "--wait")
     engine = ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
-    typer.echo(engine_in_words(engine))
-    while wait and engine["in_flight"]:
-        time.sleep(POLL_SECONDS)
-        left = engine["in_flight"]
-        engine = next(each for each in ask(url, api_key, "GET", "/engines") if each["name"] == name)
-        if engine["in_flight"] != left:
-            typer.echo(f"{engine['in_flight']} sequences left on {name}")
+    with understood():
+        say(engine_in_words(engine))
+        while wait and engine["in_flight"]:
+            time.sleep(POLL_SECONDS)
+            left = engine["in_flight"]
+            engine = {each["name"]: each for each in ask(url, api_key, "GET", "/engines")}[name]
+            if engine["in_flight"] != left:
+                say(f"{engine['in_flight']} sequences left on {name}")
 
 
 @engines.command()
 def remove(name: Name, url: Url = HERE, api_key: ApiKey = None) -> None:
     """Forget an engine at once; what runs on it finishes. The engine's process is left alone."""
     gone = ask(url, api_key, "DELETE", _path(name))
-    typer.echo(f"{name} removed; sequences that still run on it: {gone['in_flight']}")
+    with understood():
+        say(f"{name} removed; sequences that still run on it: {gone['in_flight']}")
 
 
 @engines.command("role")
@@ -109,7 +132,9 @@ def set_role(
     api_key: ApiKey = None,
 ) -> None:
     """Give an engine another role."""
-    typer.echo(engine_in_words(ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})))
+    changed = ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})
+    with understood():
+        say(engine_in_words(changed))
 
 
 def _path(name: str) -> str:

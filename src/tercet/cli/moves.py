@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask
+from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, understood
 from tercet.cli.terminal import say
 
 POLL_SECONDS = 0.5
@@ -26,20 +26,22 @@ def list_moves(
     as_json: Json = False,
 ) -> None:
     """What moved, from where to where, why, in how many stages, and for how long its client waited; a line each."""
-    for move in _moves(url, api_key, follow):
-        say(json.dumps(move) if as_json else in_words(move))
+    with understood():
+        for move in _moves(url, api_key, follow):
+            say(json.dumps(move) if as_json else in_words(move))
 
 
 @moves.command()
 def sequences(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
     """What runs now: id, engine, tokens of its prompt and of its output so far, seconds, program."""
     found: list[dict[str, Any]] = ask(url, api_key, "GET", "/sequences")
-    for each in found:
-        line = (
-            f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
-            f"{each['seconds']:.1f} s  {each['program']}"
-        )
-        say(json.dumps(each) if as_json else line)
+    with understood():
+        for each in found:
+            line = (
+                f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
+                f"{each['seconds']:.1f} s  {each['program']}"
+            )
+            say(json.dumps(each) if as_json else line)
 
 
 @moves.command()
@@ -55,8 +57,9 @@ def start(
     """
     path = f"/sequences/{quote(seq_id, safe='')}/move"
     answer = ask(url, api_key, "POST", path, {"destination": destination})
-    passed_on = "accepted" in answer
-    say("passed on to the front door that runs it, which has it on record" if passed_on else in_words(answer))
+    with understood():
+        passed_on = "accepted" in answer
+        say("passed on to the front door that runs it, which has it on record" if passed_on else in_words(answer))
 
 
 def _moves(url: str, api_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:

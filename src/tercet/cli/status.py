@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, engine_in_words, show_answer
+from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, engine_in_words, show_answer, understood
 from tercet.cli.moves import in_words as move_in_words
 from tercet.cli.program import state_in_words
 
@@ -19,7 +19,9 @@ def status(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> No
     """
     found: dict[str, Any] = ask(url, api_key, "GET", "/status")
     show_answer(found, as_json, lambda found: _in_words(url, found))
-    if not found["serving"]:
+    with understood():
+        serves = bool(found["serving"])
+    if not serves:
         raise typer.Exit(1)
 
 

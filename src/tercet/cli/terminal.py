@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -32,13 +33,22 @@ class _Terminal(Console):
         raise NobodyReads
 
 
+# What moves a terminal's cursor, changes its colours or its title, or the order of what is read; not lines and tabs.
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+
+
+def printable(text: str) -> str:
+    """``text`` with its control characters as escapes: models, engines and clients do not write to the terminal."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 console = _Terminal(stderr=False, highlight=False, soft_wrap=True)
 
 
 def write(text: str) -> None:
     """Write to standard output, at once, also into a pipe. Raises :class:`NobodyReads`, as the others here do."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text))
         sys.stdout.flush()
     except BrokenPipeError:
         raise NobodyReads from None
@@ -46,7 +56,7 @@ def write(text: str) -> None:
 
 def say(text: str) -> None:
     """Print a line as it is: no markup, and at once, also into a pipe."""
-    console.print(text, markup=False)
+    console.print(printable(text), markup=False)
     try:
         console.file.flush()
     except BrokenPipeError:
@@ -70,7 +80,7 @@ def forget_stdout() -> None:
 
 def note(line: str) -> None:
     """Say something about the progress, on standard error."""
-    typer.echo(line, err=True)
+    typer.echo(printable(line), err=True)
 
 
 @contextmanager

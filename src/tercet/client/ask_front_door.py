@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from tercet.client.bounded_answers import PLAIN, read_answer
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.wire import PREFIX, UNREADABLE
@@ -21,17 +22,17 @@ async def ask_front_door(url: str, method: str, path: str, body: Any = None, api
     Raises the :class:`~tercet.protocol.TercetError` that it answered with, and
     :class:`~tercet.protocol.EngineUnreachable` if no front door answers there.
     """
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **PLAIN}
     if api_key is not None:
         headers["authorization"] = f"Bearer {api_key}"
     data = None if body is None else msgspec.json.encode(body)
     where = f"{url.rstrip('/')}{PREFIX}{path}"
     try:
         async with (
-            aiohttp.ClientSession(timeout=ANSWER) as session,
-            session.request(method, where, data=data, headers=headers) as response,
+            aiohttp.ClientSession(timeout=ANSWER, auto_decompress=False) as session,
+            session.request(method, where, data=data, headers=headers, allow_redirects=False) as response,
         ):
-            status, answer = response.status, await response.read()
+            status, answer = response.status, await read_answer(response)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineUnreachable(f"no front door answers at {url}: {reason_of(error)}", "url") from error
     try:

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tercet.aio import TaskSet
+from tercet.client.bounded_answers import PLAIN, read_answer, require_plain
 from tercet.client.connection_errors import reason_of
 from tercet.client.stream_keeper import StreamKeeper
 from tercet.protocol import (
@@ -126,8 +127,10 @@ class HttpEngine:
 
     async def __aenter__(self) -> HttpEngine:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
-        headers = bearer(self._secret)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=LONGEST_LINE)
+        headers = {**bearer(self._secret), **PLAIN}
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=headers, read_bufsize=LONGEST_LINE, auto_decompress=False
+        )
         if self._keeper is not None:
             self._keeper.start()
         return self
@@ -363,7 +366,10 @@ class HttpEngine:
         if named := request_id():
             headers[REQUEST_ID_HEADER] = named
         try:
-            response = await self._client.request(method, url, data=body, headers=headers, timeout=timeout)
+            response = await self._client.request(
+                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            )
+            require_plain(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -381,7 +387,7 @@ class HttpEngine:
 
     async def _decode(self, response: aiohttp.ClientResponse, kind: type[T]) -> T:
         try:
-            body = await response.read()
+            body = await read_answer(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
         if response.status >= 400:

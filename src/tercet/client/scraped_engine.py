@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 import aiohttp
 
 from tercet.aio import TaskSet
+from tercet.client.bounded_answers import PLAIN, read_answer
 from tercet.client.connection_errors import reason_of
 from tercet.client.vllm_metrics import VllmMetrics, parsed
 from tercet.protocol import (
@@ -29,7 +30,6 @@ TOGETHER_SECONDS = 2.0
 """For one reading; then the engine counts as one that does not answer."""
 # Shorter than the 5 s after which vLLM closes an idle connection.
 KEEPALIVE_SECONDS = 4.0
-LONGEST_PAGE = 16 * 1024 * 1024
 
 
 class ScrapedEngine:
@@ -66,7 +66,8 @@ class ScrapedEngine:
         connector = aiohttp.TCPConnector(keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            headers=bearer(self._secret),
+            headers={**bearer(self._secret), **PLAIN},
+            auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=TOGETHER_SECONDS),
         )
         self._tasks.spawn(self._read_on(), f"metrics of {self.name}")
@@ -107,10 +108,8 @@ class ScrapedEngine:
     async def _reading(self) -> VllmMetrics:
         assert self._session is not None
         try:
-            async with self._session.get(f"{self.url}/metrics") as answer:
-                page = await answer.content.read(LONGEST_PAGE)
-                while not answer.content.at_eof() and len(page) < LONGEST_PAGE:
-                    page += await answer.content.read(LONGEST_PAGE)
+            async with self._session.get(f"{self.url}/metrics", allow_redirects=False) as answer:
+                page = await read_answer(answer)
                 if answer.status != 200:
                     raise EngineUnreachable(f"{self.name}: its /metrics answers with HTTP {answer.status}")
             found = parsed(page.decode())

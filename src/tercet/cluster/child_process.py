@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -69,6 +71,7 @@ class Process:
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._shared_memory: set[Path] = set()
+        self._sockets: str | None = None
 
     def again(self, log: Path) -> Process:
         """Another start of the same command, with a log of its own."""
@@ -78,7 +81,11 @@ class Process:
         """Start it; its output goes to the log."""
         guards_end, self._lifeline = os.pipe()
         try:
-            with self.log.open("wb") as log:
+            # vLLM leaves its sockets' files behind when it ends.
+            self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
+            env = {**os.environ, guard.SOCKETS: self._sockets, **self._env}
+            self.log.write_bytes(b"")
+            with self.log.open("ab") as log:  # appended to, so that it can be cut off while it is written
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
                     *(() if self._warm is None else (guard.FROM, str(self._warm))),
@@ -86,7 +93,7 @@ class Process:
                     stdin=guards_end,
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={name: value for name, value in {**os.environ, **self._env}.items() if value is not None},
+                    env={name: value for name, value in env.items() if value is not None},
                     # No session of its own: Linux's autogroup schedules each session as one, and a front door or an
                     # engine core that wakes up in another one may wait until a prefill is over.
                     process_group=0,
@@ -94,6 +101,7 @@ class Process:
                 )
         except BaseException:
             self._cut_lifeline()
+            self._remove_sockets()
             raise
         finally:
             os.close(guards_end)
@@ -115,6 +123,10 @@ class Process:
         code = await self._process.wait()
         await self._end_stragglers()
         return code
+
+    def listens_at(self, port: int) -> bool:
+        """Whether it is this command, or a child of it, that has the port, and not somebody else's."""
+        return self._process is not None and _listens(self._process.pid, port)
 
     def tail(self) -> str:
         """The last lines of its log that say something."""
@@ -173,6 +185,7 @@ class Process:
         for left in self._shared_memory:
             with contextlib.suppress(OSError):
                 left.unlink(missing_ok=True)
+        self._remove_sockets()
 
     async def _group_ends(self) -> bool:
         for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
@@ -185,6 +198,11 @@ class Process:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
+
+    def _remove_sockets(self) -> None:
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets = None
 
     def _cut_lifeline(self) -> None:
         if self._lifeline is not None:
@@ -207,6 +225,23 @@ def shared_memory_of(group: int) -> set[Path]:
                 mapped |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
     with os.scandir(SHARED_MEMORY) as files:
         return {Path(file.path) for file in files if file.inode() in mapped}
+
+
+def _listens(group: int, port: int) -> bool:
+    """Whether a process of this group listens at the port; also where the system does not let one see that."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended meanwhile
+            if os.getpgid(process.pid) != group:
+                continue
+            try:
+                found = process.net_connections("tcp")
+            except psutil.AccessDenied:
+                return True
+            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found):
+                return True
+    return False
 
 
 def _any_alive(group: int) -> bool:

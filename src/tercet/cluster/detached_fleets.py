@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from tercet.cluster.model import cache_root
+from tercet.cluster.process_start import ProcessStart
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 
-# The times of a process's start that two of its observers read.
-SAME_START_SECONDS = 0.1
-
 
 class DetachedFleet(msgspec.Struct, frozen=True):
-    """A fleet whose front door has ``port``; ``started`` tells its process from a later one with the same ``pid``.
+    """A fleet of one ``process``, whose front door has ``port``; ``stop_seconds`` is how long it may take to stop."""
 
-    ``stop_seconds`` is how long it may take to stop.
-    """
-
-    pid: int
-    started: float
+    process: ProcessStart
     port: int
     url: str
     log_dir: str
     stop_seconds: float
 
     @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self.process.pid
+
+    @property
     def runs(self) -> bool:
         """Whether its process lives."""
-        try:
-            process = psutil.Process(self.pid)
-            is_it = abs(process.create_time() - self.started) < SAME_START_SECONDS
-            return is_it and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-
-def own_start() -> float:
-    """When this process was started, for :class:`DetachedFleet`."""
-    return psutil.Process(os.getpid()).create_time()
+        return self.process.runs
 
 
 @contextmanager
 def announced(fleet: DetachedFleet) -> Generator[None]:
     """While entered, others find it."""
-    file = _file(fleet.port)
+    file = _directory() / f"{fleet.port}-{fleet.pid}.json"  # at another address the port may be another fleet's
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = file.with_suffix(".new")
@@ -69,7 +56,9 @@ def detached_fleets() -> list[DetachedFleet]:
     found: list[DetachedFleet] = []
     for file in _directory().glob("*.json"):
         fleet = _read(file)
-        if fleet is not None and fleet.runs:
+        if fleet is None:
+            continue  # another version's, or gone
+        if fleet.runs:
             found.append(fleet)
         else:
             file.unlink(missing_ok=True)
@@ -78,10 +67,6 @@ def detached_fleets() -> list[DetachedFleet]:
 
 def _directory() -> Path:
     return cache_root() / "fleets"
-
-
-def _file(port: int) -> Path:
-    return _directory() / f"{port}.json"
 
 
 def _read(file: Path) -> DetachedFleet | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # With these the caller decides on KV memory, or on what is loaded.
 OWN_MEMORY = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--load-format")
 BYTES: Mapping[str, int] = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+# What an engine on CPUs maps before its weights and KV: PyTorch, vLLM, stacks of threads.
+LIBRARIES = 5 * GIB // 2
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -28,6 +31,7 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
     ``available`` are the bytes that are free; if not given, those of this machine and this control group.
     """
     needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
+    _require_address_space(needs)
     free = available_memory() if available is None else available
     if not needs or sum(weights + kv for weights, kv in needs) <= free:
         return
@@ -40,6 +44,18 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
         "or fewer engines",
         "kv-cache-gib",
     )
+
+
+def _require_address_space(needs: Sequence[tuple[int, int]]) -> None:
+    """A process that may not map what it needs ends in ways of all kinds, some of them after minutes."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    needed = LIBRARIES + max(map(sum, needs), default=0)
+    if needs and allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise BadRequest(
+            f"ulimit: a process may map {allowed / GIB:.1f} GiB here (ulimit -v), and an engine maps at least "
+            f"{needed / GIB:.1f} GiB; say ulimit -v unlimited, or choose a smaller --kv-cache-gib or model",
+            "kv-cache-gib",
+        )
 
 
 def shared_cores(specs: Sequence[EngineSpec]) -> str | None:

@@ -5,15 +5,18 @@ there forks the process of the command; without an answer of it the command is r
 
 The parent holds the other end of that pipe and writes nothing. When the parent ends, however it ends, the pipe closes
 and everything in this process group is stopped: the command, its children, and what they left behind, with SIGTERM, and
-after ``GRACE`` seconds with SIGKILL. SIGTERM to this process is passed on; the command's exit code is then its own.
-Needs the standard library alone, so that it starts at once and stays small.
+after ``GRACE`` seconds with SIGKILL. A second process does that if this one is killed. SIGTERM to this process is
+passed on; the command's exit code is then its own. Needs the standard library alone, so that it starts at once and
+stays small.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +30,11 @@ from typing import Protocol
 # After the command is gone its children may still give back shared memory.
 STRAGGLER_SECONDS = 1.0
 PARENT = 0
+# Where vLLM makes the files of its sockets.
+SOCKETS = "VLLM_RPC_BASE_PATH"
+SOCKETS_PREFIX = "tercet-sockets-"
+PR_SET_PDEATHSIG = 1
+libc = ctypes.CDLL(None)
 
 
 FROM = "--from"
@@ -57,11 +65,11 @@ class Spawned:
 
     def __init__(self, command: Sequence[str]) -> None:
         # What this process was given, such as a socket, is for the command alone. All else closes when it is executed.
-        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # the one that lists them is closed by now
-                if fd > 2 and os.get_inheritable(fd):
-                    os.close(fd)
+        this = os.getpid()
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=lambda: _end_with(this)
+        )
+        _close_what_is_given()
 
     def timeout(self) -> float | None:
         return None
@@ -170,6 +178,7 @@ class Guard:
         self._wakeup = _wake_on_signals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._ask_to_stop)
+        self._end_well = _watch_this_process(grace)
         self._child = start(command)
 
     def run(self) -> int:
@@ -178,11 +187,13 @@ class Guard:
         while (code := self._child.poll()) is None:
             if self._asked_to_stop and not passed_on:
                 if self._child.forget():
-                    return 128 + signal.SIGTERM
+                    code = -signal.SIGTERM
+                    break
                 passed_on = True
                 os.killpg(0, signal.SIGTERM)
             if self._parent_is_gone():
                 self._end_group()
+        os.write(self._end_well, b"\n")
         return code if code >= 0 else 128 - code
 
     def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
@@ -201,8 +212,61 @@ class Guard:
         deadline = time.monotonic() + self._grace
         while self._child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(STRAGGLER_SECONDS)
-        os.killpg(0, signal.SIGKILL)
+        _end_what_is_left()
+
+
+def _remove_sockets() -> None:
+    """Those of vLLM, which nobody else removes once the parent is gone."""
+    place = os.environ.get(SOCKETS, "")
+    if os.path.basename(place).startswith(SOCKETS_PREFIX):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _end_what_is_left() -> None:
+    """Never returns."""
+    time.sleep(STRAGGLER_SECONDS)
+    _remove_sockets()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _watch_this_process(grace: float) -> int:
+    """Have a second process end the group if this one is killed, as it may be together with the parent.
+
+    Returns what to write to when this process ends well.
+    """
+    watched, held = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(watched)
+        os.waitpid(child, 0)
+        return held
+    os.close(held)
+    _close_what_is_given()
+    if os.fork():  # the command shall be the only child
+        os._exit(0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the group gets them, and this process ends with the guard
+    if os.read(watched, 1):
+        os._exit(0)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(grace)
+    _end_what_is_left()
+    os._exit(1)
+
+
+def _close_what_is_given() -> None:
+    """What is for the command alone."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the one that lists them is closed by now
+            if fd > 2 and os.get_inheritable(fd):
+                os.close(fd)
+
+
+def _end_with(guard: int) -> None:
+    """In the command: it is asked to end when the guard does, even if whoever watches the guard was killed as well."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != guard:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wake_on_signals() -> int:

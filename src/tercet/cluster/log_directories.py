@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from tercet.cluster.detached_fleets import detached_fleets
 from tercet.cluster.model import cache_root
@@ -16,9 +16,9 @@ from tercet.protocol import BadRequest
 
 # Of fleets that have ended.
 KEPT = 20
-# By which the times of a process and of a file may differ.
-_SLACK_SECONDS = 60.0
-_NAME = re.compile(r"\d{8}-\d{6}-(\d+)")
+LOCK = ".in-use"
+_NAME = re.compile(r"\d{8}-\d{6}-\d+")
+_held: list[int] = []
 
 
 def log_directory(chosen: str | None) -> Path:
@@ -35,6 +35,8 @@ def log_directory(chosen: str | None) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(None, "it is not writable")
+        if place.parent == cache_root() / "logs":
+            _hold(place)
     except OSError as error:
         raise BadRequest(f"--log-dir: {place} cannot be used: {error.strerror}", "log-dir") from error
     return place
@@ -46,15 +48,29 @@ def remove_old(logs: Path) -> None:
     ended = [
         each
         for each in (sorted(logs.iterdir()) if logs.is_dir() else ())
-        if (name := _NAME.fullmatch(each.name)) and each not in in_use and not _may_write(int(name[1]), each)
+        if _NAME.fullmatch(each.name) and each not in in_use and not _is_held(each)
     ]
     for old in ended[: -KEPT + 1]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _may_write(pid: int, logs: Path) -> bool:
-    """Whether the process of this id may be the one that began these logs: in containers all have the same ids."""
+def _hold(place: Path) -> None:
+    """While this process lives, nobody removes these logs: the kernel keeps the lock, and no clock is asked."""
+    lock = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _held.append(lock)
+    with suppress(OSError):  # of file systems without locks
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _is_held(place: Path) -> bool:
     try:
-        return psutil.Process(pid).create_time() <= logs.stat().st_mtime + _SLACK_SECONDS
-    except (psutil.NoSuchProcess, OSError):
+        lock = os.open(place / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
         return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False

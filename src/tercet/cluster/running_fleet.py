@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.start_progress import StartProgress
 from tercet.protocol import Role, ShuttingDown, from_wire
@@ -93,6 +95,7 @@ class RunningFleet:
         """
         door = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
+        rotating = asyncio.create_task(rotate_logs(self.logs))
         kept = {asyncio.create_task(engine.until_it_stays_dead(on_event)): engine for engine in self.engines}
         try:
             while True:
@@ -105,9 +108,13 @@ class RunningFleet:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; it is not started anew; log: {engine.process.log}")
         finally:
-            for task in (door, reading, *kept):
+            for task in (door, reading, rotating, *kept):
                 task.cancel()
-            await asyncio.gather(door, reading, *kept, return_exceptions=True)
+            await asyncio.gather(door, reading, rotating, *kept, return_exceptions=True)
+
+    def logs(self) -> Sequence[Path]:
+        """Those that are written now."""
+        return [self.router.log, *(engine.process.log for engine in self.engines)]
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
         """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines.
@@ -159,6 +166,9 @@ async def read_events(log: Path, say: Callable[[str], object]) -> None:
         lines.seek(0, os.SEEK_END)
         begun = b""
         while True:
+            if os.fstat(lines.fileno()).st_size < lines.tell():  # it was rotated
+                lines.seek(0)
+                begun = b""
             *whole, begun = (begun + lines.read()).split(b"\n")
             for line in whole:
                 event = serious_event(line.decode(errors="replace"))
@@ -173,17 +183,22 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
     ``on_event`` hears of each stage that it comes to: :data:`LOADING` with its name.
     """
     progress = StartProgress(process.log)
+    port, somebody_else = urlsplit(url).port or 80, False
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while progress.seconds < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
                 async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
+                    # Of two fleets that start at one port, the one that comes too late asks the other's front door.
+                    somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
+                    if response.status == 200 and not somebody_else:
                         progress.look()
                         on_event(process.name, f"ready in {progress.summary()}")
                         return
             if progress.look():
                 on_event(process.name, f"{LOADING}: {progress.stage}")
             await asyncio.sleep(ASK_SECONDS)
+    if somebody_else:
+        raise process.failure(f"does not listen at {url}, where another process answers")
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")

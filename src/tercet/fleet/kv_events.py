@@ -17,6 +17,7 @@ from tercet.fleet.kv_inbox import KVInbox
 from tercet.protocol import Engine, KVEvents, TercetError
 from tercet.protocol.hosts import bracketed
 from tercet.protocol.wire import UNREADABLE
+from tercet.transport.bounded_sockets import bounded
 
 logger = logging.getLogger("tercet.fleet")
 ASK_AGAIN_SECONDS, ASK_SETTLED_SECONDS = 5.0, 60.0
@@ -97,7 +98,7 @@ async def _end(task: asyncio.Task[None] | None) -> None:
 async def _follow(events: KVEvents, inbox: KVInbox) -> None:
     context = zmq.asyncio.Context.instance()
     with ExitStack() as stack:
-        live: Any = stack.enter_context(context.socket(zmq.SUB))
+        live: Any = stack.enter_context(bounded(context.socket(zmq.SUB)))
         live.setsockopt(zmq.LINGER, 0)
         live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         live.setsockopt(zmq.IPV6, 1)
@@ -119,7 +120,7 @@ async def _replay(events: KVEvents, inbox: KVInbox) -> None:
     if events.replay is None:
         return
     context = zmq.asyncio.Context.instance()
-    with context.socket(zmq.DEALER) as asking:
+    with bounded(context.socket(zmq.DEALER)) as asking:
         socket: Any = asking
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)

@@ -79,6 +79,16 @@ class Exchange:
         """What is asked for, without its query; empty before that is known."""
         return "" if self._headers is None else asked_path(self._headers)
 
+    @property
+    def holds(self) -> int:
+        """Bytes of the body that are kept to be given back."""
+        return self._size if self._chunks else 0
+
+    @property
+    def awaits_pieces(self) -> bool:
+        """Whether the body has not ended, and comes in pieces as its client sends them."""
+        return self._headers is not None and self._mode == _DUPLEX and not (self._is_whole or self._at_headers)
+
     # ---- what Envoy says -------------------------------------------------------------------------------------
 
     def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:

@@ -18,6 +18,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tercet.aio import TaskSet, signals_to
+from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.client import engine_tls
 from tercet.discovery import PoolReference, access_of, discovery_of, follow_objectives, follow_pods, until_known
 from tercet.fleet import EngineFleet
@@ -25,6 +26,7 @@ from tercet.fleet.engine_gauges import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
 from tercet.fleet.scraping import scraping
+from tercet.gateway.bounded_server import BoundedRunner
 from tercet.gateway.endpoint_picker import EndpointPicker
 from tercet.gateway.model_renderer import ModelRenderer, tokenizer_file
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
@@ -49,6 +51,15 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
 # Beside a body that was buffered there are headers and metadata in a message.
 BESIDE_BODY = 1024 * 1024
+CONNECTIONS = [
+    ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", round(1000 * SECONDS)),
+    ("grpc.max_metadata_size", LONGEST_HEAD),
+    ("grpc.absolute_max_metadata_size", LONGEST_HEAD),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+"""A proxy's connection stays for as long as the proxy answers pings; one that never says that it is gRPC does not."""
 READINGS_UNTIL_STALE = 5
 READY_SECONDS = 10.0
 """Without an answer of any engine, until it says that it is ready: what it knows by then is what there is."""
@@ -175,7 +186,7 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
     renderer = renderer_of(config)
     picker = EndpointPicker(fleet, renderer, metrics, config)
     server = grpc.aio.server(
-        options=[("grpc.max_receive_message_length", config.max_request_bytes + BESIDE_BODY), ("grpc.so_reuseport", 0)]
+        options=[("grpc.max_receive_message_length", config.max_request_bytes + BESIDE_BODY), *CONNECTIONS]
     )
     add_ExternalProcessorServicer_to_server(EndpointPickerService(picker, metrics, config.max_request_bytes), server)
     told = health.HealthServicer()
@@ -225,7 +236,7 @@ def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.ai
     """The same health on a port of its own, without TLS, which kubelets cannot speak; None where none is wanted."""
     if config.grpc_health_port is None:
         return None
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=CONNECTIONS)
     add_HealthServicer_to_server(told, server)
     address = host_and_port(config.host, config.grpc_health_port)
     try:
@@ -253,7 +264,7 @@ async def _metrics_server(metrics: PickerMetrics, config: PickerConfig) -> Async
 
     app = web.Application()
     app.add_routes([web.get("/metrics", answer)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=LAST_SECONDS)
+    runner = BoundedRunner(app, access_log=None, shutdown_timeout=LAST_SECONDS)
     await runner.setup()
     try:
         try:

@@ -10,11 +10,14 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from tercet.aio.incoming import LEAST_OF_BODY, SECONDS, Breach
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.gateway.endpoint_picker import EndpointPicker
 from tercet.gateway.exchange import Exchange, ExchangeBroken, refusal
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.protos import ExternalProcessorServicer, ProcessingRequest, ProcessingResponse
 from tercet.protocol import EngineError, TercetError
+from tercet.vllm_plugin.frontend.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
 
@@ -26,24 +29,33 @@ class EndpointPickerService(ExternalProcessorServicer):
         self._picker = picker
         self._metrics = metrics
         self._max_bytes = max_bytes
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
 
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncGenerator[ProcessingResponse]:
         """The answers to one request's messages."""
         exchange = Exchange(self._max_bytes)
+        pace = _Pace(request_iterator)
         self._metrics.streams.inc()
         try:
-            async for message in request_iterator:
-                for reply in exchange.receive(message):
-                    yield reply
-                if exchange.call is not None:
-                    endpoints = await self._picker.pick(exchange.call, exchange.candidates)
-                    for reply in exchange.picked(endpoints):
+            with self._bodies.one() as kept:
+                async for message in pace.messages(exchange, kept):
+                    for reply in exchange.receive(message):
                         yield reply
+                    if exchange.holds > kept.size:
+                        kept.add(exchange.holds - kept.size)
+                    if exchange.call is not None:
+                        async with kept.until_let_go():
+                            endpoints = await self._picker.pick(exchange.call, exchange.candidates)
+                        for reply in exchange.picked(endpoints):
+                            yield reply
+                        kept.forget()
         except TercetError as error:
             self._metrics.failed(error.status)
             yield refusal(error, exchange.path)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no headers came within {SECONDS:g} s")
         except (ExchangeBroken, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
@@ -56,3 +68,38 @@ class EndpointPickerService(ExternalProcessorServicer):
             self._metrics.streams.dec()
             if exchange.answer_began:
                 self._metrics.served(exchange.served_in)
+
+
+class _Pace:
+    """The messages of one stream: the first one comes soon, and a body comes at a pace while it is kept."""
+
+    def __init__(self, messages: AsyncIterator[ProcessingRequest]) -> None:
+        self._messages = messages
+        self._look_at: float | None = None
+        self._held_before = 0
+
+    async def messages(self, exchange: Exchange, kept: HeldBody) -> AsyncGenerator[ProcessingRequest]:
+        """Raises ``TimeoutError`` if none comes, and :class:`~tercet.protocol.TercetError` for a body."""
+        async with asyncio.timeout(SECONDS):
+            message = await anext(self._messages, None)
+        while message is not None:
+            yield message
+            message = await (self._piece(exchange, kept) if exchange.awaits_pieces else anext(self._messages, None))
+
+    async def _piece(self, exchange: Exchange, kept: HeldBody) -> ProcessingRequest | None:
+        """The next message while a body comes."""
+        clock = asyncio.get_running_loop().time
+        coming = asyncio.ensure_future(anext(self._messages, None))
+        try:
+            async with kept.until_let_go():
+                while not coming.done():
+                    if self._look_at is None:
+                        self._look_at, self._held_before = clock() + SECONDS, exchange.holds
+                    await asyncio.wait({coming}, timeout=self._look_at - clock())
+                    if clock() >= self._look_at and not coming.done():
+                        if exchange.holds - self._held_before < LEAST_OF_BODY:
+                            raise breach_error(Breach.SLOW_BODY)
+                        self._look_at = None
+            return coming.result()
+        finally:
+            coming.cancel()

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
+LONGEST_MESSAGE = 4096
+"""Characters that are kept of what another process says: it goes to logs and to clients."""
+
 
 class TercetError(Exception):
     """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
@@ -78,6 +81,10 @@ class MethodNotAllowed(TercetError, status=405):
     """Something is served under this path, but not by this HTTP method."""
 
 
+class RequestTimeout(TercetError, status=408):
+    """The client took too long to send its request."""
+
+
 class Conflict(TercetError, status=409):
     """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another.
 
@@ -95,6 +102,10 @@ class LeaseEnded(TercetError, status=410):
 
 class RequestTooLarge(TercetError, status=413):
     """The request's body has more bytes than this server takes."""
+
+
+class HeadTooLarge(TercetError, status=431):
+    """The request's line and headers have more bytes than this server takes."""
 
 
 class Saturated(TercetError, status=429):
@@ -167,9 +178,9 @@ def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
     """Rebuild the error that :meth:`TercetError.to_wire` wrote; unknown bodies become an :class:`EngineError`."""
     found: Any = body.get("error")
     if not isinstance(found, Mapping):
-        return EngineError(f"HTTP {status}: {dict(body)!r}")
+        return EngineError(f"HTTP {status}: {dict(body)!r}"[:LONGEST_MESSAGE])
     detail = cast("Mapping[str, Any]", found)
-    message = str(detail.get("message") or f"HTTP {status}")
+    message = str(detail.get("message") or f"HTTP {status}")[:LONGEST_MESSAGE]
     param = detail.get("param")
     cls = _BY_CODE.get(str(detail.get("code")))
     if cls is None:

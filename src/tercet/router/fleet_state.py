@@ -6,9 +6,11 @@ newest one: writers take turns, and readers see a whole state or the one before 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -179,6 +181,15 @@ FORMAT = 1
 _KIND = msgspec.inspect.type_info(FleetState)
 
 
+def read_file(path: Path) -> bytes:
+    """What a file has. Raises ``OSError``, also for what is no file: a pipe may never have anything to read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return file.read()
+
+
 class StateFile:
     """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them.
 
@@ -196,14 +207,14 @@ class StateFile:
     def _read(self) -> tuple[FleetState | None, Any]:
         """The state, and the same as the file has it."""
         try:
-            content = msgspec.json.decode(self.path.read_bytes())
+            content = msgspec.json.decode(read_file(self.path))
             self._require_format(content)
             unknown = list(unknown_names(content, _KIND))
             state = msgspec.convert(known_part(content, _KIND), FleetState)
         except FileNotFoundError:
             return None, None
         except OSError as error:
-            raise BadRequest(f"state: {self.path} cannot be read: {error.strerror}", "state") from error
+            raise BadRequest(f"state: {self.path} cannot be read: {error.strerror or error}", "state") from error
         except (BadRequest, *UNREADABLE) as error:
             raise BadRequest(f"state: {self.path} is not the state of a fleet: {error}", "state") from error
         if not self._told.issuperset(unknown):
@@ -274,7 +285,8 @@ def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
     """Replace a file, so that readers find the old content or the new one. ``lasting``: it survives a power cut."""
     partial = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(partial, flags, 0o600), "wb") as file:
             file.write(content)
             file.flush()
             if lasting:

@@ -9,17 +9,17 @@ import fcntl
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from tercet.migration import CountedMove
 from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.fleet_state import write_whole
+from tercet.router.fleet_state import read_file, write_whole
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
@@ -50,9 +50,14 @@ class FollowerReport(msgspec.Struct, frozen=True):
 
 
 class Followers:
-    """This process among the others that follow the state at ``path``. To be closed."""
+    """This process among the others that follow the state at ``path``. To be closed.
 
-    def __init__(self, path: Path) -> None:
+    While the file system of ``path`` ``is_stuck``, what was read last is what there is, and moves are not told.
+    """
+
+    def __init__(self, path: Path, is_stuck: Callable[[], bool] = lambda: False) -> None:
+        self._is_stuck = is_stuck
+        self._known: dict[str, list[Any]] = {}
         self._directory = Path(f"{path}.followers")
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._told: FollowerReport | None = None
@@ -92,6 +97,8 @@ class Followers:
 
     def announce(self, moves: Sequence[CountedMove]) -> None:
         """See :class:`tercet.migration.limits.Announcements`; what cannot be written, the others do not count."""
+        if self._is_stuck():
+            return
         try:
             write_whole(self._directory / (self._name + MOVES), msgspec.json.encode(moves))
         except TercetError as error:
@@ -106,14 +113,19 @@ class Followers:
         if self._alive is not None:
             os.close(self._alive)
             self._alive = None
+            if self._is_stuck():
+                return
             with suppress(OSError):  # without the lock, others take them away
                 self._remove(self._name)
 
     def _of_others(self, suffix: str, kind: type[T]) -> list[T]:
         """What each of the others that live has written into its file of that kind."""
+        if self._is_stuck():
+            return self._known.get(suffix, [])
         files = (self._directory / (name + suffix) for name in self._living() if name != self._name)
         found = (_read(file, kind) for file in files)
-        return [each for each in found if each is not None]
+        known = self._known[suffix] = [each for each in found if each is not None]
+        return known
 
     def _living(self) -> Iterator[str]:
         for file in sorted(self._directory.glob(f"*{ALIVE}")):
@@ -144,6 +156,6 @@ def _is_held(file: Path) -> bool:
 
 
 def _read(file: Path, kind: type[T]) -> T | None:
-    with suppress(FileNotFoundError, *UNREADABLE):
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+    with suppress(OSError, *UNREADABLE):
+        return msgspec.json.decode(read_file(file), type=kind)
     return None

@@ -17,6 +17,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.portions import Portions
 from tercet.protocol import BadRequest, EngineUnreachable, FrontDoorFailed, TercetError
 from tercet.protocol.bearer import BearerKeys
@@ -83,6 +84,7 @@ class FrontDoor:
         self._keys = BearerKeys(keys)
         self._check_program = check_program
         self._max_bytes = max_bytes
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
         self._access_log = access_log
         self._pooling = pooling
         self._refusals = around_refusals(_refused)
@@ -113,15 +115,18 @@ class FrontDoor:
             try:
                 if self._is_counted(context, scope):
                     held.enter_context(self._shutdown.request())
-                body = await self._enter(context, scope, receive)
                 pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
-                if body is not None and (pooling is not None or context.path in GENERATING):
-                    held.callback(body.close)
-                    if pooling is None:
-                        self._divide(context)
-                    if not self._gate.is_open:
-                        place = self._gate.place(context.asked.priority, body.left, for_engines=pooling is None)
-                        await held.enter_async_context(place)
+                with self._bodies.one() as kept:
+                    body = await self._enter(context, scope, receive, kept)
+                    if body is not None and not context.path.startswith(PREFIX):
+                        held.callback(body.close)
+                        for_engines = pooling is None and context.path in GENERATING
+                        if for_engines:
+                            self._divide(context)
+                        if not self._gate.is_open:
+                            place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
+                            async with kept.until_let_go():
+                                await held.enter_async_context(place)
                 if body is not None and pooling is not None:
                     pooled = await self._pooled(pooling, context, body, scope)
                     held.callback(pooled.close)
@@ -133,7 +138,7 @@ class FrontDoor:
                 if pooled is not None:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
                     return
-                await self._serve(context, scope, receive if body is None else body.receive, send)
+                await self._serve(context, scope, _nothing_from(receive) if body is None else body.receive, send)
 
     def _divide(self, context: RequestContext) -> None:
         """Its sequences come in by portions. Raises :class:`~tercet.protocol.BadRequest` if there are too many."""
@@ -163,7 +168,9 @@ class FrontDoor:
             close_result(asking)
             raise
 
-    async def _enter(self, context: RequestContext, scope: Scope, receive: Receive) -> ReceivedBody | None:
+    async def _enter(
+        self, context: RequestContext, scope: Scope, receive: Receive, kept: HeldBody
+    ) -> ReceivedBody | None:
         if context.path in READY:
             self._require_ready()
         if context.path not in OPEN:
@@ -173,7 +180,9 @@ class FrontDoor:
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
-        return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
+        if scope["method"] not in WITH_BODY or context.path in OPEN:
+            return None  # whoever shows no key has nothing kept for it
+        return await read_body(context, receive, self._max_bytes, kept)
 
     def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
         """Whether it is a request that is finished before this process ends, and not a look at how it does."""
@@ -255,14 +264,47 @@ class ReceivedBody:
             self._next.cancel()
 
 
-async def read_body(context: RequestContext, receive: Receive, limit: int) -> ReceivedBody:
-    """The body, of which ``context`` gets what it asks for; JSON in UTF-8, whatever encoding of Unicode it came in.
+def _nothing_from(receive: Receive) -> Receive:
+    """ASGI's ``receive`` of a request whose body nobody asked for: empty, then whatever comes that is no body."""
+    began = False
 
-    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.BadRequest` for JSON that is none, and
-    :class:`ClientLeft` if that happens before its end.
+    async def received() -> Message:
+        nonlocal began
+        if not began:
+            began = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return received
+
+
+def _again(first: Message, receive: Receive) -> Receive:
+    """ASGI's ``receive`` with a message that was received already."""
+    left = [first]
+
+    async def received() -> Message:
+        return left.pop() if left else await receive()
+
+    return received
+
+
+async def read_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
+    """The body, of which ``context`` gets what it asks for; ``kept`` is told of its bytes.
+
+    JSON is in UTF-8, whatever encoding of Unicode it came in. Raises :class:`~tercet.protocol.RequestTooLarge`,
+    :class:`~tercet.protocol.BadRequest` for JSON that is none, :class:`~tercet.protocol.Saturated` if all bodies
+    together are too large, and :class:`ClientLeft` if that happens before its end.
     """
     announced = context.headers.get("content-length", "")
-    content = await read_whole(receive, announced, limit, "this front door (--max-request-bytes)")
+    taker = "this front door (--max-request-bytes)"
+    first = await receive()
+    if first["type"] == "http.request" and first.get("more_body", False):
+        async with kept.until_let_go():
+            content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
+    else:  # as most are
+        content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
     if content is None:
         raise ClientLeft
     if content and is_json(context):

@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 
 from tercet.aio import TaskSet, repeat
+from tercet.client.bounded_answers import PLAIN, read_answer
 from tercet.client.connection_errors import reason_of
 from tercet.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
@@ -291,10 +292,13 @@ class PoolingServers:
         """Ask it for its models."""
         try:
             async with self._client.get(
-                f"{server.url}/v1/models", headers=server.headers, timeout=LOOK_TIMEOUT, allow_redirects=False
+                f"{server.url}/v1/models",
+                headers={**server.headers, **PLAIN},
+                timeout=LOOK_TIMEOUT,
+                allow_redirects=False,
             ) as response:
                 response.raise_for_status()
-                found = msgspec.json.decode(await response.read(), type=_Models)
+                found = msgspec.json.decode(await read_answer(response), type=_Models)
         except TimeoutError as error:
             server.silent += 1
             if server.silent >= SILENT_LOOKS:

@@ -38,6 +38,8 @@ RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
 
+GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
+
 
 class Service:
     """The programs of this front door over its fleet.
@@ -156,6 +158,8 @@ class Service:
             while (failure := await attempts.run(program)) is not None:
                 retry = self._next_attempt(chosen, failure, sequence, tried_at)
                 if retry is None:
+                    if _is_grammars_fault(failure, sequence):
+                        raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
                     attempts.finish(_last_output(chosen, failure, request.seq_id))
                     return
                 trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
@@ -199,6 +203,8 @@ class Service:
     ) -> Retry | None:
         """What is tried next after ``error``, or None if nothing is."""
         is_own_fault = _is_own_fault(chosen, error)
+        if _is_grammars_fault(error, sequence):
+            return None
         if is_own_fault and not sequence.attempt:
             self._failed(chosen, error, sequence.request.seq_id)
         if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
@@ -262,6 +268,12 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     if isinstance(error, BadRequest):
         return error.param in {"pick", *inspect.signature(chosen.program).parameters}
     return not isinstance(error, TercetError)
+
+
+def _is_grammars_fault(error: BaseException, sequence: RunningSequence) -> bool:
+    """Whether an engine could not begin with a structured output: another one could not either, and takes as long."""
+    asks = sequence.request.sampling_params.get("structured_outputs") is not None
+    return asks and not sequence.tokens and isinstance(error, BrokenOff) and error.output.finish_reason == "error"
 
 
 def _code(chosen: Chosen, error: BaseException) -> str:

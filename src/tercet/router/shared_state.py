@@ -12,13 +12,15 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tercet.aio import TaskSet, run_in_thread
+from tercet.aio.file_thread import BOUND_SECONDS, FileThread
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
-from tercet.protocol import AdapterReport, BadRequest, TercetError, UnknownAdapter
+from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError, UnknownAdapter
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
-from tercet.router.fleet_state import AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
+from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.recovery import LOOK_SECONDS
 from tercet.router.routing import Plan
@@ -30,6 +32,7 @@ from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress, log_events
 
 logger = logging.getLogger("tercet.router")
+T = TypeVar("T")
 FOLLOW_SECONDS = 30.0
 ASKED = "it was asked for"
 
@@ -68,13 +71,17 @@ class SharedState:
         self._fleet = service.fleet
         self._membership = membership
         self._metrics = service.metrics
-        self._followers = Followers(path)
+        self._files = FileThread()
+        # A change waits for those of other processes, which is no sign of a file system that hangs.
+        self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
+        self._followers = Followers(path, lambda: self._files.is_stuck)
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
         self._turn, self._changing_adapters = asyncio.Lock(), asyncio.Lock()
         self._stamp: object = None
         self._serving = False
+        self._silence = ""  # what was said of a file system that hangs; the state is read again once it answers
         self._failure = ""
         self._applying = TaskSet()
         self._unreported = False
@@ -85,16 +92,18 @@ class SharedState:
         """This process follows no more."""
         self._applying.cancel()
         self._followers.close()
+        self._files.close()
+        self._changes.close()
 
     # ---- following -------------------------------------------------------------------------------------------
 
     async def start(self, first: FleetState) -> None:
         """Apply the state that there is, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
-        self.state = self._found = await run_in_thread(self._file.update, lambda state: state, first)
+        self.state = self._found = await self._filed(self._file.update, lambda state: state, first, by=self._changes)
         named = tuple(each for each in self.state.members if not each.pod)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
-        self._stamp = stamp_of(self._file.path)
+        self._stamp = await self._filed(stamp_of, self._file.path)
         await self._apply(self.state, Loaded(), from_scratch=True)
 
     async def until_ready(self, promised: Callable[[], Awaitable[Promise]] | None = None) -> Promise:
@@ -116,7 +125,7 @@ class SharedState:
     async def serving(self) -> None:
         """From now on changes wait for this process, so it knows of all before."""
         self._serving = True
-        self._report()
+        await self._report()
         await self._catch_up(Loaded())
         self._metrics.workers.set(1)
 
@@ -124,9 +133,17 @@ class SharedState:
         """Apply what others write, and report what runs here, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if stamp_of(self._file.path) != self._stamp:
+            try:
+                stamp = await self._filed(stamp_of, self._file.path)
+            except EngineError as error:
+                self._refuse_state(error.message)
+                continue
+            if self._silence or stamp != self._stamp:
+                if self._failure == self._silence:
+                    self._failure = ""
+                self._silence = ""
                 await self._catch_up(Loaded())
-            self._report()
+            await self._report()
 
     async def _catch_up(self, loaded: Loaded) -> None:
         """Apply the newest state, to its end even if nobody waits for that any more."""
@@ -135,10 +152,10 @@ class SharedState:
     async def _apply_newest(self, loaded: Loaded) -> None:
         """A state that cannot be applied is reported, and the last good one stays in use."""
         async with self._turn:
-            self._stamp = stamp_of(self._file.path)
             found = self._found
             try:
-                state = self._file.read()
+                self._stamp = await self._filed(stamp_of, self._file.path)
+                state = await self._filed(self._file.read)
                 if state is None or state is not state.following(found):  # written again: versions only go up
                     state = await self._update(lambda state: state)
                 if state.version > found.version:
@@ -149,12 +166,29 @@ class SharedState:
                 self._failure = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
                 log_events.STATE_REFUSED.tell(version=self.state.version, reason=self._failure)
             self._metrics.fleet_state(self.state.version, bool(self._failure))
-            self._report()
+            await self._report()
 
     async def _update(self, change: Callable[[FleetState], FleetState]) -> FleetState:
         """Change the file's state; one that was lost or put back goes on from the newest that was read."""
         known = self._found
-        return await run_in_thread(self._file.update, lambda state: change(state.following(known)), known)
+        return await self._filed(
+            self._file.update, lambda state: change(state.following(known)), known, by=self._changes
+        )
+
+    async def _filed(self, function: Callable[..., T], *args: object, by: FileThread | None = None) -> T:
+        """File I/O, next to the loop. Raises :class:`~tercet.protocol.EngineError` where that takes too long."""
+        try:
+            return await (by or self._files).run(function, *args)
+        except TimeoutError as error:
+            self._silence = f"state: {self._file.path} does not answer, as its file system hangs"
+            raise EngineError(self._silence) from error
+
+    def _refuse_state(self, reason: str) -> None:
+        """What cannot be read is said once; the last good state stays in use."""
+        if self._failure != reason:
+            self._failure = reason
+            log_events.STATE_REFUSED.tell(version=self.state.version, reason=reason)
+        self._metrics.fleet_state(self.state.version, True)
 
     async def _apply(self, state: FleetState, loaded: Loaded, from_scratch: bool = False) -> None:
         """Load all of it, then use all of it."""
@@ -177,7 +211,7 @@ class SharedState:
                 event.tell(**fields, reason=reason)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
-        self._report()
+        await self._report()
 
     async def _load(self, state: FleetState, loaded: Loaded, from_scratch: bool) -> None:
         in_use = self._number_at_start(state) if from_scratch else self.state.program.number
@@ -295,7 +329,7 @@ class SharedState:
         """What to say of the processes that have not applied a version, once they had time to."""
         deadline = asyncio.get_running_loop().time() + FOLLOW_SECONDS
         while True:
-            reports = [self._own_report(), *self._followers.others()]
+            reports = [self._own_report(), *await self._filed(self._followers.others)]
             late = [report for report in reports if report.serving and report.version < version]
             if not late or asyncio.get_running_loop().time() > deadline:
                 break
@@ -333,10 +367,10 @@ class SharedState:
         left = self._shutdown.requests if self._shutdown.has_begun else 0
         return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left)
 
-    def _report(self) -> None:
+    async def _report(self) -> None:
         """A report that cannot be written is no failure of what it says; it is tried again."""
         try:
-            self._followers.tell(self._own_report())
+            await self._filed(self._followers.tell, self._own_report())
         except (TercetError, OSError) as error:
             if not self._unreported:
                 logger.error("state: others cannot read what is in use here: %s", error)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Generator
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -51,6 +53,58 @@ def shortened(name: str) -> str:
     return name if len(name) <= MOST_OF_A_NAME else f"{name[:MOST_OF_A_NAME]}..."
 
 
+LONGEST_LINE = 8192
+"""Characters of a message; what clients and engines have sent may be in it."""
+LONGEST_TRACEBACK = 32 * 1024
+"""Characters of a traceback, whose last lines may quote what was sent."""
+MOST_LINES, WITHIN_SECONDS = 100, 10.0
+"""Of one place in the code; more are counted only."""
+
+
+class LineBounds(logging.Filter):
+    """Shortens long messages, and drops lines of a place in the code that writes too many of them.
+
+    So whoever provokes a line does not choose how much is written. What was dropped is said in the place's next line.
+    Lines of requests and events are neither dropped nor counted: they are asked for, and each says something else.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._began = 0.0
+        self._written: Counter[tuple[str, int]] = Counter()
+        self._dropped: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written; it is shortened if need be."""
+        place = record.pathname, record.lineno
+        if record.name not in (EVENTS, access_logger.name) and not self._has_room(place):
+            return False
+        message, dropped = record.getMessage(), self._dropped.pop(place, 0)
+        if len(message) > LONGEST_LINE:
+            record.msg, record.args = f"{message[:LONGEST_LINE]}... ({len(message)} characters)", ()
+        if dropped:
+            record.msg, record.args = f"{record.getMessage()} (and {dropped} more of this kind before)", ()
+        if record.exc_info and not record.exc_text:
+            traceback = logging.Formatter().formatException(record.exc_info)
+            record.exc_text = _ends_of(traceback, LONGEST_TRACEBACK)
+        return True
+
+    def _has_room(self, place: tuple[str, int]) -> bool:
+        if self._clock() - self._began >= WITHIN_SECONDS:
+            self._began = self._clock()
+            self._written.clear()
+        self._written[place] += 1
+        if self._written[place] <= MOST_LINES:
+            return True
+        self._dropped[place] += 1
+        return False
+
+
+def _ends_of(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}\n...\n{text[-most // 2 :]}"
+
+
 class TextLines(logging.Formatter):
     """One line for each record, and a traceback's if it has one. The request that it is about is named at its end.
 
@@ -77,7 +131,7 @@ class JsonLines(logging.Formatter):
         line: dict[str, Any] = {"time": at, "level": record.levelname.lower(), "logger": record.name}
         line |= {"process": record.process, "message": message}
         if record.exc_info is not None:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = record.exc_text or self.formatException(record.exc_info)
         line |= getattr(record, FIELDS, {})
         if named := _request_of(record):
             line[REQUEST_ID] = named
@@ -119,6 +173,7 @@ def log_to_stderr(level: str, form: LogFormat = "text", access: bool = False) ->
         return
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines(FORMAT, TIME))
+    handler.addFilter(LineBounds())
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False

@@ -242,7 +242,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         return engine.fingerprint
 
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session,
         RemotePrefill(PrefillAttempts(config.prefill_budget), weights, os.environ.get(SECRET_VARIABLE, "")) as remote,
     ):
         network = HttpNetwork(profile.transfer, session)

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from tercet.aio import TaskSet
+from tercet.client.bounded_answers import PLAIN, read_answer
 from tercet.protocol import (
     BadRequest,
     Content,
@@ -91,9 +92,9 @@ class HttpNetwork(Network):
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
         try:
             async with self._session.post(
-                url + DELIVER, data=msgspec.json.encode(delivery), timeout=ANSWER
+                url + DELIVER, data=msgspec.json.encode(delivery), timeout=ANSWER, headers=PLAIN, allow_redirects=False
             ) as response:
-                body = await response.read()
+                body = await read_answer(response)
                 said = msgspec.json.decode(body, type=str | None) if response.status == 200 else f"{response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             said = f"it does not answer: {error}"

@@ -6,6 +6,6 @@ vLLM loads three modules here by name, through flags and entry points:
 - :mod:`.register`, a general plugin, in every process that vLLM starts;
 - :mod:`.endpoint`, an endpoint plugin, in the API server: the verbs over HTTP.
 
-What they do is in :mod:`.engine`. :mod:`.engine_hooks` and :mod:`.frontend_hooks` are the two sides of the registry:
-a vLLM server, and a router's process around vLLM's OpenAI layer.
+What they do is in :mod:`.engine`. The registry has two sides: :mod:`.engine_hooks` with :mod:`.start_hooks`, in a vLLM
+server, and :mod:`.frontend_hooks`, in a router's process around vLLM's OpenAI layer.
 """

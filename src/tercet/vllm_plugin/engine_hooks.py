@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tercet.vllm_plugin.engine.loading_stages import OF_WORKERS
 from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
 from tercet.vllm_plugin.hooks import Hook
 
@@ -21,10 +20,7 @@ BATCH = "vllm.v1.worker.gpu_input_batch"
 QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
 STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
-ENGINE_UTILS = "vllm.v1.engine.utils"
 CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
-EXECUTOR = "vllm.v1.executor.multiproc_executor"
-WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 REGISTRY = "vllm.model_executor.models.registry"
 SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -436,6 +432,30 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
+        name="grammars' time",
+        what="A request whose grammar takes too long to compile ends",
+        why="It would wait for its grammar without an end",
+        until="vLLM bounds the time of a compilation",
+        replaces=("StructuredOutputManager.grammar_init",),
+        relies_on=(
+            Takes(f"{STRUCTURED}.grammar_init", "request"),
+            Says(f"{STRUCTURED}.grammar_init", "self.executor.submit", "request.structured_output_request.grammar = "),
+        ),
+    ),
+    Hook(
+        name="KV event requests",
+        what="vLLM's publisher of KV events takes short messages only",
+        why="Its replay port takes any from anybody, and logs those that it does not understand",
+        until="the publisher bounds what it takes",
+        replaces=("ZmqEventPublisher._socket_setup",),
+        relies_on=(
+            Says(
+                "vllm.distributed.kv_events:ZmqEventPublisher._socket_setup",
+                "self._ctx.socket(zmq.ROUTER)",
+            ),
+        ),
+    ),
+    Hook(
         name="KV layout",
         what="How CPU kernels lay keys and values in a block is asked of the kernel that writes them",
         why="KV of one engine has a meaning in another only in the same arrangement, or one that can be converted",
@@ -443,49 +463,6 @@ ENGINE_HOOKS = (
         relies_on=(
             Takes(f"{CPU_ATTENTION}:_get_attn_isa", "dtype", "block_size"),
             Takes("vllm._custom_ops:cpu_attn_reshape_and_cache", "key_cache", "value_cache", "slot_mapping", "isa"),
-        ),
-    ),
-    Hook(
-        name="flags",
-        what="vLLM's parsers raise an error for flags that they do not take",
-        why="Their own complaint is below a list of all of vLLM's flags, of some 300 lines",
-        until="vLLM's complaint is one line",
-        replaces=("FlexibleArgumentParser.error",),
-        relies_on=(Takes("vllm.utils.argparse_utils:FlexibleArgumentParser.error", "message"),),
-    ),
-    Hook(
-        name="loading stages",
-        what="A worker's methods that load, profile and warm up say so in the log before they run",
-        why="Who waits for an engine sees what it is at, and what is slow",
-        until="vLLM tells how far it has loaded",
-        replaces=("WorkerBase.__init__", *(f"WorkerBase.{method}" for method in OF_WORKERS)),
-        relies_on=(
-            Takes(f"{WORKER}.__init__", "vllm_config", "rank"),
-            Says(f"{WORKER}.__init__", "self.model_config = vllm_config.model_config", "self.rank = rank"),
-            Has(WORKER, "init_device", "load_model", "compile_or_warm_up_model"),
-        ),
-    ),
-    Hook(
-        name="one import",
-        what="On a CPU core and worker are forked, before they are needed, from the process that has imported vLLM, "
-        "and models are inspected there; OpenMP's environment, as vLLM makes it for its worker, is there at the start",
-        why="Three imports of torch and vLLM, one after the other, are most of an engine's start",
-        until="vLLM forks its processes from one that has imported it, on CPUs, too",
-        replaces=("engine.utils.get_mp_context", "multiproc_executor.get_mp_context", "registry._run_in_subprocess"),
-        relies_on=(
-            Says(f"{ENGINE_UTILS}:CoreEngineProcManager.__init__", "context = get_mp_context()", "context.Process("),
-            Says(f"{EXECUTOR}:WorkerProc.make_worker_process", "context = get_mp_context()", "context.Process("),
-            Takes(f"{ENGINE_UTILS}:get_mp_context"),
-            Takes(f"{EXECUTOR}:get_mp_context"),
-            Takes(f"{REGISTRY}:_run_in_subprocess", "fn"),
-            Says(
-                "vllm.platforms.cpu:CpuPlatform.check_and_update_config", '"libgomp" in ld_preload_str', "libgomp*.so*"
-            ),
-            Says(
-                "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
-                'envs_dict["OMP_NUM_THREADS"] = str(len(cpu_list))',
-                'envs_dict["GOMP_CPU_AFFINITY"] = cpu_list_str',
-            ),
         ),
     ),
 )

@@ -253,6 +253,28 @@ FRONTEND_HOOKS = (
         ),
     ),
     Hook(
+        name="long texts",
+        what="A renderer refuses texts and tokens that are longer than any prompt of its model",
+        why="/tokenize and its like take any length, and work on when their client has left",
+        until="these routes have a bound",
+        replaces=(
+            "BaseRenderer._tokenize_prompt",
+            "BaseRenderer._tokenize_prompt_async",
+            "BaseRenderer._detokenize_prompt",
+            "BaseRenderer._detokenize_prompt_async",
+        ),
+        relies_on=(
+            Takes(f"{RENDERER}._detokenize_prompt", "prompt"),
+            Takes(f"{RENDERER}._detokenize_prompt_async", "prompt"),
+            Says(f"{RENDERER}._tokenize_singleton_prompt", "self._tokenize_prompt(", "self._detokenize_prompt("),
+            Says(
+                f"{RENDERER}._tokenize_singleton_prompt_async",
+                "self._tokenize_prompt_async(",
+                "self._detokenize_prompt_async(",
+            ),
+        ),
+    ),
+    Hook(
         name="connections",
         what="uvicorn's protocol puts a request's connection into its scope, and chunks are written to it",
         why="A token goes to the socket without the layers of the application",
@@ -263,6 +285,29 @@ FRONTEND_HOOKS = (
             Takes(f"{UVICORN}:HttpToolsProtocol.connection_lost", "exc"),
             Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.transport", "self.flow", "self.disconnected"),
             Says(f"{UVICORN}:RequestResponseCycle.__init__", "self.scope", "self.chunked_encoding"),
+        ),
+    ),
+    Hook(
+        name="bounds of connections",
+        what="uvicorn's protocol tells when a head or a body ends, and is not fed past the bounds",
+        why="Heads have no bound in size or time there, bodies none in time, and silent connections stay",
+        until="uvicorn bounds them",
+        replaces=(
+            "HttpToolsProtocol.connection_made",
+            "HttpToolsProtocol.data_received",
+            "HttpToolsProtocol.handle_websocket_upgrade",
+            "HttpToolsProtocol.on_message_begin",
+            "HttpToolsProtocol.on_headers_complete",
+            "HttpToolsProtocol.on_body",
+            "HttpToolsProtocol.on_message_complete",
+            "HttpToolsProtocol.on_response_complete",
+        ),
+        relies_on=(
+            Says(f"{UVICORN}:HttpToolsProtocol.__init__", "httptools.HttpRequestParser(self)"),
+            Says(f"{UVICORN}:HttpToolsProtocol.data_received", "self.parser.feed_data(data)"),
+            Says(f"{UVICORN}:HttpToolsProtocol.on_message_begin", "self.url", "self.headers"),
+            Says(f"{UVICORN}:HttpToolsProtocol.on_headers_complete", "self.cycle", "on_response_complete"),
+            Says(f"{UVICORN}:RequestResponseCycle.receive", "self.disconnected", "self.message_event"),
         ),
     ),
     Hook(

@@ -67,8 +67,9 @@ def hooks_of(side: Side) -> tuple[Hook, ...]:
     """One side of the registry, in the order in which it is printed."""
     from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
     from tercet.vllm_plugin.frontend_hooks import FRONTEND_HOOKS
+    from tercet.vllm_plugin.start_hooks import START_HOOKS
 
-    return ENGINE_HOOKS if side == "engine" else FRONTEND_HOOKS
+    return (*ENGINE_HOOKS, *START_HOOKS) if side == "engine" else FRONTEND_HOOKS
 
 
 @cache

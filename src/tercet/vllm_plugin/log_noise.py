@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 
+from tercet.settings.log_lines import LineBounds
+
 VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 # By vLLM's loggers, which are called as its modules, with how the messages begin. A name or a beginning that a version
 # of vLLM does not have hides nothing.
@@ -49,6 +51,13 @@ def without_noise() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, Without) for each in logger.filters):
             logger.addFilter(Without(beginnings))
+
+
+def bound_lines() -> None:
+    """Bound the lines that vLLM's handlers write in this process: some quote what strangers send."""
+    for handler in logging.getLogger("vllm").handlers:
+        if not any(isinstance(each, LineBounds) for each in handler.filters):
+            handler.addFilter(LineBounds())
 
 
 def errors_only() -> None:

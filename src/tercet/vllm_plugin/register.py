@@ -17,10 +17,11 @@ def register() -> None:
     from tercet.vllm_plugin.engine.verb_log import log_as_the_environment_says
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.leak_reports import without_leak_reports
-    from tercet.vllm_plugin.log_noise import without_noise
+    from tercet.vllm_plugin.log_noise import bound_lines, without_noise
 
     without_leak_reports()
     without_noise()
+    bound_lines()
     with refusing_in_a_sentence():
         log_as_the_environment_says(vllm.envs.VLLM_LOGGING_LEVEL)
     try:
@@ -30,9 +31,11 @@ def register() -> None:
         return
 
     from tercet.vllm_plugin.engine.core_methods import add_core_methods
+    from tercet.vllm_plugin.engine.grammar_time import bound_grammar_time
     from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.engine.replay_requests import bound_replay_requests
     from tercet.vllm_plugin.engine.start_checks import check_before_loading
 
     check_before_loading()
@@ -40,4 +43,6 @@ def register() -> None:
     begin_requests_with_output()
     keep_generators_of_unfinished_prompts()
     let_queue_readers_sleep()
+    bound_replay_requests()
+    bound_grammar_time()
     tell_stages_of_workers()

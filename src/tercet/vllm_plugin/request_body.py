@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.types import Receive
 
 from tercet.protocol import RequestTooLarge
 
 
-async def read_whole(receive: Receive, announced: str, limit: int, taker: str) -> bytes | None:
+async def read_whole(
+    receive: Receive, announced: str, limit: int, taker: str, kept: Callable[[int], object] = lambda _: None
+) -> bytes | None:
     """The body of an ASGI request; None if its client leaves before its end.
 
     ``announced`` is its ``content-length``, empty where it says none. Raises
     :class:`~tercet.protocol.RequestTooLarge` for more than ``limit`` bytes, which is all that the ``taker`` takes.
+    ``kept`` is told of every piece's size, and may raise.
     """
     too_large = RequestTooLarge(f"the request's body has more than {limit} bytes, which is all that {taker} takes")
     if announced.isdigit() and int(announced) > limit:
@@ -26,5 +31,6 @@ async def read_whole(receive: Receive, announced: str, limit: int, taker: str) -
         size += len(chunks[-1])
         if size > limit:
             raise too_large
+        kept(len(chunks[-1]))
         more = message.get("more_body", False)
     return b"".join(chunks)

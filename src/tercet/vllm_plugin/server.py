@@ -56,6 +56,7 @@ OF_ENGINE = (
     "tercet.vllm_plugin.register",
     "tercet.vllm_plugin.engine_hooks",
     "tercet.vllm_plugin.frontend_hooks",
+    "tercet.vllm_plugin.start_hooks",
     "tercet.vllm_plugin.engine.core_methods",
     "tercet.vllm_plugin.engine.model_runner",
 )

@@ -84,7 +84,7 @@ def test_up_says_where_everything_is(tmp_path: Path, up: list[Run]) -> None:
         "engine-0   both ", f"logs: {tmp_path}/cache/logs/", "/v1/chat/completions -H 'content-type: application/json'",
     ):  # fmt: skip
         assert expected in text
-    assert len(run.left()) == 4 * 3  # a guard, a server and the server's child, four times
+    assert len(run.left()) == 4 * 4  # a guard, who watches it, a server and the server's child, four times
     assert run.signal(signal.SIGINT) == 130
     assert run.leaves_nothing(0)
     assert run.out.read_text().endswith("stopping\n")
@@ -195,14 +195,14 @@ def test_a_fleet_in_the_background_is_told_from_others_by_its_port_and_stopped(t
         assert code == 0, said
         assert "in the background" in said
         assert "router: ready in" in said
-    ports = sorted(int(file.stem) for file in (tmp_path / "cache" / "fleets").iterdir())
+    ports = sorted(int(file.stem.partition("-")[0]) for file in (tmp_path / "cache" / "fleets").iterdir())
     assert len(ports) == 2
     code, said = tercet(tmp_path, "answers", up, "down")
     assert (code, said) == (
         2, f"tercet: --port: fleets run at the ports {ports[0]}, {ports[1]}; name one, or say --all\n",
     )  # fmt: skip
     assert tercet(tmp_path, "answers", up, "down", "--port", str(ports[0]))[0] == 0
-    assert [int(file.stem) for file in (tmp_path / "cache" / "fleets").iterdir()] == ports[1:]
+    assert [int(file.stem.partition("-")[0]) for file in (tmp_path / "cache" / "fleets").iterdir()] == ports[1:]
     assert tercet(tmp_path, "answers", up, "down")[0] == 0
     assert list((tmp_path / "cache" / "fleets").iterdir()) == []
     assert all(run.leaves_nothing(0) for run in up)

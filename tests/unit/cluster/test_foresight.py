@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -202,3 +203,18 @@ async def test_a_fleet_that_will_not_fit_starts_nothing(tmp_path: Path, monkeypa
         async with local_fleet(config, str(checkpoint(tmp_path / "model")), lambda *_: None):
             pytest.fail("it should not have started")
     assert not logs.exists()
+
+
+@pytest.mark.parametrize(("allowed", "enough"), [(resource.RLIM_INFINITY, True), (6 * GIB, True), (4 * GIB, False)])
+def test_an_address_space_that_is_too_small_is_told_before_anything_loads(
+    allowed: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
+    model = checkpoint(tmp_path / "m", GIB)
+    if enough:
+        require_memory([spec(model)], 100 * GIB)
+        return
+    with pytest.raises(BadRequest, match=r"ulimit -v") as refused:
+        require_memory([spec(model)], 100 * GIB)
+    assert "4.0 GiB here" in refused.value.message
+    require_memory([spec(model, cores=())], 100 * GIB)

@@ -86,7 +86,7 @@ def test_a_killed_parent_takes_the_whole_group_along(tmp_path: Path, moment: str
     parent, pgid = start_parent(tmp_path, "obedient")
     if moment == "running":
         until_running(tmp_path / "p.log")
-        assert len(members(pgid)) == 3
+        assert len(members(pgid)) == 4  # the guard, who watches it, the command and its child
     parent.kill()
     parent.wait()
     assert empties(pgid, 10)
@@ -197,3 +197,65 @@ def test_the_tail_is_what_a_reader_needs(tmp_path: Path) -> None:
     log.write_bytes(b"\xff early\n" * 100_000 + b"".join(b"line %d\n\n" % index for index in range(40)))
     lines = Process("p", [], {}, log).tail().splitlines()
     assert lines == [f"line {index}" for index in range(25, 40)]
+
+
+@pytest.mark.parametrize("mode", ["waits", "stubborn"])
+def test_a_parent_and_its_guard_that_are_killed_together_leave_nothing(tmp_path: Path, mode: str) -> None:
+    parent, guard = start_parent(tmp_path, mode)
+    until_running(tmp_path / "p.log")
+    os.kill(parent.pid, signal.SIGSTOP)  # neither sees the other's end
+    os.kill(guard, signal.SIGSTOP)
+    parent.kill()
+    os.kill(guard, signal.SIGKILL)
+    parent.wait()
+    assert empties(guard, 20)
+
+
+def test_without_its_guard_and_whoever_watches_it_the_command_is_asked_to_end(tmp_path: Path) -> None:
+    parent, guard = start_parent(tmp_path, "waits")
+    until_running(tmp_path / "p.log")
+    guards = [each for each in members(guard) if any(part.endswith("guard.py") for part in each.cmdline())]
+    (command,) = psutil.Process(guard).children()
+    sockets = psutil.Process(guard).environ()["VLLM_RPC_BASE_PATH"]
+    assert len(guards) == 2
+    for process in (parent, *guards):
+        process.kill()
+    parent.wait()
+    try:
+        assert psutil.wait_procs([command], 20)[1] == []
+    finally:
+        for process in members(guard):
+            process.kill()
+        Path(sockets).rmdir()  # nobody was left who could
+
+
+async def test_files_of_sockets_go_with_their_process(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    script = """
+import os, time
+place = os.environ["VLLM_RPC_BASE_PATH"]
+open(place + "/one", "w").close()
+print(place, flush=True)
+time.sleep(600)
+"""
+    process = Process("p", [sys.executable, "-c", script], {}, log, grace=1)
+    await process.start()
+    try:
+        async with asyncio.timeout(60):
+            while not (place := log.read_text().strip()):
+                await asyncio.sleep(0.02)
+        assert [each.name for each in Path(place).iterdir()] == ["one"]
+    finally:
+        await process.stop()
+    assert not Path(place).exists()
+
+
+def test_files_of_sockets_go_though_the_parent_is_killed(tmp_path: Path) -> None:
+    parent, guard = start_parent(tmp_path, "waits")
+    until_running(tmp_path / "p.log")
+    place = Path(psutil.Process(guard).environ()["VLLM_RPC_BASE_PATH"])
+    assert place.is_dir()
+    parent.kill()
+    parent.wait()
+    assert empties(guard, 20)
+    assert not place.exists()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tercet.cluster import log_directories
-from tercet.cluster.child_process import Process, shared_memory_of
-from tercet.cluster.detached_fleets import DetachedFleet, announced, own_start
+from tercet.cluster import log_directories, running_fleet
+from tercet.cluster.child_process import Process, StartFailed, shared_memory_of
+from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets
 from tercet.cluster.log_directories import KEPT, log_directory
+from tercet.cluster.ports import free_ports
+from tercet.cluster.process_start import ProcessStart, boot_id, own_start
 
 # A process id that no process has: the kernel's largest is smaller.
 NOBODY = 99_999_999
@@ -68,8 +72,9 @@ def test_logs_of_fleets_that_run_and_what_is_called_otherwise_stay(logs: Path) -
     detached = logs / f"20251123-120000-{NOBODY}"
     for place in (foreign, running, detached):
         place.mkdir(parents=True)
+    log_directories._hold(running)
     ended(logs, KEPT + 5)
-    fleet = DetachedFleet(os.getpid(), own_start(), 8000, "http://127.0.0.1:8000", str(detached), 1.0)
+    fleet = DetachedFleet(own_start(), 8000, "http://127.0.0.1:8000", str(detached), 1.0)
     with announced(fleet):
         log_directories.remove_old(logs)
     assert foreign.exists()
@@ -91,3 +96,76 @@ def test_a_place_of_ones_own_is_left_alone(logs: Path, tmp_path: Path) -> None:
     places = ended(logs, KEPT + 5)
     assert log_directory(str(tmp_path / "mine")) == tmp_path / "mine"
     assert sorted(logs.iterdir()) == places
+
+
+# ---- which fleet runs ------------------------------------------------------------------------------------------------
+
+
+def fleet_of(process: ProcessStart, url: str = "http://127.0.0.1:8000") -> DetachedFleet:
+    return DetachedFleet(process, 8000, url, "logs", 1.0)
+
+
+def test_a_process_is_known_by_its_start_and_not_by_the_clock_of_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of that clock moves the time at which the machine, and so each process, seems to have started."""
+    here = own_start()
+    monkeypatch.setattr("psutil.boot_time", lambda: 1.0)
+    monkeypatch.setattr("psutil.Process.create_time", lambda _: 1.0)
+    monkeypatch.setattr("time.time", lambda: 1.0)
+    assert own_start() == here
+    assert here.runs
+
+
+def test_another_process_with_the_id_is_not_it() -> None:
+    here = own_start()
+    assert not msgspec.structs.replace(here, ticks=here.ticks - 1).runs
+    assert not msgspec.structs.replace(here, boot="another start of the machine").runs
+    assert not msgspec.structs.replace(here, pid=NOBODY).runs
+
+
+def test_two_fleets_with_one_port_at_two_addresses_are_two(logs: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        stat = Path(f"/proc/{child.pid}/stat").read_text()
+        other = ProcessStart(child.pid, boot_id(), int(stat[stat.rindex(")") + 1 :].split()[19]))
+        with announced(fleet_of(own_start())), announced(fleet_of(other, "http://10.0.0.1:8000")):
+            assert {fleet.url for fleet in detached_fleets()} == {"http://127.0.0.1:8000", "http://10.0.0.1:8000"}
+            child.kill()
+            child.wait()
+            assert [fleet.url for fleet in detached_fleets()] == ["http://127.0.0.1:8000"]
+        assert detached_fleets() == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+SERVER = """
+import http.server, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+if len(sys.argv) > 2:
+    time.sleep(600)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_process_is_not_ready_because_another_one_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_fleet, "ASK_SECONDS", 0.05)
+    (port,) = free_ports("127.0.0.1", 1)
+    url = f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-c", SERVER, str(port)]
+    first, second = Process("a", argv, {}, tmp_path / "a", 1.0), Process("b", [*argv, "late"], {}, tmp_path / "b", 1.0)
+    try:
+        for process in (first, second):
+            await process.start()
+        async with asyncio.timeout(60):
+            await running_fleet.until_ready(first, url, lambda *_: None)
+        monkeypatch.setattr(running_fleet, "READY_SECONDS", 0.5)
+        with pytest.raises(StartFailed, match=r"does not listen at .*, where another process answers"):
+            await running_fleet.until_ready(second, url, lambda *_: None)
+    finally:
+        await first.stop()
+        await second.stop()

@@ -18,6 +18,8 @@ import pytest
 from msgspec import structs
 
 from tercet.cluster.ports import free_ports
+from tercet.gateway import server as picker_server
+from tercet.gateway import service
 from tercet.gateway.endpoint_picker import Endpoints
 from tercet.gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
 from tercet.gateway.protos import (
@@ -33,7 +35,7 @@ from tercet.gateway.server import READY_NAMES, picking
 from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig
 
-from ...conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide
+from ...conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
 from ..client.certificates import Authority
 from .pickers import IDLE, Served, addresses, config_for, fleet_for, serving
 
@@ -81,6 +83,69 @@ async def test_a_body_that_is_too_large(mode: int) -> None:
         assert verdict.status == 413
         announced = await envoy.request(b"{}", mode, headers={"content-length": "5000"})
         assert announced.status == 413
+
+
+@asynccontextmanager
+async def begun(envoy: EnvoySide, size: int) -> AsyncGenerator[Stream]:
+    """A stream of which so many bytes of a body have come, and not its end."""
+    async with envoy.stream(DUPLEX) as stream:
+        await stream.send_headers("/v1/completions", {})
+        for start in range(0, size, 50_000):
+            piece = b"x" * min(50_000, size - start)
+            await stream.send(request_body=HttpBody(body=piece, end_of_stream=False))
+        yield stream
+
+
+async def test_a_body_that_stops_is_408_and_its_bytes_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SECONDS", 0.1)
+    async with asked("both") as (envoy, _), begun(envoy, 100_000) as stream:
+        assert await stream.read() == "immediate_response"
+        assert stream.verdict.status == 408
+        assert json.loads(stream.verdict.refusal)["error"]["code"] == "request_timeout"
+        assert (await envoy.request(BODY)).endpoints[0]
+
+
+async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SECONDS", 0.1)
+    async with asked("both") as (envoy, _), envoy.stream(DUPLEX) as stream:
+        assert await stream.call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_stream_is_silent_while_its_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SECONDS", 0.1)
+    async with asked("both") as (envoy, served), envoy.stream(DUPLEX) as stream:
+        await stream.send_headers("/v1/completions", {})
+        await stream.send_body(BODY, 1000)
+        verdict = await stream.until_it_goes_on()
+        assert verdict.endpoints == [served.addresses[0]]
+        await asyncio.sleep(0.3)
+        await stream.send(response_headers=HttpHeaders())
+        assert await stream.read() == "response_headers"
+
+
+async def test_the_largest_of_many_unfinished_bodies_is_let_go() -> None:
+    async with asked("both", max_request_bytes=200_000) as (envoy, _), AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(begun(envoy, 151_000)) for _ in range(4)]
+        largest = await stack.enter_async_context(begun(envoy, 199_000))
+        assert await largest.read() == "immediate_response"
+        assert largest.verdict.status == 429
+        assert (await envoy.request(BODY)).endpoints[0]
+        for other in others:
+            await other.send(request_body=HttpBody(body=b"x", end_of_stream=True))
+            assert (await other.until_it_goes_on()).status == 400  # it was read, and is no JSON
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI", b"GET / HTTP/1.1\r\n"])
+async def test_a_connection_that_is_no_grpc_is_closed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = [(name, 200 if "handshake" in name else value) for name, value in picker_server.CONNECTIONS]
+    monkeypatch.setattr(picker_server, "CONNECTIONS", soon)
+    async with serving("both") as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+        writer.write(said)
+        async with asyncio.timeout(20):
+            while await reader.read(1000):
+                pass
+        writer.close()
 
 
 async def test_others_are_picked_for_between_the_pieces_of_a_long_body() -> None:

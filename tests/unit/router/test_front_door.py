@@ -210,17 +210,103 @@ async def test_priorities_decide_who_is_next(house: House) -> None:
     assert [json.loads(body).get("prompt") for body in house.app.bodies] == [None, None, "early", "between"]
 
 
-async def test_other_routes_and_methods_need_no_place(house: House) -> None:
+async def test_routes_of_the_fleet_and_methods_without_a_body_need_no_place(house: House) -> None:
     tasks = await house.fill(4)
     for path in ("/v1/models", "/tercet/v1/engines"):
         asking = asyncio.create_task(house.client.get(path))
         tasks.append(asking)
-    tasks.append(asyncio.create_task(house.post("/tokenize")))
+    tasks.append(asyncio.create_task(house.post("/tercet/v1/programs/check")))
     for _ in range(30):
         await asyncio.sleep(0)
     assert house.app.running == 5
     house.app.go.set()
     assert {(await task).status_code for task in tasks} == {200}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/completions/render"])
+async def test_routes_that_do_not_generate_take_a_place_too(house: House, path: str) -> None:
+    """They are work of this process, and not of engines: what is full of engines' work does not keep them out."""
+    tasks = await house.fill(2)
+    waiting = asyncio.create_task(house.post(path))
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert house.app.running == 2
+    house.app.go.set()
+    assert {(await task).status_code for task in (*tasks, waiting)} == {200}
+
+
+async def test_engines_that_are_full_keep_only_out_who_is_for_engines(door: Door, metrics: Metrics) -> None:
+    house = House(door, metrics, Limits(tokens=1, queued=0))
+    door.fleet.member("d").in_flight_tokens = 1
+    assert (await house.post()).status_code == 429
+    assert (await house.post("/tokenize")).status_code == 200
+
+
+# ---- bodies that do not end ------------------------------------------------------------------------------------------
+
+
+class Sender:
+    """A client that sends a body in pieces; ``sent`` is what it was answered."""
+
+    def __init__(self, front: FrontDoor, path: str, method: str = "POST", key: str | None = None) -> None:
+        self.pieces: asyncio.Queue[Any] = asyncio.Queue()
+        self.sent: list[Any] = []
+        self.received = 0
+        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        scope: Any = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+        self.task = asyncio.create_task(front(scope, self._receive, self._send))
+
+    def send(self, size: int, ends: bool = False) -> None:
+        self.pieces.put_nowait(
+            {"type": "http.request", "body": (b"0" if ends else b" ").rjust(size), "more_body": not ends}
+        )
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    async def _receive(self) -> Any:
+        message = await self.pieces.get()
+        self.received += len(message["body"])
+        return message
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/live", "/load", "/version", "/metrics", PATH, "/tokenize"])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
+async def test_without_the_key_no_byte_of_a_body_is_taken(door: Door, metrics: Metrics, path: str, method: str) -> None:
+    house = House(door, metrics, Limits(), keys=("key",))
+    sender = Sender(house.front, path, method)
+    sender.send(900)
+    async with asyncio.timeout(5):
+        await sender.task
+    assert sender.received == 0
+    assert sender.status == (401 if path in (PATH, "/tokenize") else 200)
+    assert house.app.bodies in ([], [b""])
+
+
+async def test_the_largest_of_many_unfinished_bodies_is_let_go(door: Door, metrics: Metrics) -> None:
+    house = House(door, metrics, Limits(), size=1000)
+    senders = [Sender(house.front, PATH) for _ in range(5)]
+    for number, sender in enumerate(senders):
+        sender.send(900 + number)
+    await settle()
+    *others, gone = senders
+    assert [sender.task.done() for sender in senders] == [False, False, False, False, True]
+    assert gone.status == 429
+    assert (await house.post()).status_code == 200
+    for sender in others:
+        sender.send(1, ends=True)
+    await asyncio.gather(*(sender.task for sender in senders))
+    assert [sender.status for sender in others] == [200] * 4
+    assert (house.front._bodies.size, len(house.front._bodies)) == (0, 0)
 
 
 async def test_a_failing_application_gives_its_place_back(house: House) -> None:

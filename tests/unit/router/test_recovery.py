@@ -433,3 +433,31 @@ async def test_what_runs_goes_on_even_if_new_requests_are_refused(door: Door) ->
     door.fleet.without_role = "refuse"
     door.engine("d").fail_after, door.engine("d").failures["stream"] = 2, EngineUnreachable("gone")
     assert (await door.ask(max_tokens=3))[1] == ANSWER
+
+
+# ---- structured outputs ----------------------------------------------------------------------------------------------
+
+
+async def ended(door: Door, **params: Any) -> list[str | None]:
+    """How the answer to a request with these parameters ends, where the engine asked first ends it with an error."""
+    request = Request(seq_id="s", prompt=(1, 2, 3), sampling_params=params)
+    return [output.finish_reason async for output in door.service.run(request, Trace())]
+
+
+async def test_a_structure_that_an_engine_cannot_compile_is_its_clients_error(door: Door) -> None:
+    """Another engine could not compile it either: it is not asked, and no program is blamed."""
+    door.engine("d").breaks_off = Output((), "error")
+    with pytest.raises(BadRequest, match="could not compile") as refused:
+        await ended(door, structured_outputs={"regex": "(a"})
+    assert refused.value.param == "structured_outputs"
+    assert "start_generate" not in door.engine("p").verbs
+    assert not door.service.routing.failures
+    assert (await ended(door))[-1] == "length"  # without a structure another engine is asked
+    assert await door.has_everything_back()
+
+
+@pytest.mark.parametrize("broken_off", [Output((100,), "error"), Output((), "abort")])
+async def test_a_structure_that_was_begun_with_goes_on_elsewhere(door: Door, broken_off: Output) -> None:
+    door.engine("d").breaks_off = broken_off
+    assert (await ended(door, structured_outputs={"regex": "a+"}))[-1] == "length"
+    assert await door.has_everything_back()

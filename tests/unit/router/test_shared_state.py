@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from tercet.aio.file_thread import FileThread
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable
@@ -291,3 +294,64 @@ async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has
         assert routing.previous.number == 2
         routing.failed(late.service.routing.choose({}, "", 0.0), "")
         assert [version.number for version in routing._before] == [2]
+
+
+# ---- paths that hang -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", ["pipe", "device", "directory"])
+async def test_a_path_that_is_no_file_stops_nobody(
+    door: Door, other: Other, programs: str, odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = door.directory / "state.json"
+    before, content = other.shared.state, path.read_bytes()
+    path.unlink()
+    if odd == "pipe":
+        os.mkfifo(path)
+    elif odd == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(BadRequest, match="state"):
+        await door.use(Plan(program=f"{programs}:good"))
+    async with asyncio.timeout(20):
+        while not other.shared._failure:
+            await asyncio.sleep(0.01)
+    assert "cannot be read" in other.shared._failure
+    assert other.shared.state is before
+    path.rmdir() if odd == "directory" else path.unlink()
+    path.write_bytes(content)
+    assert await door.use(Plan(program=f"{programs}:good")) is None
+    assert other.program == (2, f"{programs}:good")
+
+
+@pytest.mark.parametrize("call", ["stamp_of", "read", "tell"])
+async def test_a_file_system_that_hangs_stops_no_process(
+    door: Door, other: Other, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def hangs(*_: object) -> None:
+        go.wait(60)
+
+    other.shared._files = FileThread(0.1, 0.05)
+    with monkeypatch.context() as patched:
+        if call == "stamp_of":
+            patched.setattr(shared_state, "stamp_of", hangs)
+        elif call == "read":
+            patched.setattr(other.shared._file, "read", hangs)
+            (door.directory / "state.json").touch()
+        else:
+            patched.setattr(other.shared._followers, "tell", hangs)
+        async with asyncio.timeout(20):
+            while not other.shared._files.is_stuck:
+                await asyncio.sleep(0.01)
+            while call != "tell" and "hangs" not in other.shared._failure:
+                await asyncio.sleep(0.01)
+        assert other.shared.engines().keys() == {"p", "d"}
+        other.shared._followers.announce([])
+        assert other.shared._followers.announced() == []
+    go.set()
+    async with asyncio.timeout(20):
+        while other.shared._files.is_stuck or other.shared._failure:
+            await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -10,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from tercet.settings.log_lines import serious_event
+from tercet.settings.log_lines import (
+    EVENTS,
+    LONGEST_LINE,
+    LONGEST_TRACEBACK,
+    MOST_LINES,
+    WITHIN_SECONDS,
+    LineBounds,
+    TextLines,
+    access_logger,
+    serious_event,
+)
 
 SCRIPT = """
 import logging
@@ -144,3 +155,81 @@ def test_each_line_of_a_request_names_it() -> None:
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
     assert [line.endswith(" [x-request-id mine-1]") for line in said.splitlines()] == [True] * 3 + [False] * 2
     assert max(map(len, said.splitlines())) < 300
+
+
+# ---- how much is written ---------------------------------------------------------------------------------------------
+
+
+class Written(logging.Handler):
+    """Keeps what is written; ``now`` is the clock of its bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.lines: list[str] = []
+        self.setFormatter(TextLines("%(message)s"))
+        self.addFilter(LineBounds(lambda: self.now))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def logger_to(written: Written, name: str) -> logging.Logger:
+    logger = logging.Logger(name)
+    logger.addHandler(written)
+    return logger
+
+
+def test_a_line_is_no_longer_than_this() -> None:
+    written = Written()
+    logger = logger_to(written, "tercet.router")
+    logger.warning("it says %s", "x" * 10_000_000)
+    logger.warning("%s" % ("%s" * 10_000))
+    try:
+        raise ValueError("y" * 10_000_000)
+    except ValueError:
+        logger.exception("it failed")
+    assert [len(line) <= LONGEST_LINE + 100 for line in written.lines[:2]] == [True, True]
+    assert "(10000008 characters)" in written.lines[0]
+    assert LONGEST_TRACEBACK / 2 < len(written.lines[2]) < LONGEST_TRACEBACK + 100
+    assert written.lines[2].startswith("it failed\nTraceback")
+
+
+def test_whoever_provokes_a_line_does_not_choose_how_many_there_are() -> None:
+    written = Written()
+    logger = logger_to(written, "tercet.router")
+
+    def provoke(number: int) -> None:
+        for _ in range(number):
+            logger.warning("provoked")
+
+    provoke(MOST_LINES + 7)
+    logger.warning("something else")
+    assert written.lines == [*["provoked"] * MOST_LINES, "something else"]
+    written.now += WITHIN_SECONDS
+    provoke(2)
+    assert written.lines[-2:] == ["provoked (and 7 more of this kind before)", "provoked"]
+
+
+@pytest.mark.parametrize("name", [EVENTS, access_logger.name])
+def test_lines_that_are_asked_for_are_all_written(name: str) -> None:
+    written = Written()
+    logger = logger_to(written, name)
+    for _ in range(2 * MOST_LINES):
+        logger.info("asked for")
+    assert len(written.lines) == 2 * MOST_LINES
+
+
+def test_both_forms_have_the_bounds() -> None:
+    script = """
+import logging
+from tercet.settings.log_lines import log_to_stderr
+
+log_to_stderr("info", FORM)
+for _ in range(1000):
+    logging.getLogger("tercet.router").warning("x" * 100_000)
+"""
+    for form in ("text", "json"):
+        argv = [sys.executable, "-c", script.replace("FORM", repr(form))]
+        said = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
+        assert len(said) < (MOST_LINES + 1) * (LONGEST_LINE + 300)

@@ -428,6 +428,56 @@ async def test_no_engine_at_all() -> None:
         assert (status, msgspec.json.decode(said)["error"]["code"]) == (503, "engine_unreachable")
 
 
+@pytest.mark.parametrize("connector", ["nixl", "tercet"])
+async def test_a_long_body_is_taken_from_those_only_whose_key_the_engine_takes(connector: str) -> None:
+    async with house(connector=connector, secret="s") as found:
+
+        async def guarded(http: web.Request) -> web.StreamResponse:
+            if http.headers.get("authorization") == "Bearer k":
+                return await found.decode.streamed(http)
+            return web.json_response({"error": {}}, status=401)
+
+        found.decode.answer = guarded
+        taken = 0
+
+        async def endless() -> AsyncGenerator[bytes]:
+            nonlocal taken
+            for _ in range(1000):
+                taken += 100_000
+                yield b"x" * 100_000
+
+        headers = {PREFILLER: found.prefill.address, "content-type": "application/json"}
+        url = f"{found.url}/v1/chat/completions"
+        async with found.session.post(url, data=endless(), headers=headers) as answer:
+            assert answer.status == 401
+            assert (await answer.json())["error"]["code"] == "unauthorized"
+        assert taken < 20_000_000
+        messages = [{"role": "user", "content": "x" * 200_000}]
+        assert (await found.ask({**CHAT, "messages": messages}, authorization="Bearer k"))[0] == 200
+
+
+async def test_the_largest_of_many_unfinished_bodies_is_let_go() -> None:
+    async with house(max_request_bytes=100_000) as found:
+        goes_on = asyncio.Event()
+
+        async def unfinished(size: int) -> AsyncGenerator[bytes]:
+            yield b"x" * size
+            await goes_on.wait()
+            yield b"x"
+
+        async def ask(size: int) -> int:
+            url, headers = f"{found.url}/v1/completions", {PREFILLER: found.prefill.address}
+            async with found.session.post(url, data=unfinished(size), headers=headers) as answer:
+                return answer.status
+
+        asking = [asyncio.create_task(ask(85_000 + number)) for number in range(5)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in asking if task.done()] == [429]
+        assert (await found.ask())[0] == 200
+        goes_on.set()
+        assert sorted(await asyncio.gather(*asking))[-1] == 429
+
+
 async def test_bodies_have_a_bound_and_large_ones_pass() -> None:
     async with house(max_request_bytes=2_000_000) as found:
         found.decode.answer = found.decode.prefilled

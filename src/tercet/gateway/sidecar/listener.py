@@ -6,30 +6,28 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import h11
 
+from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, SECONDS, Breach
 from tercet.client.passing import BrokeOff, Fields, NotReadable, end_to_end, first, values
 from tercet.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
 from tercet.fleet.admission import ClientLeft
-from tercet.protocol import BadRequest, TercetError
+from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, TercetError
 from tercet.protocol.openai_routes import path_of
+from tercet.vllm_plugin.frontend.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
-MOST_HEAD = 64 * 1024
-"""Bytes of a request's line and fields."""
-HEAD_SECONDS = 10.0
-"""For a head to come whole, from its first byte on."""
 IDLE_SECONDS = 75.0
-"""For a connection on which nobody asks anything."""
-SILENT_SECONDS = 60.0
-"""For the next bytes of a body."""
+"""For a connection between two requests."""
 LINGER_SECONDS = 2.0
 """For a client to read why the rest of its body is not read."""
 NOTHING = [(b"Content-Length", b"0")]
 Handler = Callable[["ClientCall"], Awaitable[None]]
+_ERRORS: Mapping[int, type[TercetError]] = {HeadTooLarge.status: HeadTooLarge, RequestTimeout.status: RequestTimeout}
 
 
 class ClientCall:
@@ -63,12 +61,21 @@ class ClientCall:
     async def parts(self) -> AsyncIterator[bytes]:
         """The body as it comes.
 
-        Raises :class:`~tercet.fleet.admission.ClientLeft`, also for one that says nothing for long.
+        Raises :class:`~tercet.fleet.admission.ClientLeft`, and :class:`~tercet.protocol.TercetError` for what cannot be
+        read, or comes too slowly. Time counts only while more is waited for.
         """
+        clock = asyncio.get_running_loop().time
+        left, came = SECONDS, 0
         while True:
+            began = clock()
             try:
-                async with asyncio.timeout(SILENT_SECONDS):
+                async with asyncio.timeout(left):
                     part = await self._connection.part()
+            except TimeoutError:
+                if came < LEAST_OF_BODY:
+                    raise breach_error(Breach.SLOW_BODY) from None
+                left, came = SECONDS, 0
+                continue
             except OSError as error:
                 raise ClientLeft from error
             except NotReadable as error:
@@ -76,6 +83,7 @@ class ClientCall:
             if not part:
                 self.is_read = True
                 return
+            left, came = max(0.0, left - (clock() - began)), came + len(part)
             yield part
 
     @property
@@ -167,11 +175,12 @@ class Listener:
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        connection = Connection(h11.SERVER, reader, writer, MOST_HEAD)
+        connection = Connection(h11.SERVER, reader, writer, LONGEST_HEAD)
         self._clients[task] = connection
         try:
-            while await self._next(connection, task) and connection.next_message():
-                pass
+            silence = SECONDS
+            while await self._next(connection, task, silence) and connection.next_message():
+                silence = IDLE_SECONDS
             await _linger(connection)
         except (OSError, asyncio.CancelledError):  # it is gone, or this sidecar goes
             pass
@@ -179,10 +188,10 @@ class Listener:
             del self._clients[task]
             connection.close()
 
-    async def _next(self, connection: Connection, task: asyncio.Task[None]) -> bool:
+    async def _next(self, connection: Connection, task: asyncio.Task[None], silence: float) -> bool:
         """Serve the next request; whether there may be another one."""
         try:
-            head = await self._head(connection, task)
+            head = await self._head(connection, task, silence)
             if head is None:
                 return False
             call = ClientCall(connection, head)
@@ -201,27 +210,28 @@ class Listener:
             await asyncio.wait({serving, leaving})
         return not self._ends
 
-    async def _head(self, connection: Connection, task: asyncio.Task[None]) -> h11.Request | None:
+    async def _head(self, connection: Connection, task: asyncio.Task[None], silence: float) -> h11.Request | None:
         """None if there is none before the connection ends, or for too long."""
         if self._ends:
             return None
         self._idle.add(task)
         try:
-            async with asyncio.timeout(IDLE_SECONDS):
+            async with asyncio.timeout(silence):
                 await connection.begun()
         except (TimeoutError, BrokeOff):
             return None
         finally:
             self._idle.discard(task)
         try:
-            async with asyncio.timeout(HEAD_SECONDS):
+            async with asyncio.timeout(SECONDS):
                 event = await connection.event()
         except TimeoutError:
-            raise NotReadable(f"the head of a request did not come within {HEAD_SECONDS:g} s", 408) from None
+            raise NotReadable(Breach.SLOW_HEAD.value, HTTPStatus.REQUEST_TIMEOUT) from None
         return event if isinstance(event, h11.Request) else None
 
     async def _refuse(self, connection: Connection, error: NotReadable) -> None:
-        said = BadRequest(f"this is no request that can be read: {error}")
+        kind = _ERRORS.get(error.status)
+        said = BadRequest(f"this is no request that can be read: {error}") if kind is None else kind(str(error))
         body = self._failure("", said)
         fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         with contextlib.suppress(h11.LocalProtocolError):

@@ -16,6 +16,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.client import HttpEngine, prefill_metrics
+from tercet.client.bounded_answers import PLAIN, read_answer
 from tercet.client.connection_errors import reason_of
 from tercet.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
 from tercet.client.remote_prefill import RemotePrefill
@@ -260,7 +261,7 @@ class NixlLeg:
 
     async def _healthy(self, url: str) -> None:
         try:
-            async with self._session.get(f"{url}/health", timeout=QUICK) as answer:
+            async with self._session.get(f"{url}/health", timeout=QUICK, allow_redirects=False) as answer:
                 if answer.status != 200:
                     raise EngineUnreachable(f"{url} is not well: /health answers {answer.status}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -300,10 +301,10 @@ async def _posted(
     name: str,
 ) -> Any:
     """The JSON answer of ``name``. Raises :class:`~tercet.protocol.TercetError`."""
-    shown = {**headers, "content-type": "application/json"}
+    shown = {**headers, "content-type": "application/json", **PLAIN}
     try:
-        async with session.post(url, data=body, headers=shown, timeout=timeout) as answer:
-            status, said = answer.status, await answer.read()
+        async with session.post(url, data=body, headers=shown, timeout=timeout, allow_redirects=False) as answer:
+            status, said = answer.status, await read_answer(answer)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineUnreachable(f"{name} does not answer: {reason_of(error)}") from error
     if status != 200:

@@ -25,12 +25,13 @@ from tercet.client.passing import (
     passed_trailers,
 )
 from tercet.client.passing.fields import is_encoded
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.gateway.sidecar.sse import Opening
-from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body, last_events
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
@@ -48,6 +49,9 @@ JSON = "application/json"
 OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
 # Of a client's headers those that an engine needs to serve the legs that its client did not ask for.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
+ASK_SECONDS = 10.0
+UNASKED_BYTES = 64 * 1024
+"""Of a body that is kept without asking the engine first whether it takes the request's key."""
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
 
@@ -71,6 +75,7 @@ class Proxy:
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
         self._max_bytes = config.max_request_bytes
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * config.max_request_bytes)
         self._stuck_s = config.stuck_after_s
         self._idle_s = config.idle_timeout_s
 
@@ -149,17 +154,44 @@ class Proxy:
         return fields
 
     async def _body(self, http: ClientCall) -> bytes:
+        """All of it; a long one is taken from those only whose key the engine takes."""
+        too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
         announced = http.header("content-length") or ""
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            raise RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
+        length = int(announced) if announced.isdecimal() else None
+        if length is not None and length > self._max_bytes:
+            raise too_large
+        if http.has_body and (length is None or length > UNASKED_BYTES):
+            await self._require_key(http)
         await http.expected()
         chunks, size = list[bytes](), 0
-        async for chunk in http.parts():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > self._max_bytes:
-                raise RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
+        with self._bodies.one() as kept:
+            async with kept.until_let_go():
+                async for chunk in http.parts():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._max_bytes:
+                        raise too_large
+                    kept.add(len(chunk))
         return b"".join(chunks)
+
+    async def _require_key(self, http: ClientCall) -> None:
+        """Raises :class:`~tercet.protocol.Unauthorized` where the engine would not take the request's key."""
+        shown = [(b"Host", self._origin.host)]
+        shown += [(b"Authorization", value.encode("latin-1")) for value in http.headers("authorization")]
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                response = await self._origin.ask(b"GET", b"/v1/models", shown, None)
+                try:
+                    while await response.part():
+                        pass
+                finally:
+                    response.close()
+        except NotReadable as error:
+            raise EngineError(f"the engine's answer cannot be read: {error}") from error
+        except OSError as error:
+            raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
+        if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise Unauthorized("the engine does not take the key of this request: Authorization: Bearer KEY")
 
     # ---- passing on ------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from tercet.transport.agent.agent_messages import (
 from tercet.transport.agent.control_channel import ControlServer
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.block_sizes import BlockShape
+from tercet.transport.bounded_sockets import bounded
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.memory.handles import DeviceHandles, RdmaHandles
 from tercet.transport.memory.staged import StagedMemory
@@ -96,7 +97,7 @@ class Reporter:
         with self._lock:
             socket = self._sockets.get(to)
             if socket is None:
-                socket = self._context.socket(zmq.PUSH)
+                socket = bounded(self._context.socket(zmq.PUSH))
                 socket.linger = 0
                 socket.sndhwm = 0  # an edge that stands still must not hold up the threads that move KV
                 socket.connect(address)

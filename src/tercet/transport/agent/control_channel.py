@@ -20,6 +20,7 @@ from tercet.aio import TaskSet
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.agent.agent_messages import Command
+from tercet.transport.bounded_sockets import bounded
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +52,7 @@ class ControlServer:
         self._handle = handle
         self.secret = secrets.token_hex(16)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = bounded(self._context.socket(zmq.ROUTER))
         self._socket.linger = 0
         self._socket.sndhwm = 0  # a ROUTER drops what its queue has no room for, and no answer may be lost
         host = "tcp://127.0.0.1"
@@ -98,7 +99,7 @@ class AsyncControlClient:
         self._serial = 0
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._tasks = TaskSet()
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.DEALER))
         self._socket.linger = 0
         self._socket.sndhwm = 0  # what a stopped agent does not read is kept for it, so a send never waits
         self._socket.connect(address)

@@ -16,6 +16,7 @@ import zmq.asyncio
 from tercet.protocol import TransferFailed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport import LeaseFilled, SendDone
+from tercet.transport.bounded_sockets import bounded
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class AgentReports:
         self._on_filled = on_filled
         self._key = secrets.token_hex(16)
         self._sends: dict[str, SendInFlight] = {}
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.PULL))
         self._socket.linger = 0
         self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._task = asyncio.get_running_loop().create_task(self._receive())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tercet.protocol import BadRequest
+from tercet.vllm_plugin.grammar_bounds import require_small
 
 # Fields that are the engine's own business, or have another name on the verbs.
 NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args"})
@@ -57,6 +58,8 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
             f"sampling_params.max_tokens: {max_tokens} is reached by the {min_tokens_done} tokens of output already",
             "sampling_params.max_tokens",
         )
+    if isinstance(structured := fields.get("structured_outputs"), Mapping):
+        require_small(cast("Mapping[str, Any]", structured), "sampling_params.structured_outputs")
     ours = {
         "detokenize": bool(fields.get("stop")),
         "output_kind": RequestOutputKind.DELTA.value,

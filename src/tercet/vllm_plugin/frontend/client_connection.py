@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from tercet.vllm_plugin.frontend.bounded_connection import BoundedProtocol
 
 logger = logging.getLogger(__name__)
 # The connection's place in an ASGI scope; other servers have none.
@@ -119,8 +121,8 @@ def _batch() -> FrameBatch:
     return _batch_by_loop.setdefault(asyncio.get_running_loop(), FrameBatch())
 
 
-class StreamingProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which has each request's connection in its scope.
+class StreamingProtocol(BoundedProtocol):
+    """uvicorn's protocol with bounds, which has each request's connection in its scope.
 
     A client that reads nothing for :data:`UNREAD_SECONDS` is let go, whoever writes to it: what it asked for is
     cancelled then, and no longer kept for it.

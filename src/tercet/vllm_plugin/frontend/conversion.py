@@ -14,9 +14,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from tercet.protocol import EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
+from tercet.protocol import BadRequest, EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
 from tercet.protocol.json_text import unwritable_field
 from tercet.protocol.seq_ids import sequence_id
+from tercet.vllm_plugin.grammar_bounds import require_small
 from tercet.vllm_plugin.mm_features import to_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
@@ -107,7 +108,13 @@ def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
     if extra:
         raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
     given = ((name, getattr(params, name), default) for name, default in _FORWARDED)
-    return {name: _plain(value) for name, value, default in given if not _is_default(value, default)}
+    wire = {name: _plain(value) for name, value, default in given if not _is_default(value, default)}
+    if "structured_outputs" in wire:
+        try:
+            require_small(wire["structured_outputs"])
+        except BadRequest as error:
+            raise VLLMValidationError(error.message, parameter=error.param) from error
+    return wire
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from tercet.protocol import ShuttingDown, TercetError, UnknownModel
+from tercet.aio.incoming import Breach
+from tercet.protocol import HeadTooLarge, RequestTimeout, ShuttingDown, TercetError, UnknownModel
 from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
 from tercet.protocol.sse import EVENTS, WholeEvents, events_of, object_of
 from tercet.protocol.wire import UNREADABLE
@@ -38,6 +39,23 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, ShuttingDown):
         headers.append((b"connection", b"close"))  # the next request shall find another front door
     return headers
+
+
+def breach_error(breach: Breach) -> TercetError:
+    """What a client gets whose connection was closed for this."""
+    return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
+
+
+def last_answer(error: TercetError, path: str = "") -> bytes:
+    """An error as the last thing that a client gets on its HTTP/1.1 connection, all of it."""
+    body = error_body(path, error)
+    lines = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body
 
 
 def with_named_code(body: bytes) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tercet.protocol import BadRequest
 from tercet.protocol.types import TextFingerprint
 from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
@@ -28,6 +29,7 @@ from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
+from tercet.vllm_plugin.frontend.text_bounds import bound_texts
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.leak_reports import without_leak_reports
 from tercet.vllm_plugin.text_fingerprint import text_fingerprint
@@ -35,6 +37,8 @@ from tercet.vllm_plugin.text_fingerprint import text_fingerprint
 # What is left of connections when the server closes: idle clients, and answers whose time was over before.
 CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01
+# Connections that wait to be accepted; as many as uvicorn has.
+BACKLOG = 2048
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     keep_data_here(engine_client.renderer, model_config)
     render_short_prompts_here(engine_client.renderer)
     start_one_by_one(engine_client)
+    bound_texts(engine_client.renderer, model_config.max_model_len)
     return engine_client
 
 
@@ -181,10 +186,33 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
     from vllm.entrypoints.launchers.launcher import setup_server
 
     if shared is None:
-        return setup_server(args, reuse_port=False)[1]
+        try:
+            sock = setup_server(args, reuse_port=False)[1]
+        except OSError as error:
+            raise _taken(f"{args.host}:{args.port}", error) from error
+        listen_alone(sock)
+        return sock
     elsewhere = argparse.Namespace(**{**vars(args), "port": 0})
     setup_server(elsewhere, reuse_port=False)[1].close()
+    listen_alone(shared)
     return shared
+
+
+def listen_alone(sock: socket.socket) -> None:
+    """Listen now: two processes can both bind one address before either of them listens, and one comes too late.
+
+    Raises :class:`~tercet.protocol.BadRequest` in that one.
+    """
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        where = ":".join(map(str, sock.getsockname()[:2]))
+        sock.close()
+        raise _taken(where, error) from error
+
+
+def _taken(where: str, error: OSError) -> BadRequest:
+    return BadRequest(f"port: nothing can listen at {where}: {error.strerror}; choose another port", "port")
 
 
 async def accept(

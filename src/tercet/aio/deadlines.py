@@ -1,0 +1,53 @@
+"""Deadlines that are all equally far away: any number of them costs one timer, and a few bytes each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+
+class Expires(Protocol):
+    """Whatever waits for something until a deadline."""
+
+    def expired(self) -> None:
+        """The deadline has passed."""
+        ...
+
+
+class Deadlines:
+    """Calls :meth:`Expires.expired` on what was not discarded within ``seconds``, on the running event loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._at: dict[Expires, float] = {}  # in order: each deadline is later than those before it
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def set(self, waiting: Expires) -> None:
+        """Its deadline is ``seconds`` from now, whatever it was before."""
+        self._at.pop(waiting, None)
+        self._at[waiting] = at = self._loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = self._loop.call_at(at, self._look)
+
+    def discard(self, waiting: Expires) -> None:
+        """It has no deadline any more."""
+        self._at.pop(waiting, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        over = list[Expires]()
+        for waiting, at in self._at.items():
+            if at > now:
+                self._timer = self._loop.call_at(at, self._look)
+                break
+            over.append(waiting)
+        for waiting in over:
+            # One that expires may discard others, or set them again.
+            if self._at.get(waiting, now + 1) <= now:
+                del self._at[waiting]
+                waiting.expired()

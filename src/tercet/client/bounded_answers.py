@@ -1,0 +1,50 @@
+"""Answers of HTTP servers that may be anybody's: not compressed, not from somewhere else, and of bounded size.
+
+Whoever answers may be named by a client. A megabyte of gzip becomes gigabytes, a redirect leads out of the list of
+those that may be named, and to where a secret must not go.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+
+LONGEST = 16 * 1024 * 1024
+PLAIN = {"accept-encoding": "identity"}
+"""The header of requests whose answers are read here."""
+REDIRECTS = range(300, 400)
+
+
+class AnswerRefused(aiohttp.ClientPayloadError):
+    """The answer is not read, or not to its end; callers treat it as one that broke off."""
+
+
+def require_plain(response: aiohttp.ClientResponse) -> None:
+    """Raises :class:`AnswerRefused` for a redirect, and for a body that is compressed, before any of it is read.
+
+    The session must have ``auto_decompress=False``, and its requests ``allow_redirects=False``.
+    """
+    refusal = None
+    if response.status in REDIRECTS:
+        refusal = f"it redirects (HTTP {response.status}), which is not followed"
+    elif (encoding := response.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+        refusal = f"it answers in {encoding[:20]!r}, which was not asked for"
+    if refusal is not None:
+        response.close()
+        raise AnswerRefused(refusal)
+
+
+async def read_answer(response: aiohttp.ClientResponse, longest: int | None = None) -> bytes:
+    """The whole body.
+
+    Raises :class:`AnswerRefused` for one of more than ``longest`` bytes, and what :func:`require_plain` raises.
+    """
+    require_plain(response)
+    longest = LONGEST if longest is None else longest
+    parts, size = list[bytes](), 0
+    while part := await response.content.readany():
+        parts.append(part)
+        size += len(part)
+        if size > longest:
+            response.close()
+            raise AnswerRefused(f"its answer has more than {longest} bytes")
+    return b"".join(parts)

@@ -1,0 +1,44 @@
+"""What strangers may send to vLLM's publisher of KV events: requests of a few bytes.
+
+Its replay port takes messages of any size from anybody who reaches it, and writes those that it does not understand
+into the log, whole.
+
+Relies on ``ZmqEventPublisher`` making its sockets by ``self._ctx.socket`` in its ``_socket_setup``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_events import ZmqEventPublisher
+
+from tercet.transport.bounded_sockets import bounded
+from tercet.vllm_plugin.engine.patching import Method, wrap
+
+LONGEST_REQUEST = 1024
+"""Bytes; a request is a number of 8, a subscription a topic."""
+
+
+class _Bounding:
+    """A context of ZeroMQ whose sockets take short messages only."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def socket(self, kind: int) -> Any:
+        """A new one."""
+        return bounded(self._context.socket(kind), LONGEST_REQUEST)
+
+
+def bound_replay_requests() -> None:
+    """Have publishers of this process refuse long messages."""
+
+    def set_up(original: Method, publisher: Any, *args: Any) -> Any:
+        context = publisher._ctx
+        publisher._ctx = _Bounding(context)
+        try:
+            return original(publisher, *args)
+        finally:
+            publisher._ctx = context
+
+    wrap(ZmqEventPublisher, "_socket_setup", set_up)

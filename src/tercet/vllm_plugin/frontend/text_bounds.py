@@ -1,0 +1,43 @@
+"""Texts that are tokenised, and tokens that become text, have a bound, whatever asks for it.
+
+vLLM bounds prompts by what the model takes, but not what ``/tokenize`` and its like are given: 20 MB there cost 5 GB
+and 20 s of a thread that nothing stops, and that prompts of others wait for.
+
+Relies on a renderer doing all of it by its ``_tokenize_prompt`` and ``_detokenize_prompt``, and their ``_async`` forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+LEAST = 1024 * 1024
+"""Characters, and tokens, that are taken whatever the model takes."""
+PER_TOKEN = 16
+"""Characters for each token that the model takes; few texts have more."""
+
+
+def bound_texts(renderer: Any, max_model_len: int) -> None:
+    """Have ``renderer`` refuse what is longer than any prompt of a model of so many tokens."""
+    most = max(LEAST, PER_TOKEN * max_model_len)
+    by_text = "prompt", "characters", most
+    by_ids = "prompt_token_ids", "tokens", most
+    renderer._tokenize_prompt = _bounded(renderer._tokenize_prompt, *by_text)
+    renderer._tokenize_prompt_async = _bounded(renderer._tokenize_prompt_async, *by_text)
+    renderer._detokenize_prompt = _bounded(renderer._detokenize_prompt, *by_ids)
+    renderer._detokenize_prompt_async = _bounded(renderer._detokenize_prompt_async, *by_ids)
+
+
+def _bounded(call: Callable[..., Any], part: str, unit: str, most: int) -> Callable[..., Any]:
+    """``call``, or what it returns to be awaited, for prompts whose ``part`` is not too long."""
+
+    def bounded(prompt: Any, *args: Any) -> Any:
+        if len(prompt[part]) > most:
+            raise VLLMValidationError(
+                f"prompt: has {len(prompt[part])} {unit}; this server takes at most {most} at once", parameter="prompt"
+            )
+        return call(prompt, *args)
+
+    return bounded

@@ -1,0 +1,58 @@
+"""The start's part of the registry: what runs while a vLLM server is started."""
+
+from __future__ import annotations
+
+from tercet.vllm_plugin.engine.loading_stages import OF_WORKERS
+from tercet.vllm_plugin.expectations import Has, Says, Takes
+from tercet.vllm_plugin.hooks import Hook
+
+ENGINE_UTILS = "vllm.v1.engine.utils"
+EXECUTOR = "vllm.v1.executor.multiproc_executor"
+REGISTRY = "vllm.model_executor.models.registry"
+WORKER = "vllm.v1.worker.worker_base:WorkerBase"
+
+START_HOOKS = (
+    Hook(
+        name="flags",
+        what="vLLM's parsers raise an error for flags that they do not take",
+        why="Their own complaint is below a list of all of vLLM's flags, of some 300 lines",
+        until="vLLM's complaint is one line",
+        replaces=("FlexibleArgumentParser.error",),
+        relies_on=(Takes("vllm.utils.argparse_utils:FlexibleArgumentParser.error", "message"),),
+    ),
+    Hook(
+        name="loading stages",
+        what="A worker's methods that load, profile and warm up say so in the log before they run",
+        why="Who waits for an engine sees what it is at, and what is slow",
+        until="vLLM tells how far it has loaded",
+        replaces=("WorkerBase.__init__", *(f"WorkerBase.{method}" for method in OF_WORKERS)),
+        relies_on=(
+            Takes(f"{WORKER}.__init__", "vllm_config", "rank"),
+            Says(f"{WORKER}.__init__", "self.model_config = vllm_config.model_config", "self.rank = rank"),
+            Has(WORKER, "init_device", "load_model", "compile_or_warm_up_model"),
+        ),
+    ),
+    Hook(
+        name="one import",
+        what="On a CPU core and worker are forked, before they are needed, from the process that has imported vLLM, "
+        "and models are inspected there; OpenMP's environment, as vLLM makes it for its worker, is there at the start",
+        why="Three imports of torch and vLLM, one after the other, are most of an engine's start",
+        until="vLLM forks its processes from one that has imported it, on CPUs, too",
+        replaces=("engine.utils.get_mp_context", "multiproc_executor.get_mp_context", "registry._run_in_subprocess"),
+        relies_on=(
+            Says(f"{ENGINE_UTILS}:CoreEngineProcManager.__init__", "context = get_mp_context()", "context.Process("),
+            Says(f"{EXECUTOR}:WorkerProc.make_worker_process", "context = get_mp_context()", "context.Process("),
+            Takes(f"{ENGINE_UTILS}:get_mp_context"),
+            Takes(f"{EXECUTOR}:get_mp_context"),
+            Takes(f"{REGISTRY}:_run_in_subprocess", "fn"),
+            Says(
+                "vllm.platforms.cpu:CpuPlatform.check_and_update_config", '"libgomp" in ld_preload_str', "libgomp*.so*"
+            ),
+            Says(
+                "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
+                'envs_dict["OMP_NUM_THREADS"] = str(len(cpu_list))',
+                'envs_dict["GOMP_CPU_AFFINITY"] = cpu_list_str',
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,138 @@
+"""Commands before a server that says what no front door says: one line of complaint, and nothing for the terminal."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from tercet.cli import app, fleet_commands
+from tercet.cli.terminal import printable, write
+
+Captured = pytest.CaptureFixture[str]
+COMMANDS = [
+    ("engines", "list"), ("engines", "add", "a", "http://127.0.0.1:1"), ("engines", "drain", "a"),
+    ("engines", "drain", "a", "--wait"), ("engines", "remove", "a"), ("engines", "role", "a", "both"),
+    ("program", "show"), ("program", "set", "balanced"), ("program", "split", "balanced=1"),
+    ("scheduling", "show"), ("moves", "list"), ("moves", "sequences"), ("moves", "start", "a", "b"),
+    ("adapters", "list"), ("adapters", "load", "a=/b"), ("adapters", "replace", "a=/b"), ("status",),
+]  # fmt: skip
+VERSION: dict[str, Any] = {"version": 1, "failures_in_a_row": {}, "returned": None, "previous": None}
+SHAPES: list[Any] = [
+    None, 7, "text", [], {}, [7], ["text"], [None], [[]], [{}], {"name": 7}, [{"name": 7}], {"data": []},
+    {"program": 7, "serving": 1, "models": 7, "why": 7, "engines": 7, "moves": 7},
+    {**VERSION, "failures_in_a_row": 7}, {**VERSION, "returned": 7}, {**VERSION, "split": 7},
+    {**VERSION, "split": [{"weight": 0, "program": "p"}]},
+    [{"number": 1, "seq_id": 1, "source": 1, "destination": 1, "reason": 1, "outcome": 1, "stages": 7}],
+    [{"name": "a", "role": 7, "draining": 7}], {"in_flight": "many", "name": "a"},
+]  # fmt: skip
+STREAMS = [b"data: 7\n\n", b"data: {\n\n", b'data: {"choices": 7}\n\n', b'data: {"error": 7}\n\n', b'{"data": [7]}']
+
+
+class Liar(http.server.ThreadingHTTPServer):
+    """Answers everything with ``said``."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.said = b""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        assert isinstance(self.server, Liar)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.said)
+
+    do_GET = do_POST = do_PUT = do_DELETE = _answer
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def liar() -> Iterator[Liar]:
+    with Liar() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_once() -> Iterator[None]:
+    """typer makes all commands anew for each command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "app", typer.main.get_command(app.app))
+        yield
+
+
+def one_complaint(code: int, said: str) -> bool:
+    return code in (0, 1) and said.count("\n") <= 1 and (not said or said.startswith("tercet: "))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_an_answer_of_another_shape_is_no_traceback(
+    command: tuple[str, ...], capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape: Any = None
+
+    async def answer(*_: Any) -> Any:
+        return shape
+
+    monkeypatch.setattr(fleet_commands, "ask_front_door", answer)
+    for shape in SHAPES:
+        assert one_complaint(app._run([*command]), capsys.readouterr().err), shape
+
+
+def test_a_stream_of_another_shape_is_no_traceback(
+    liar: Liar, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for liar.said in STREAMS:
+        for more in ((), ("--model", "m")):
+            monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+            assert one_complaint(app._run(["chat", "--url", liar.url, *more]), capsys.readouterr().err), liar.said
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x00\u202e"
+
+
+def test_what_others_say_does_not_move_the_cursor(
+    liar: Liar, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar.said = json.dumps({"error": {"message": ESCAPES, "code": "x"}}).encode()
+    engine = {
+        "name": ESCAPES, "role": ESCAPES, "draining": False, "stopping": False, "reachable": True, "in_flight": 0,
+        "url": ESCAPES, "report": None,
+    }  # fmt: skip
+    chunk = {"choices": [{"delta": {"content": f"a\n\tb{ESCAPES}"}}]}
+    lies = {
+        ("engines", "list"): json.dumps([engine]),
+        ("status",): json.dumps({"error": {"message": ESCAPES}}),
+        ("chat", "--model", "m"): f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n",
+    }
+    for command, lie in lies.items():
+        liar.said = lie.encode()
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+        app._run([*command, "--url", liar.url])
+        shown = capsys.readouterr()
+        both = shown.out + shown.err
+        assert not {*both} & {*ESCAPES} - {*"]0;title[2J31m"}
+        assert "x1b" in both or command == ("status",)
+        assert command[0] != "chat" or "a\n\tb" in shown.out
+
+
+def test_lines_and_tabs_and_words_stay(capsys: Captured) -> None:
+    text = "a\tb\nc \u00e9 \U0001f600 \u05d0"
+    assert printable(text) == text
+    write(text)
+    assert capsys.readouterr().out == text

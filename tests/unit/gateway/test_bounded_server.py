@@ -1,0 +1,151 @@
+"""aiohttp with bounds, asked by sockets that do not behave: long and slow heads, dripped bodies, silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from aiohttp import web
+
+from tercet.aio import incoming
+from tercet.aio.incoming import LONGEST_HEAD
+from tercet.gateway.bounded_server import BoundedRunner
+
+SOON = 0.1
+HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Served:
+    """Answers 200 once it has read the body; for ``/stream`` it begins before. ``left`` counts clients that left."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.left = 0
+        self.bodies: list[int] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        try:
+            if request.path == "/stream":
+                await response.prepare(request)
+                await response.write(b"begun")
+            self.bodies.append(len(await request.read()))
+        except BaseException:
+            self.left += 1
+            raise
+        if request.path == "/stream":
+            return response
+        return web.Response(text="ok")
+
+    @asynccontextmanager
+    async def client(self) -> AsyncGenerator[Client]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+@pytest.fixture
+async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(incoming, "SECONDS", SOON)
+    served = Served()
+    app = web.Application(client_max_size=2**26)
+    app.add_routes([web.route("*", "/{path:.*}", served.handle)])
+    runner = BoundedRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    served.port = runner.addresses[0][1]
+    yield served
+    await runner.cleanup()
+
+
+async def all_said(reader: asyncio.StreamReader) -> bytes:
+    """Up to the end of the connection, however it ends."""
+    said = b""
+    with suppress(ConnectionResetError):
+        async with asyncio.timeout(20):
+            while part := await reader.read(65536):
+                said += part
+    return said
+
+
+async def test_a_connection_that_says_nothing_is_closed(served: Served) -> None:
+    async with served.client() as (reader, _):
+        assert await all_said(reader) == b""
+
+
+@pytest.mark.parametrize("said", [b"G", b"GET / HTTP/1.1\r\nhost: h\r\na: ", b"\r\n\r\n"])
+async def test_a_head_that_does_not_end_is_408(said: bytes, served: Served) -> None:
+    async with served.client() as (reader, writer):
+        writer.write(said)
+        answer = await all_said(reader)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in answer
+
+
+@pytest.mark.parametrize(
+    ("before", "unit"),
+    [
+        (b"GET /", b"x"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\na: ", b"x"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", b"x"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", b"a: b\r\n"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n1;a=", b"x"),
+    ],
+)
+async def test_a_long_head_is_refused_before_it_ends(before: bytes, unit: bytes, served: Served) -> None:
+    async with served.client() as (reader, writer):
+        writer.write(before)
+        for _ in range(64):
+            writer.write(unit * (8 * 1024 * 1024 // 64 // len(unit)))
+            await asyncio.sleep(0)
+            if reader.at_eof():
+                break
+        answer = await all_said(reader)
+    assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")) or not answer
+    assert not served.bodies
+
+
+@pytest.mark.parametrize("fields", [1, 4])
+@pytest.mark.parametrize("size", [LONGEST_HEAD - 400, LONGEST_HEAD + 100])
+async def test_a_head_in_one_piece_has_the_same_bound(size: int, fields: int, served: Served) -> None:
+    lines = b"".join(b"a%d: %s\r\n" % (number, b"x" * (size // fields)) for number in range(fields))
+    async with served.client() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n" + lines + b"\r\n")
+        answer = await all_said(reader)
+    assert (b" 200 " in answer[:20]) is (size < LONGEST_HEAD)
+    assert not answer or answer[9:13] in (b"200 ", b"431 ", b"400 ")
+
+
+@pytest.mark.parametrize("path", [b"/x", b"/stream"])
+async def test_a_body_that_is_dripped_ends_its_request(path: bytes, served: Served) -> None:
+    async with served.client() as (reader, writer):
+        writer.write(HEAD.replace(b"/x", path) + b"12345")
+        answer = await all_said(reader)
+    assert answer.startswith(b"HTTP/1.1 408 ") or path == b"/stream"
+    async with asyncio.timeout(20):
+        while not served.left:
+            await asyncio.sleep(0.01)
+    assert not served.bodies
+
+
+async def test_long_bodies_after_short_heads_are_served_and_connections_go_on(served: Served) -> None:
+    body = b"x" * (4 * LONGEST_HEAD)
+    head = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
+    chunked = b"POST /x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+    async with served.client() as (reader, writer):
+        for _ in range(3):
+            for request in (head + body, chunked % (len(body), body)):
+                writer.write(request)
+                async with asyncio.timeout(20):
+                    await reader.readuntil(b"\r\n\r\nok")
+        await asyncio.sleep(3 * SOON)  # idle between requests is for the keep-alive time to say
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"\r\n\r\nok")
+    assert served.bodies == [*[len(body)] * 6, 0]

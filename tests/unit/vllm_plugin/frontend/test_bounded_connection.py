@@ -1,0 +1,169 @@
+"""uvicorn with bounds, asked by sockets that do not behave: long and slow heads, dripped bodies, silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from tercet.aio import incoming
+from tercet.aio.incoming import LONGEST_HEAD
+from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
+
+SOON = 0.1
+HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
+
+
+class App:
+    """Answers 200 once it has read the body, or at once for ``/at-once``; ``left`` counts clients that left before."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", scope["path"] != "/at-once"
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                self.left += 1
+                return
+            body += message["body"]
+            more = message["more_body"]
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Served:
+    def __init__(self, port: int, app: App) -> None:
+        self.app = app
+        self._port = port
+
+    @asynccontextmanager
+    async def client(self) -> AsyncGenerator[Client]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+@pytest.fixture
+async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(incoming, "SECONDS", SOON)
+    app, state = App(), ServerState()
+    config = uvicorn.Config(app, http=StreamingProtocol, log_level="critical", lifespan="off")
+    config.load()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: StreamingProtocol(config, state, {}), "127.0.0.1", 0)
+    yield Served(server.sockets[0].getsockname()[1], app)
+    server.close()
+    for protocol in list(state.connections):
+        assert protocol.transport is not None
+        protocol.transport.abort()
+
+
+async def all_said(reader: asyncio.StreamReader) -> bytes:
+    """Up to the end of the connection, however it ends."""
+    said = b""
+    with suppress(ConnectionResetError):
+        async with asyncio.timeout(20):
+            while part := await reader.read(65536):
+                said += part
+    return said
+
+
+async def test_a_connection_that_says_nothing_is_closed(served: Served) -> None:
+    async with served.client() as (reader, _):
+        assert await all_said(reader) == b""
+
+
+@pytest.mark.parametrize(
+    "said", [b"G", b"GET / HTTP/1.1\r\nhost: h\r\na: ", b"\r\n\r\n", b"GET / HTTP/1.1\r\nhost: h\r\n\r\nGET / HT"]
+)
+async def test_a_head_that_does_not_end_is_408(said: bytes, served: Served) -> None:
+    async with served.client() as (reader, writer):
+        writer.write(said)
+        answer = await all_said(reader)
+    assert b"HTTP/1.1 408 Request Timeout" in answer
+    assert b'"code":"request_timeout"' in answer
+
+
+@pytest.mark.parametrize(
+    ("before", "unit"),
+    [
+        (b"GET /", b"x"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\na: ", b"x"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", b"x"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", b"a: b\r\n"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: ", b"x"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n1;a=", b"x"),
+    ],
+)
+async def test_a_long_head_is_refused_before_it_ends(before: bytes, unit: bytes, served: Served) -> None:
+    """One line, one header, many of them, trailers and chunk extensions: some of them httptools copies again and again.
+
+    A few are no HTTP for other reasons, and refused by uvicorn; none is read on.
+    """
+    async with served.client() as (reader, writer):
+        writer.write(before)
+        for _ in range(64):
+            writer.write(unit * (8 * 1024 * 1024 // 64 // len(unit)))
+            await asyncio.sleep(0)
+            if reader.at_eof():
+                break
+        answer = await all_said(reader)
+    assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+    assert not served.app.bodies
+
+
+@pytest.mark.parametrize("size", [LONGEST_HEAD - 200, LONGEST_HEAD + 1])
+async def test_a_head_in_one_piece_has_the_same_bound(size: int, served: Served) -> None:
+    async with served.client() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\na: " + b"x" * size + b"\r\n\r\n")
+        answer = await all_said(reader)
+    assert answer.startswith(b"HTTP/1.1 200 " if size < LONGEST_HEAD else b"HTTP/1.1 431 ")
+
+
+async def test_a_body_that_is_dripped_is_408_and_its_request_ends(served: Served) -> None:
+    async with served.client() as (reader, writer):
+        writer.write(HEAD + b"12345")
+        answer = await all_said(reader)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert served.app.left == 1
+    assert not served.app.bodies
+
+
+async def test_a_body_that_nobody_reads_ends_its_connection(served: Served) -> None:
+    """The answer arrives, and the client may not keep sending."""
+    async with served.client() as (reader, writer):
+        writer.write(HEAD.replace(b"/x", b"/at-once"))
+        answer = await all_said(reader)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_long_bodies_after_short_heads_are_served_and_connections_go_on(served: Served) -> None:
+    body = b"x" * (4 * LONGEST_HEAD)
+    head = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
+    chunked = b"POST /x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+    async with served.client() as (reader, writer):
+        for _ in range(3):
+            for request in (head + body, chunked % (len(body), body)):
+                writer.write(request)
+                async with asyncio.timeout(20):
+                    await reader.readuntil(b"\r\n\r\nok")
+        await asyncio.sleep(3 * SOON)  # idle between requests is for the keep-alive time to say
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"\r\n\r\nok")
+    assert served.app.bodies == [*[body] * 6, b""]

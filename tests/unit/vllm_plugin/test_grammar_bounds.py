@@ -1,0 +1,72 @@
+"""Which structured outputs are refused before any engine compiles them: those that would take many seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tercet.protocol import BadRequest
+from tercet.vllm_plugin.grammar_bounds import MOST_CHOICES, MOST_REPEATED, require_small
+
+ADDRESS = {
+    "type": "object",
+    "properties": {name: {"type": "string", "maxLength": 100, "pattern": r"^\w[\w .-]*$"} for name in "abcdefgh"},
+    "required": list("abcdefgh"),
+}
+FINE: list[dict[str, Any]] = [
+    {"regex": r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})"},
+    {"regex": "(a|b){1000}.*[^x]+"},
+    {"regex": "x" * 30_000},
+    {"regex": "("},
+    {"choice": [f"label {number}" for number in range(2000)]},
+    {"json": ADDRESS},
+    {"json": json.dumps({"type": "array", "items": ADDRESS, "minItems": 1, "maxItems": 50})},
+    {"json": "{"},
+    {"json": "[" * 100_000},
+    {"grammar": 'root ::= "SELECT " [a-z]+ " FROM " [a-z]+ (" WHERE " [a-z]+ " = " [0-9]+)?'},
+    {"json_object": True},
+    {"structural_tag": json.dumps({"structures": [{"begin": "<f>", "schema": ADDRESS, "end": "</f>"}]})},
+    {"regex": None, "json": None, "choice": None},
+    {"regex": 7, "choice": "a", "json": 7, "grammar": []},
+]
+POISON: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "[a-z]" * 6000}, "regex"),
+    ({"regex": "." * 2000}, "regex"),
+    ({"regex": r"[^a]x" * 2000}, "regex"),
+    ({"regex": r"\W" * 2000}, "regex"),
+    ({"regex": "x" * 1_000_000}, "regex"),
+    ({"regex": f"a{{{MOST_REPEATED + 1}}}"}, "regex"),
+    ({"regex": f"a{{1,{10**30}}}"}, "regex"),
+    ({"regex": f"a{{{'9' * 10_000}}}"}, "regex"),
+    ({"regex": "|".join("ab" for _ in range(MOST_CHOICES + 2))}, "regex"),
+    ({"choice": [f"{number}" for number in range(100_000)]}, "choice"),
+    ({"choice": ["x" * 1_000_000]}, "choice"),
+    ({"json": {"type": "string", "minLength": 10**8}}, "json"),
+    ({"json": {"type": "string", "maxLength": 1e300}}, "json"),
+    ({"json": {"anyOf": [{"items": {"minItems": 10**9}}]}}, "json"),
+    ({"json": {"properties": {f"p{n}": {"type": "string"} for n in range(5000)}}}, "json"),
+    ({"json": {"enum": list(range(100_000))}}, "json"),
+    ({"json": {"type": "string", "pattern": "[a-z]" * 6000}}, "json"),
+    ({"json": {"patternProperties": {"." * 2000: {}}}}, "json"),
+    ({"json": json.dumps({"type": "string", "minLength": 10**8})}, "json"),
+    ({"grammar": "root ::= " + " ".join("[a-z]" for _ in range(6000))}, "grammar"),
+    ({"grammar": f'root ::= "a"{{{10**8}}}'}, "grammar"),
+    ({"grammar": "root ::= " + " | ".join('"a"' for _ in range(20_000))}, "grammar"),
+    ({"structural_tag": json.dumps({"structures": [{"schema": {"minLength": 10**8}}]})}, "structural_tag"),
+    ({"json": {"a": 1}, "whitespace_pattern": "." * 2000}, "whitespace_pattern"),
+]
+
+
+@pytest.mark.parametrize("structured", FINE)
+def test_what_applications_ask_for_is_taken(structured: dict[str, Any]) -> None:
+    require_small(structured)
+
+
+@pytest.mark.parametrize(("structured", "field"), POISON)
+def test_what_takes_long_is_refused_by_its_field(structured: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        require_small(structured, "sampling_params.structured_outputs")
+    assert refused.value.param == f"sampling_params.structured_outputs.{field}"
+    assert len(refused.value.message) < 300
