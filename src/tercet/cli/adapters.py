@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer
 from tercet.cli.given_names import given_as
 from tercet.protocol import BadRequest
 
@@ -18,16 +18,16 @@ adapters = typer.Typer(
 
 
 @adapters.command("list")
-def list_adapters(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def list_adapters(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Name, digest of its contents, path, and the engines that have it, of each adapter."""
-    show_answer(ask(url, api_key, "GET", "/adapters"), as_json, _in_words)
+    show_answer(ask(url, admin_key, "GET", "/adapters"), as_json, _in_words)
 
 
 @adapters.command()
 def load(
     adapter: Annotated[str, typer.Argument(metavar="NAME=PATH", help="Its name, and where it is on every engine.")],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Load an adapter on every engine that takes adapters, or on none; then requests may name it as their model.
 
@@ -37,7 +37,7 @@ def load(
     """
     name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
-        found = ask(url, api_key, "POST", "/adapters", {"name": name, "path": path})
+        found = ask(url, admin_key, "POST", "/adapters", {"name": name, "path": path})
     for line in _in_words([found]):
         typer.echo(line)
 
@@ -46,7 +46,7 @@ def load(
 def replace(
     adapter: Annotated[str, typer.Argument(metavar="NAME=PATH", help="Its name, and where the new one is.")],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Have a name stand for what is at PATH now, on every engine or on none; not while requests use what it stood for.
 
@@ -54,18 +54,18 @@ def replace(
     """
     name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
-        found = ask(url, api_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
+        found = ask(url, admin_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
     for line in _in_words([found]):
         typer.echo(line)
 
 
 @adapters.command()
 def unload(
-    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = HERE, api_key: ApiKey = None
+    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = HERE, admin_key: AdminKey = None
 ) -> None:
     """Take no more requests for an adapter; what runs with it goes on, on the engine where it runs."""
     with given_as({"name": "NAME"}):
-        ask(url, api_key, "DELETE", f"/adapters/{quote(name, safe='')}")
+        ask(url, admin_key, "DELETE", f"/adapters/{quote(name, safe='')}")
     typer.echo(f"{name} is served no more")
 
 

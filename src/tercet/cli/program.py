@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer
 from tercet.cli.setting_flags import ProgramArg
 from tercet.protocol import BadRequest
 from tercet.settings import key_values, read_yaml
@@ -19,9 +19,9 @@ program = typer.Typer(
 
 
 @program.command()
-def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Which programs run, since which version, and whether one of them fails."""
-    show_answer(ask(url, api_key, "GET", "/program"), as_json, state_in_words)
+    show_answer(ask(url, admin_key, "GET", "/program"), as_json, state_in_words)
 
 
 @program.command("set")
@@ -34,7 +34,7 @@ def set_program(
         Path | None, typer.Option(help="A JSON or YAML file: `program` and `args`, or `split`, `rules`, `sticky`.")
     ] = None,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Serve requests from now on by one program, or by a plan from a file.
@@ -53,7 +53,7 @@ def set_program(
         raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
     args = key_values(program_arg, "--program-arg")
     body = read_yaml(plan, "--plan").values if plan is not None else {**_called(str(name)), "args": args}
-    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
+    show_answer(ask(url, admin_key, "PUT", "/program", body), as_json, state_in_words)
 
 
 @program.command()
@@ -75,7 +75,7 @@ def split(
         str | None, typer.Option(metavar="HEADER", help="Requests with the same value of it get the same program.")
     ] = None,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Share the traffic between programs, by weight.
@@ -98,7 +98,7 @@ def split(
         raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
     if sticky is not None:
         body["sticky"] = sticky
-    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
+    show_answer(ask(url, admin_key, "PUT", "/program", body), as_json, state_in_words)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------

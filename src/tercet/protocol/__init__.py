@@ -13,6 +13,7 @@ from tercet.protocol.errors import (
     EngineError,
     EngineNotReached,
     EngineUnreachable,
+    Forbidden,
     FrontDoorFailed,
     FrontDoorUnreachable,
     LayoutMismatch,
@@ -32,6 +33,7 @@ from tercet.protocol.errors import (
     UnknownModel,
     UnknownPath,
     UnknownSequence,
+    UnsupportedMediaType,
     from_wire,
 )
 from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, WithoutRole
@@ -69,6 +71,7 @@ __all__ = [
     "EngineUnreachable",
     "EngineView",
     "Fleet",
+    "Forbidden",
     "FrontDoorFailed",
     "FrontDoorUnreachable",
     "KVAddrInfo",
@@ -105,6 +108,7 @@ __all__ = [
     "UnknownModel",
     "UnknownPath",
     "UnknownSequence",
+    "UnsupportedMediaType",
     "Usage",
     "WithoutRole",
     "cache_key",

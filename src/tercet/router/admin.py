@@ -18,10 +18,11 @@ from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.fleet.adapters import has
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
+from tercet.protocol import BadRequest, Forbidden, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.multimodal import MultiModalFeatures
 from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
+from tercet.router.admin_access import ADMITTED
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
@@ -124,6 +125,8 @@ class _Route(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
+                if ADMITTED not in request.scope:  # what the front door has not looked at is not served
+                    raise Forbidden("this route answers through the front door only")
                 return await handle(request)
             except TercetError as error:
                 return _json(error.to_wire(), error.status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
+from tercet.router.door_keys import DoorKeys
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
@@ -34,6 +36,7 @@ from tercet.router.shutdown import Shutdown
 from tercet.router.workers import Shared
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
+from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.streams import StreamListener
 
 
@@ -140,7 +143,13 @@ async def _serve_openai(
     service = state.service
     names = [config.public_name, *config.model_aliases]
     args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
-    args.api_key = api_keys(args)  # vLLM's own check, which also sees websockets, has the same keys
+    keys = DoorKeys(config, api_keys(args))
+    if not args.uds:
+        keys.require_private(config.host, config)
+    # The front door asks for keys, of websockets as well: vLLM's own check would not know those of files.
+    args.api_key = None
+    os.environ.pop(API_KEY_VARIABLE, None)
+    following = TaskSet()
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
@@ -150,9 +159,10 @@ async def _serve_openai(
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
-            layers, server.fast, gate, args.api_key, service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling,
+            layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
+            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
         )  # fmt: skip
+        following.spawn(keys.follow(), "keys")
         await state.serving()
         if shared is not None:
             shared.serving()
@@ -165,6 +175,7 @@ async def _serve_openai(
         loads = None if shared is None else (shared.loads, shared.index)
         await vllm.accept(server.app, args, sock, shut_down, loads)
     finally:
+        await following.close()
         engine_client.shutdown()
         sock.close()
 

@@ -16,7 +16,7 @@ import yaml
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
-from tercet.settings.declaration import SECRET_VARIABLE, Declared, complaint, declared, is_group, key_values, near
+from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
 # What Kubernetes sets NAME_PORT to in every pod of a namespace that has a service NAME.
@@ -52,7 +52,7 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
             found[key] = value, source.name_of(key)
     values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
     for key, (value, name) in found.items():
-        if known[key].env == SECRET_VARIABLE and isinstance(value, str):
+        if known[key].setting.is_key and isinstance(value, str):
             values[known[key].path] = key_of(value, name)
     for each in known.values():
         if each.is_required and each.key not in found:

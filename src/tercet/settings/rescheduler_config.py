@@ -9,7 +9,7 @@ import msgspec
 from tercet.settings.declaration import Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.router_config import Port
 
 
@@ -21,9 +21,8 @@ class ReschedulerConfig(Settings, frozen=True):
     ] = "http://127.0.0.1:8000"
     discovery: DiscoverySettings = DiscoverySettings()
     stream_port: Annotated[Port, Setting("Where engines connect to say how busy they are.", default="any free one")] = 0
-    api_key: Annotated[
-        str, Setting("Its API key, best given as a variable.", flag="", env="TERCET_API_KEY", default="none")
-    ] = ""  # fmt: skip
+    admin_key: AdminKey = ""
+    admin_key_file: AdminKeyFile = None
     secret: EngineSecret = ""
     stuck_after_s: Annotated[
         Seconds, Setting("Without progress of an engine, until it counts as lost.", unit="seconds")
