@@ -34,6 +34,10 @@ ApiKey = Annotated[
     typer.Option(envvar=CLIENT_KEY_VARIABLE, help="A client's key, if it was started with `-- --api-key` or the like."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
+ByPath = Annotated[
+    bool,
+    typer.Option("--by-path", help="Send the file's path: the front door reads it, below its `--admin-folder`."),
+]
 HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
 
@@ -49,6 +53,14 @@ def _key(given: str | None) -> str:
         return key_of(given, "--admin-key")
     file = os.environ.get(ADMIN_KEY_FILE_VARIABLE, "")
     return KeyFile(file, ADMIN_KEY_FILE_VARIABLE).first()[0] if file else ""
+
+
+def text_of(file: Path, name: str) -> str:
+    """What a file holds that is sent; raises :class:`~tercet.protocol.BadRequest`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"{name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}", name) from error
 
 
 def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[str]]) -> None:
@@ -163,18 +175,23 @@ def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> 
 
 @scheduling.command("set")
 def set_file(
-    file: Annotated[str, typer.Argument(help="A scheduling file on the front door's machine.")],
+    file: Annotated[str, typer.Argument(help="A scheduling file here, or on the front door's machine.")],
+    by_path: ByPath = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Use another file for picks from now on, or the same one anew; what does not load changes nothing.
 
+    A file that exists here is sent as it is now. Plugins of your own in it are read on the front door's machine.
+
     Example: `tercet scheduling set scheduling.yaml`
     """
     here = Path(file).expanduser()
-    path = str(here.absolute()) if here.is_file() else file
-    show_answer(ask(url, admin_key, "PUT", "/scheduling", {"file": path}), as_json, _in_words)
+    body = {"file": str(here.absolute()) if here.is_file() else file}
+    if here.is_file() and not by_path:
+        body["content"] = text_of(here, "FILE")
+    show_answer(ask(url, admin_key, "PUT", "/scheduling", body), as_json, _in_words)
 
 
 def _in_words(state: dict[str, Any]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
+from tercet.router.named_files import NamedFiles
 from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
@@ -112,6 +113,13 @@ def state_path(config: RouterConfig) -> Generator[Path]:
         yield Path(directory) / "state.json"
 
 
+def named_files(config: RouterConfig) -> NamedFiles:
+    """What admin routes may name: files below the folders for that, and those that the command itself names."""
+    program, colon, _ = config.program.rpartition(":")
+    told = [path for path in (program if colon else "", config.scheduling) if path]
+    return NamedFiles(config.admin_folders, told)
+
+
 def stream_port(config: RouterConfig, shared: Shared | None) -> int:
     """The port of this process's token streams; 0 is any free one."""
     return config.stream_port + shared.index if shared is not None and config.stream_port else config.stream_port
@@ -155,7 +163,7 @@ async def _serve_openai(
     try:
         server = await vllm.openai_server(args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
-        admin.install(server.app, state, names, vllm.loads_adapters())
+        admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(

@@ -90,9 +90,18 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
     """What a YAML file holds. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
     param = param or name
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
+    except ValueError as error:
+        raise BadRequest(f"{name}: it is not YAML: {error}", param) from error
+    return parse_yaml(text, name, param)
+
+
+def parse_yaml(text: str, name: str, param: str) -> Any:
+    """What YAML says. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    try:
+        return yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # it lets through what is wrong with dates, numbers
         raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 

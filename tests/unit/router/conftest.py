@@ -27,6 +27,7 @@ from tercet.router.admin_access import AdminAccess
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.named_files import NamedFiles
 from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
@@ -124,6 +125,7 @@ class Door:
         self.directory = Path(tempfile.mkdtemp(prefix="tercet-test-", dir=IN_MEMORY))
         self.shared = SharedState(self.directory / "state.json", self.membership, self.service)
         self.number = 0
+        self.folders = [tempfile.gettempdir()]
 
     @asynccontextmanager
     async def _connect(self, _name: str, url: str, _admit: Admit) -> AsyncGenerator[Engine]:
@@ -167,7 +169,7 @@ class Door:
 
     def application(self, *keys: str, admin_keys: Sequence[str] = (), **options: Any) -> FrontDoor:
         app = FastAPI(**options)
-        admin.install(app, self.shared, ["m"])
+        admin.install(app, self.shared, ["m"], files=NamedFiles(self.folders))
         gate = Gate(Limits(), self.fleet, self.metrics)
         admins = AdminAccess(BearerKeys(admin_keys), BearerKeys(keys))
         return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000, admins=admins)
