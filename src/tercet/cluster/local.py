@@ -15,7 +15,7 @@ import msgspec
 from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
 from tercet.cluster.compute import devices_for_engines, split_cores
 from tercet.cluster.device_plan import DeviceShare, plan_devices
-from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, gpu_memory_of, ranks_of
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, gpu_memory_of, ranks_of, value_of
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
@@ -65,6 +65,8 @@ async def local_fleet(
     ]
     port = config.port or free_ports(config.host, 1)[0]
     url = url_of(config.host, port)
+    if value_of(config.vllm_args, "--ssl-certfile") is not None:
+        url = url.replace("http://", "https://", 1)
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
     argv = router_argv(router_config(config, model, port, addresses), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -83,7 +83,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     if tells:
                         background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
-                _import_vllm(config.vllm_args)  # seconds, well spent while engines are still loading
+                _import_vllm(config)  # seconds, well spent while engines are still loading
                 if config.discovery.is_wanted:
                     promise = await state.until_ready(membership.until_one_answers)
                 else:
@@ -125,15 +125,15 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
     return config.stream_port + shared.index if shared is not None and config.stream_port else config.stream_port
 
 
-def _import_vllm(flags: Sequence[str]) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for ``flags`` that it does not take."""
+def _import_vllm(config: RouterConfig) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
     from tercet.vllm_plugin.log_noise import errors_only
 
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
 
     import_vllm()
-    require_flags(flags)
+    require_flags(config.vllm_args, config.workers)
 
 
 def _interrupt(*_: object) -> None:

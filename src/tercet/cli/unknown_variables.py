@@ -1,0 +1,51 @@
+"""Variables of the environment that begin with ``TERCET_`` and mean nothing: mistyped ones would go unnoticed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tercet.settings import Settings, declared
+from tercet.settings.declaration import PREFIX, near
+from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
+
+# What Kubernetes sets in every pod of a namespace for each of its services that is called tercet, or tercet-SOMETHING.
+_OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+_SERVICE = re.compile(r"(tcp|udp|sctp)://.*|[0-9a-fA-F.:]*|tcp|udp|sctp")
+_TEST = "TERCET_TEST_"
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A line for each that nothing reads, with the one that was probably meant."""
+    known = _known()
+    for name in sorted(environment):
+        if not name.startswith(PREFIX) or name in known or name.startswith(_TEST):
+            continue
+        if _is_of_a_service(name, environment):
+            continue
+        hint = near(name, sorted(known))
+        meant = f"; {hint}" if hint.startswith("did you mean") else ""
+        yield f"{name} in the environment is ignored: nothing is called so{meant}"
+
+
+def _is_of_a_service(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether Kubernetes has set it: the value is an address or a part of one, of a service whose host is there too."""
+    if not _OF_SERVICES.fullmatch(name) or not _SERVICE.fullmatch(environment[name]):
+        return False
+    if "://" in environment[name]:
+        return True
+    hosts = [each.removesuffix("_SERVICE_HOST") for each in environment if each.endswith("_SERVICE_HOST")]
+    return any(name.startswith(f"{host}_") for host in hosts)
+
+
+def _known() -> set[str]:
+    settings = {each.env for kind in _kinds(Settings) for each in declared(kind)}
+    return settings | {each.name for each in VARIABLES} | INTERNAL | OF_COMMANDS | OF_TESTS
+
+
+def _kinds(base: Any) -> Iterator[type[Settings]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
