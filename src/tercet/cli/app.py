@@ -78,7 +78,7 @@ def tercet(
       traffic flows.
     """
     if context.invoked_subcommand in SERVERS:
-        for line in unknown_variables():
+        for line in unknown_variables(context.invoked_subcommand or ""):
             typer.echo(f"tercet: {line}", err=True)
 
 

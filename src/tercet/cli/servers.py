@@ -111,6 +111,7 @@ def engine(
     )
     AllowedPrefillers(prefill_hosts or "", "--prefill-hosts")
     if simulate is not None:
+        require_private(spec)
         with given_as(PARTS):
             _simulate(spec, load_profile(simulate))
     else:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import aiohttp
 import msgspec
@@ -38,7 +38,7 @@ from tercet.protocol import (
     UnknownSequence,
     from_wire,
 )
-from tercet.protocol.bearer import bearer
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import (
     JSON,
@@ -63,6 +63,7 @@ from tercet.streams import EngineConnection, StreamListener
 
 T = TypeVar("T")
 DATA = b"data: "
+UNAUTHORIZED = 401
 # An output with the log probabilities of a long prompt is one line.
 LONGEST_LINE = 16 * 1024 * 1024
 # Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
@@ -87,7 +88,8 @@ class HttpEngine:
 
     The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
     that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
-    ``secret`` is the fleet's, or the engine's API key; ``tls`` is for an ``https://`` engine.
+    ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is for an ``https://``
+    engine.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class HttpEngine:
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
-        self._secret = secret
+        self._prover = Prover(secret)
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._admit = admit
@@ -125,8 +127,7 @@ class HttpEngine:
 
     async def __aenter__(self) -> HttpEngine:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
-        headers = bearer(self._secret)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=LONGEST_LINE)
+        self._session = aiohttp.ClientSession(connector=connector, read_bufsize=LONGEST_LINE)
         if self._keeper is not None:
             self._keeper.start()
         return self
@@ -357,12 +358,24 @@ class HttpEngine:
         url = f"{self.url}{PREFIX}/{verb}"
         body, content_type = (None, JSON) if call is None else encode_call(call)
         headers = {"content-type": content_type, **headers}
-        try:
-            response = await self._client.request(method, url, data=body, headers=headers, timeout=timeout)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
+        path, digest = f"/{unquote(verb)}", digest_of(body)
+
+        async def ask() -> aiohttp.ClientResponse:
+            proved = {**headers, **self._prover.headers(method, path, digest)}
+            try:
+                return await self._client.request(
+                    method, url, data=body, headers=proved, timeout=timeout, allow_redirects=False
+                )
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
+
+        response = await ask()
+        # It has done nothing yet but ask who we are.
+        if response.status == UNAUTHORIZED and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
+            response.release() if response.content.at_eof() else response.close()
+            response = await ask()
         try:
             if response.status >= 400:
                 try:

@@ -25,6 +25,7 @@ from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import SECRET_VARIABLE, EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
+from tercet.settings.variables import API_KEY_VARIABLE
 
 T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.
@@ -155,6 +156,10 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
+    # Engines of this machine ask for the API key in their environment or flags, where there is no secret.
+    fields["secret"] = (
+        config.secret or value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
+    )
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
     return RouterConfig(**fields)
 

@@ -73,6 +73,19 @@ def require_local_host(headers: ShownHeaders) -> None:
             raise Forbidden(f"{name}: without a key requests through a proxy are not answered here", name)
 
 
+def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
+    """Raise :class:`~tercet.protocol.TercetError` for a call, where no key is asked, that a page has had sent.
+
+    ``peer`` is the caller's address; None for a socket file, where names mean nothing.
+    """
+    require_no_page(headers)
+    if peer is not None:
+        require_local_host(headers)
+    for each in headers.media_types:
+        if each in _UNASKED:
+            raise UnsupportedMediaType(f"content-type: must be application/json, is {each}", "content-type")
+
+
 def require_json(headers: ShownHeaders) -> None:
     """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not said to be JSON."""
     types = headers.media_types
@@ -80,13 +93,6 @@ def require_json(headers: ShownHeaders) -> None:
     if wrong or len(types) > 1 or (headers.has_body and not types):
         said = ", ".join(types) or "nothing"
         raise UnsupportedMediaType(f"content-type: must be application/json, is {said:.80}", "content-type")
-
-
-def require_asked_type(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for what pages may send without asking first."""
-    for each in headers.media_types:
-        if each in _UNASKED:
-            raise UnsupportedMediaType(f"content-type: must be application/json, is {each}", "content-type")
 
 
 def is_loopback_name(name: str) -> bool:

@@ -136,15 +136,15 @@ class Answer:
 class PoolingServers:
     """Those of a front door. Use as an async context manager; while entered they are looked at.
 
-    ``secret`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
+    ``key`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
     ``timeout_s`` how long an answer may take; ``told`` hears of each, by its URL, whether it answers.
     """
 
     def __init__(
-        self, urls: Sequence[str], secret: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
+        self, urls: Sequence[str], key: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
         told: Callable[[str, bool], object] = lambda _url, _answers: None,
     ) -> None:  # fmt: skip
-        self.servers = [_server(url, secret, told) for url in urls]
+        self.servers = [_server(url, key, told) for url in urls]
         self._tls = tls
         self._timeout_s = timeout_s
         self._tasks = TaskSet()
@@ -285,11 +285,11 @@ class PoolingServers:
         return self._session
 
 
-def _server(url: str, secret: str, told: Callable[[str, bool], object]) -> PoolingServer:
+def _server(url: str, key: str, told: Callable[[str, bool], object]) -> PoolingServer:
     """Names and passwords are in no log, no metric and no answer."""
     parts = urlsplit(url.rstrip("/"))
     if parts.username is None:
-        return PoolingServer(parts.geturl(), told, bearer(secret))
+        return PoolingServer(parts.geturl(), told, bearer(key))
     who = aiohttp.encode_basic_auth(unquote(parts.username), unquote(parts.password or ""))
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
     return PoolingServer(bare.geturl(), told, {"authorization": who})

@@ -65,7 +65,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
         PoolingServers(
-            config.pooling_servers, config.secret, tls, config.request_timeout_s, metrics.pooling_server
+            config.pooling_servers, config.pooling_key, tls, config.request_timeout_s, metrics.pooling_server
         ) as pooling,
     ):
         service = Service(

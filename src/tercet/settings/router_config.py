@@ -23,6 +23,7 @@ from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.urls import require_engine_url, require_url
+from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
@@ -224,6 +225,13 @@ class FrontDoorConfig(Settings, frozen=True):
             flag="--pooling-server", metavar="URL",
         ),
     ] = ()  # fmt: skip
+    pooling_key: Annotated[
+        str,
+        Setting(
+            "The API key of pooling servers; best given as a variable.", flag="", env=POOLING_KEY_VARIABLE,
+            default="none", is_key=True,
+        ),
+    ] = ""  # fmt: skip
     secret: EngineSecret = ""
     admin_key: AdminKey = ""
     admin_key_file: AdminKeyFile = None

@@ -11,7 +11,7 @@ from tercet.cli.unknown_variables import unknown_variables
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("TERCET_PORT", ""),
+        ("TERCET_PORT", "TERCET_HTTP_PORT"),
         ("TERCET_PREFIL", "TERCET_PREFILL"),
         ("TERCET_SECRETS", "TERCET_SECRET"),
         ("TERCET_ADMINKEY", "TERCET_ADMIN_KEY"),
@@ -22,7 +22,7 @@ from tercet.cli.unknown_variables import unknown_variables
     ],
 )
 def test_a_wrong_name_is_named(name: str, hint: str) -> None:
-    (line,) = unknown_variables({name: "1", "PATH": "/bin"})
+    (line,) = unknown_variables("router", {name: "1", "PATH": "/bin"})
     assert line.startswith(f"{name} in the environment is ignored")
     assert hint in line
 
@@ -34,7 +34,7 @@ def test_a_wrong_name_is_named(name: str, hint: str) -> None:
      "TERCET_GRPC_PORT", "TERCET_TEST_FRONT_DOOR", "TERCET_CLOCK_OFFSET", "TERCET_PREFILL_HOSTS", "TERCET_ENGINES"],
 )  # fmt: skip
 def test_a_name_that_means_something_is_not(name: str) -> None:
-    assert list(unknown_variables({name: "1"})) == []
+    assert list(unknown_variables("router", {name: "1"})) == []
 
 
 def test_what_kubernetes_sets_is_not() -> None:
@@ -45,7 +45,7 @@ def test_what_kubernetes_sets_is_not() -> None:
         "TERCET_PORT_8000_TCP_ADDR": "10.96.0.7", "TERCET_FRONT_DOOR_SERVICE_HOST": "fd00::7",
         "TERCET_FRONT_DOOR_PORT": "tcp://[fd00::7]:80",
     }  # fmt: skip
-    assert list(unknown_variables(links)) == []
+    assert list(unknown_variables("router", links)) == []
 
 
 def test_a_server_names_them_and_a_look_at_it_does_not(

@@ -22,9 +22,10 @@ from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.gateway.sidecar.sse import Opening, WholeEvents, last_event
-from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import PREFIX, UNREADABLE
@@ -41,8 +42,15 @@ DROPPED = HOP_BY_HOP | {*CONTROL_HEADERS, TRACE_HEADER}
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 FORWARD = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 EVENTS = "text/event-stream"
+# In a request: the digest of its body, of which its caller has proved that it belongs to the fleet.
+PROVED = "tercet.proved"
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
+
+
+def _verb_of(http: web.Request) -> str:
+    """The path below the verbs' prefix."""
+    return http.path.partition(PREFIX)[2]
 
 
 class Proxy:
@@ -61,7 +69,8 @@ class Proxy:
         self._session = session
         self._leg = leg
         self._allowed = allowed
-        self._keys = BearerKeys([config.secret])
+        self._callers = Callers(secrets_of(config.secret))
+        self._prover = Prover(config.secret)
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
         self._max_bytes = config.max_request_bytes
@@ -74,6 +83,11 @@ class Proxy:
         try:
             async with until_lost(self._under_way):
                 await self._serve(http, answer)
+        except Unauthorized as error:
+            failed = await answer.fail(error)
+            if not failed.prepared:
+                failed.headers[CHALLENGE_HEADER] = self._callers.challenge()
+            return failed
         except TercetError as error:
             return await answer.fail(error)
         return answer.response
@@ -83,8 +97,13 @@ class Proxy:
         self._under_way.lose(error)
 
     async def _serve(self, http: web.Request, answer: _Answer) -> None:
-        self._require_caller(http)
-        if http.method == "POST" and http.path in SPLIT_PATHS:
+        digest = self._require_caller(http)
+        if digest is not None:
+            body = await self._body(http)
+            require_digest(body, digest)
+            http[PROVED] = digest
+            await self._forward(http, answer, body)
+        elif http.method == "POST" and http.path in SPLIT_PATHS:
             await self._split(http, answer)
         elif self._refuses_params and _may_be_json(http):
             body = await self._body(http)
@@ -93,17 +112,21 @@ class Proxy:
         else:
             await self._forward(http, answer, http.content if http.body_exists else None)
 
-    def _require_caller(self, http: web.Request) -> None:
+    def _require_caller(self, http: web.Request) -> str | None:
         """Raises :class:`~tercet.protocol.Unauthorized` for a stranger at the engine's verbs.
 
+        Returns the digest of the body of a call that was proved and not shown the secret.
         An engine that this machine alone can reach asks nobody for a key; through here others would reach it.
         """
         if not http.path.startswith(PREFIX):
-            return
-        if not self._keys and not self._verbs_are_open:
+            return None
+        if not self._callers and not self._verbs_are_open:
             raise BadRequest(f"{PREFIX}: this sidecar has no TERCET_SECRET, and passes no verbs on without one")
         refusal = "this sidecar asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
-        self._keys.require(http.headers.getall("authorization", []), refusal)
+        if not self._callers:
+            require_own_call(ShownHeaders(http.headers.items()), http.remote)
+        shown = http.headers.getall("authorization", [])
+        return self._callers.require(shown, http.method, _verb_of(http), refusal)
 
     # ---- requests that may be split --------------------------------------------------------------------------
 
@@ -202,18 +225,30 @@ class Proxy:
             raise
 
     async def _asked(self, http: web.Request, body: Any, stack: AsyncExitStack) -> aiohttp.ClientResponse:
-        headers = [(name, value) for name, value in http.headers.items() if name.lower() not in DROPPED]
+        dropped = DROPPED | {"authorization"} if PROVED in http else DROPPED
+        headers = [(name, value) for name, value in http.headers.items() if name.lower() not in dropped]
         if isinstance(body, aiohttp.StreamReader) and "content-length" in http.headers:
             headers.append(("content-length", http.headers["content-length"]))
         url = URL(self._url + http.rel_url.raw_path_qs, encoded=True)
         try:
             response = await self._session.request(
-                http.method, url, data=body, headers=headers, timeout=FORWARD, allow_redirects=False
-            )
+                http.method, url, data=body, headers=[*headers, *self._proof(http)], timeout=FORWARD,
+                allow_redirects=False,
+            )  # fmt: skip
+            if PROVED in http and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
+                response.close()
+                response = await self._session.request(
+                    http.method, url, data=body, headers=[*headers, *self._proof(http)], timeout=FORWARD,
+                    allow_redirects=False,
+                )  # fmt: skip
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"the engine does not answer: {reason_of(error)}") from error
         stack.callback(response.close)
         return response
+
+    def _proof(self, http: web.Request) -> Sequence[tuple[str, str]]:
+        """Of a call that was proved here: the same, for the engine."""
+        return tuple(self._prover.headers(http.method, _verb_of(http), http[PROVED]).items()) if PROVED in http else ()
 
     async def _watch(self, waiting: _Waiting, lost: CallsInFlight) -> None:
         """Ask the engine how it is while it says nothing; what waits for it fails once it is lost."""
