@@ -43,7 +43,7 @@ SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 FORWARD = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 EVENTS = "text/event-stream"
 # In a request: the digest of its body, of which its caller has proved that it belongs to the fleet.
-PROVED = "tercet.proved"
+PROVED = web.RequestKey("tercet.proved", str)
 LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
 
