@@ -256,7 +256,9 @@ def _plan(url: str, labels: Sequence[str]) -> None:
         for label, (program, args) in ((label, PROGRAMS[label]) for label in labels)
     ]
     body = json.dumps({"program": "auto", "rules": rules}).encode()
-    request = urllib.request.Request(f"{url}/tercet/v1/program", body, method="PUT")
+    request = urllib.request.Request(
+        f"{url}/tercet/v1/program", body, {"content-type": "application/json"}, method="PUT"
+    )
     with urllib.request.urlopen(request, timeout=30):
         pass
 

@@ -328,7 +328,7 @@ def test_each_groups_autoscaler_sees_the_engines_of_its_group() -> None:
 
 def test_keys_are_long_and_of_each_installation() -> None:
     one, two = (of_kind("Secret", objects({}))["tercet-keys"]["data"] for _ in range(2))
-    assert one.keys() == {"fleet-secret", "api-key"}
+    assert one.keys() == {"fleet-secret", "api-key", "admin-key"}
     assert all(len(base64.b64decode(value)) >= 32 for value in one.values())
     assert {*one.values()}.isdisjoint(two.values())
 

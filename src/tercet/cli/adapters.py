@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest
@@ -19,9 +19,9 @@ adapters = typer.Typer(
 
 
 @adapters.command("list")
-def list_adapters(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def list_adapters(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Name, digest of its contents, path, and the engines that have it, of each adapter."""
-    show_answer(ask(url, api_key, "GET", "/adapters"), as_json, _in_words)
+    show_answer(ask(url, admin_key, "GET", "/adapters"), as_json, _in_words)
 
 
 @adapters.command()
@@ -30,7 +30,7 @@ def load(
         str, typer.Argument(metavar="NAME=PATH", help="Name of the adapter, and its path on every engine.")
     ],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Load an adapter on every engine that takes adapters, or on none; then requests may name it as their model.
 
@@ -40,7 +40,7 @@ def load(
     """
     name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
-        found = ask(url, api_key, "POST", "/adapters", {"name": name, "path": path})
+        found = ask(url, admin_key, "POST", "/adapters", {"name": name, "path": path})
     show_answer([found], False, _in_words)
 
 
@@ -50,7 +50,7 @@ def replace(
         str, typer.Argument(metavar="NAME=PATH", help="Name of the adapter, and the path of the new one.")
     ],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Have a name stand for what is at PATH now, on every engine or on none; not while requests use what it stood for.
 
@@ -58,17 +58,17 @@ def replace(
     """
     name, path = _name_and_path(adapter)
     with given_as({"name": "NAME", "path": "PATH"}):
-        found = ask(url, api_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
+        found = ask(url, admin_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
     show_answer([found], False, _in_words)
 
 
 @adapters.command()
 def unload(
-    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = HERE, api_key: ApiKey = None
+    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = HERE, admin_key: AdminKey = None
 ) -> None:
     """Take no more requests for an adapter; what runs with it goes on, on the engine where it runs."""
     with given_as({"name": "NAME"}):
-        ask(url, api_key, "DELETE", f"/adapters/{quote(name, safe='')}")
+        ask(url, admin_key, "DELETE", f"/adapters/{quote(name, safe='')}")
     say(f"{name} is served no more")
 
 

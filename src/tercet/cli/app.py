@@ -29,10 +29,13 @@ from tercet.cli.sidecar import sidecar
 from tercet.cli.sim import sim
 from tercet.cli.status import status
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
+from tercet.cli.unknown_variables import unknown_variables
 from tercet.cli.up import up
 from tercet.protocol import TercetError
 from tercet.settings.declaration import near
 
+# What runs for long, by what the environment says as well.
+SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "rescheduler", "demo", "chaos"})
 # As click has it for what it prints by itself.
 NOBODY_READS = 1
 # The bases of what typer says about the command line; they come from the click that it brings, and have no public name.
@@ -59,6 +62,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def tercet(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -73,6 +77,9 @@ def tercet(
     - `tercet program`, `tercet scheduling`, `tercet engines`, `tercet adapters` and `tercet moves` change them while
       traffic flows.
     """
+    if context.invoked_subcommand in SERVERS:
+        for line in unknown_variables(context.invoked_subcommand or ""):
+            typer.echo(f"tercet: {line}", err=True)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,15 +18,30 @@ from tercet.cli.given_names import given_as
 from tercet.cli.terminal import say
 from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, EngineUnreachable, Role
+from tercet.protocol.bearer import key_of
 from tercet.settings import require_engine_url, require_url
-from tercet.settings.variables import URL_VARIABLE
+from tercet.settings.key_files import KeyFile
+from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The front door's base URL.")]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=ADMIN_KEY_VARIABLE,
+        help=f"Its admin key, if it has one; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
+    ),
+]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="TERCET_API_KEY", help="API key of the router, if it was started with `-- --api-key`."),
+    typer.Option(
+        envvar=CLIENT_KEY_VARIABLE, help="Key of a client, if the router was started with `-- --api-key` or the like."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
+ByPath = Annotated[
+    bool,
+    typer.Option("--by-path", help="Send the file's path: the front door reads it, below its `--admin-folder`."),
+]
 HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
 
@@ -41,10 +57,25 @@ def understood() -> Generator[None]:
         ) from error
 
 
-def ask(url: str, api_key: str | None, method: str, path: str, body: Any = None) -> Any:
+def ask(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
     """The front door's answer; raises :class:`~tercet.protocol.TercetError`."""
     require_url(url, "--url", HERE)
-    return asyncio.run(ask_front_door(url, method, path, body, api_key))
+    return asyncio.run(ask_front_door(url, method, path, body, _key(admin_key)))
+
+
+def _key(given: str | None) -> str:
+    if given is not None:
+        return key_of(given, "--admin-key")
+    file = os.environ.get(ADMIN_KEY_FILE_VARIABLE, "")
+    return KeyFile(file, ADMIN_KEY_FILE_VARIABLE).first()[0] if file else ""
+
+
+def text_of(file: Path, name: str) -> str:
+    """What a file holds that is sent; raises :class:`~tercet.protocol.BadRequest`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"{name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}", name) from error
 
 
 def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[str]]) -> None:
@@ -60,9 +91,9 @@ Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
 
 
 @engines.command("list")
-def list_engines(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def list_engines(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Name, role, state, sequences under way, URL, and last report of its load, of each engine."""
-    found: list[dict[str, Any]] = ask(url, api_key, "GET", "/engines")
+    found: list[dict[str, Any]] = ask(url, admin_key, "GET", "/engines")
 
     def in_words(engines: list[dict[str, Any]]) -> Iterator[str]:
         width = max((len(engine["name"]) for engine in engines), default=0)
@@ -77,7 +108,7 @@ def add(
     engine_url: Annotated[str, typer.Argument(metavar="ENGINE_URL", help="Base URL of the engine's server.")],
     role: Annotated[Role, typer.Option(help="Role of the engine in this fleet.")] = "both",
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Add an engine that runs already; it must serve the fleet's model, and as long a context.
 
@@ -86,7 +117,7 @@ def add(
     require_engine_url(engine_url, "ENGINE_URL", "http://10.0.0.7:8001")
     body = {"name": name, "url": engine_url.rstrip("/"), "role": role}
     with given_as({"url": "ENGINE_URL", "name": "NAME"}):
-        added = ask(url, api_key, "POST", "/engines", body)
+        added = ask(url, admin_key, "POST", "/engines", body)
     with understood():
         say(engine_in_words(added))
 
@@ -97,7 +128,7 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Let it be picked again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs on it any more.")] = False,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Empty an engine: nothing new begins there, and what runs goes on at other engines, with its KV.
 
@@ -105,21 +136,21 @@ def drain(
     """
     if undo and wait:
         raise BadRequest("--wait: there is nothing to wait for with --undo", "--wait")
-    engine = ask(url, api_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
+    engine = ask(url, admin_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
         while wait and engine["in_flight"]:
             time.sleep(POLL_SECONDS)
             left = engine["in_flight"]
-            engine = {each["name"]: each for each in ask(url, api_key, "GET", "/engines")}[name]
+            engine = {each["name"]: each for each in ask(url, admin_key, "GET", "/engines")}[name]
             if engine["in_flight"] != left:
                 say(f"{engine['in_flight']} sequences left on {name}")
 
 
 @engines.command()
-def remove(name: Name, url: Url = HERE, api_key: ApiKey = None) -> None:
+def remove(name: Name, url: Url = HERE, admin_key: AdminKey = None) -> None:
     """Forget an engine at once; what runs on it finishes. The engine's process is left alone."""
-    gone = ask(url, api_key, "DELETE", _path(name))
+    gone = ask(url, admin_key, "DELETE", _path(name))
     with understood():
         say(f"{name} removed; sequences that still run on it: {gone['in_flight']}")
 
@@ -129,10 +160,10 @@ def set_role(
     name: Name,
     role: Annotated[Role, typer.Argument(help="New role of the engine.")],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Give an engine another role."""
-    changed = ask(url, api_key, "PUT", f"{_path(name)}/role", {"role": role})
+    changed = ask(url, admin_key, "PUT", f"{_path(name)}/role", {"role": role})
     with understood():
         say(engine_in_words(changed))
 
@@ -165,25 +196,30 @@ scheduling = typer.Typer(
 
 
 @scheduling.command()
-def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """The file in use and its profiles."""
-    show_answer(ask(url, api_key, "GET", "/scheduling"), as_json, _in_words)
+    show_answer(ask(url, admin_key, "GET", "/scheduling"), as_json, _in_words)
 
 
 @scheduling.command("set")
 def set_file(
-    file: Annotated[str, typer.Argument(help="A scheduling file on the front door's machine.")],
+    file: Annotated[str, typer.Argument(help="A scheduling file here, or on the front door's machine.")],
+    by_path: ByPath = False,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Use another scheduling file, or reload the same one; a file that does not load changes nothing.
 
+    A file that exists here is sent as it is now. Plugins of your own in it are read on the front door's machine.
+
     Example: `tercet scheduling set scheduling.yaml`
     """
     here = Path(file).expanduser()
-    path = str(here.absolute()) if here.is_file() else file
-    show_answer(ask(url, api_key, "PUT", "/scheduling", {"file": path}), as_json, _in_words)
+    body = {"file": str(here.absolute()) if here.is_file() else file}
+    if here.is_file() and not by_path:
+        body["content"] = text_of(here, "FILE")
+    show_answer(ask(url, admin_key, "PUT", "/scheduling", body), as_json, _in_words)
 
 
 def _in_words(state: dict[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, understood
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, understood
 from tercet.cli.terminal import say
 
 POLL_SECONDS = 0.5
@@ -22,19 +22,19 @@ moves = typer.Typer(name="moves", no_args_is_help=True, help="Show moves of runn
 def list_moves(
     follow: Annotated[bool, typer.Option("--follow", help="Go on with those to come, until Ctrl-C.")] = False,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """What moved, from where to where, why, in how many stages, and for how long its client waited; a line each."""
     with understood():
-        for move in _moves(url, api_key, follow):
+        for move in _moves(url, admin_key, follow):
             say(json.dumps(move) if as_json else in_words(move))
 
 
 @moves.command()
-def sequences(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def sequences(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """What runs now: id, engine, tokens of its prompt and of its output so far, seconds, program."""
-    found: list[dict[str, Any]] = ask(url, api_key, "GET", "/sequences")
+    found: list[dict[str, Any]] = ask(url, admin_key, "GET", "/sequences")
     with understood():
         for each in found:
             line = (
@@ -49,24 +49,24 @@ def start(
     seq_id: Annotated[str, typer.Argument(help="The sequence's id, as `tercet moves sequences` shows it.")],
     destination: Annotated[str, typer.Argument(help="The engine that shall go on with it.")],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Move one sequence, and say how that went.
 
     Example: `tercet moves start cmpl-8d1f-0 decode-1`
     """
     path = f"/sequences/{quote(seq_id, safe='')}/move"
-    answer = ask(url, api_key, "POST", path, {"destination": destination})
+    answer = ask(url, admin_key, "POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
         say("passed on to the front door that runs it, which has it on record" if passed_on else in_words(answer))
 
 
-def _moves(url: str, api_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:
+def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:
     """The moves in the order in which they began; those under way are waited for if others are to follow."""
     last = 0
     while True:
-        for move in ask(url, api_key, "GET", f"/moves?since={last}"):
+        for move in ask(url, admin_key, "GET", f"/moves?since={last}"):
             if follow and move["outcome"] == "under_way":
                 break
             last = move["number"]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, show_answer
+from tercet.cli.fleet_commands import HERE, AdminKey, ByPath, Json, Url, ask, show_answer, text_of
 from tercet.cli.setting_flags import ProgramArg
 from tercet.protocol import BadRequest
 from tercet.settings import key_values, read_yaml
@@ -19,9 +19,9 @@ program = typer.Typer(
 
 
 @program.command()
-def show(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Which programs run, since which version, and whether one of them fails."""
-    show_answer(ask(url, api_key, "GET", "/program"), as_json, state_in_words)
+    show_answer(ask(url, admin_key, "GET", "/program"), as_json, state_in_words)
 
 
 @program.command("set")
@@ -33,14 +33,15 @@ def set_program(
     plan: Annotated[
         Path | None, typer.Option(help="A JSON or YAML file: `program` and `args`, or `split`, `rules`, `sticky`.")
     ] = None,
+    by_path: ByPath = False,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Serve requests from now on by one program, or by a plan from a file.
 
-    Requests under way end under the program that they began with. A file that exists here is sent by its full path,
-    and the front door reads it on its own machine; the program is called what you write.
+    Requests under way end under the program that they began with. A file that exists here is sent as it is now; the
+    program is called what you write.
 
     Examples:
     - `tercet program set balanced --program-arg balance_ratio=0.2`
@@ -52,8 +53,10 @@ def set_program(
     if plan is not None and program_arg:
         raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
     args = key_values(program_arg, "--program-arg")
-    body = read_yaml(plan, "--plan").values if plan is not None else {**_called(str(name)), "args": args}
-    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
+    body = dict(read_yaml(plan, "--plan").values) if plan is not None else {**_called(str(name)), "args": args}
+    if not by_path:
+        send_sources(body)
+    show_answer(ask(url, admin_key, "PUT", "/program", body), as_json, state_in_words)
 
 
 @program.command()
@@ -71,11 +74,12 @@ def split(
         list[str] | None,
         typer.Option(metavar="MODEL,PROGRAM", help="The same, by the name that they give the model; repeatable."),
     ] = None,
+    by_path: ByPath = False,
     sticky: Annotated[
         str | None, typer.Option(metavar="HEADER", help="Requests with the same value of it get the same program.")
     ] = None,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Share the traffic between programs, by weight.
@@ -98,10 +102,27 @@ def split(
         raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
     if sticky is not None:
         body["sticky"] = sticky
-    show_answer(ask(url, api_key, "PUT", "/program", body), as_json, state_in_words)
+    if not by_path:
+        send_sources(body)
+    show_answer(ask(url, admin_key, "PUT", "/program", body), as_json, state_in_words)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
+
+
+def send_sources(body: dict[str, Any]) -> None:
+    """Have the plan carry the text of each file that exists here; the front door reads the others, if it may."""
+    for arm in (body, *_arms(body.get("split")), *_arms(body.get("rules"))):
+        name = arm.get("program")
+        if not isinstance(name, str) or "source" in arm:
+            continue
+        path, colon, _ = name.rpartition(":")
+        if colon and (file := Path(path).expanduser()).is_file():
+            arm["source"] = text_of(file, "PROGRAM")
+
+
+def _arms(found: Any) -> list[dict[str, Any]]:
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []  # pyright: ignore
 
 
 def _located(name: str) -> str:

@@ -18,6 +18,12 @@ _MEASUREMENT = {
     "--no-save-records": "--no-save-detailed",
 }
 _FILE = {"--json": "--result-filename"}
+_KEY = {"--api-key": "--admin-key"}
+_OF_ADMINS = (
+    "status", "program show", "program set", "program split", "engines list", "engines add", "engines drain",
+    "engines remove", "engines role", "scheduling show", "scheduling set", "adapters list", "adapters load",
+    "adapters replace", "adapters unload", "moves list", "moves sequences", "moves start",
+)  # fmt: skip
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "tercet chaos": {"--rate": "--fault-rate", "--requests": "--request-rate"},
     "tercet sim": _SIMULATION,
@@ -26,4 +32,5 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     "tercet bench compare": _MEASUREMENT,
     "tercet bench transfer": _FILE,
     "tercet bench migration": _FILE,
+    **dict.fromkeys((f"tercet {command}" for command in _OF_ADMINS), _KEY),
 }

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tercet.cli.door_access import require_private_door
 from tercet.cli.given_names import PARTS, given_as
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
@@ -110,6 +111,7 @@ def engine(
     )
     AllowedPrefillers(prefill_hosts or "", "--prefill-hosts")
     if simulate is not None:
+        require_private(spec)
         with given_as(PARTS):
             _simulate(spec, load_profile(simulate))
     else:
@@ -178,7 +180,7 @@ def router(config: RouterConfig) -> None:
 
     Examples:
     - `tercet router --engine http://127.0.0.1:8001,role=prefill --engine http://127.0.0.1:8002,role=decode`
-    - `tercet router --engine http://10.0.0.5:8001,name=a --program data_parallel -- --api-key secret`
+    - `tercet router --engine http://10.0.0.5:8001,name=a --program data_parallel -- --api-key KEY`
     - `tercet router --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 --program mine.py:split --dev`
     - `tercet router --engine http://127.0.0.1:8001,label.zone=a --scheduling my.yaml --program-arg pick=scheduled`
     - `tercet router --engine http://127.0.0.1:8001 --max-in-flight-per-engine 64 --max-queued 200 --queue-timeout 10`
@@ -186,6 +188,7 @@ def router(config: RouterConfig) -> None:
     - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
     """
     check_flags(config.vllm_args, VLLM_FLAGS)
+    require_private_door(config)
     load_program(config.program, config.program_args)
     policies_of(config.reschedule)
     if config.scheduling is not None:

@@ -7,17 +7,17 @@ from typing import Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Json, Url, ask, engine_in_words, show_answer, understood
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, engine_in_words, show_answer, understood
 from tercet.cli.moves import in_words as move_in_words
 from tercet.cli.program import state_in_words
 
 
-def status(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def status(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Show a running front door: model, program, engines with what runs on them, and moves.
 
     The exit code is 0 if it can serve, 1 if it cannot or is not there, and 2 for wrong use.
     """
-    found: dict[str, Any] = ask(url, api_key, "GET", "/status")
+    found: dict[str, Any] = ask(url, admin_key, "GET", "/status")
     show_answer(found, as_json, lambda found: _in_words(url, found))
     with understood():
         serves = bool(found["serving"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tercet.aio import signals_to
 from tercet.cli.detached import detach
+from tercet.cli.door_access import require_private_door
 from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
@@ -47,6 +48,7 @@ def require_usable(config: UpConfig) -> str:
 
     The built-in model may still have to be converted.
     """
+    require_private_door(config)
     load_program(config.program, config.program_args)
     policies_of(config.reschedule)
     model = known_model(config.model)

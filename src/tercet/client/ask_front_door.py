@@ -10,21 +10,20 @@ import msgspec
 from tercet.client.bounded_answers import PLAIN, read_answer
 from tercet.client.connection_errors import reason_of
 from tercet.protocol import EngineUnreachable, from_wire
+from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import PREFIX, UNREADABLE
 
 # Adding an engine waits for its answer, loading a program for the user's module.
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
-async def ask_front_door(url: str, method: str, path: str, body: Any = None, api_key: str | None = None) -> Any:
+async def ask_front_door(url: str, method: str, path: str, body: Any = None, admin_key: str = "") -> Any:
     """The front door's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
 
     Raises the :class:`~tercet.protocol.TercetError` that it answered with, and
     :class:`~tercet.protocol.EngineUnreachable` if no front door answers there.
     """
-    headers = {"content-type": "application/json", **PLAIN}
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
+    headers = {"content-type": "application/json", **bearer(admin_key), **PLAIN}
     data = None if body is None else msgspec.json.encode(body)
     where = f"{url.rstrip('/')}{PREFIX}{path}"
     try:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import aiohttp
 import msgspec
@@ -39,7 +39,7 @@ from tercet.protocol import (
     UnknownSequence,
     from_wire,
 )
-from tercet.protocol.bearer import bearer
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.wire import (
     JSON,
@@ -65,6 +65,7 @@ from tercet.streams import EngineConnection, StreamListener
 
 T = TypeVar("T")
 DATA = b"data: "
+UNAUTHORIZED = 401
 # An output with the log probabilities of a long prompt is one line.
 LONGEST_LINE = 16 * 1024 * 1024
 # Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
@@ -89,7 +90,8 @@ class HttpEngine:
 
     The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
     that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
-    ``secret`` is the fleet's, or the engine's API key; ``tls`` is for an ``https://`` engine.
+    ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is for an ``https://``
+    engine.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class HttpEngine:
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
-        self._secret = secret
+        self._prover = Prover(secret)
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._admit = admit
@@ -127,9 +129,8 @@ class HttpEngine:
 
     async def __aenter__(self) -> HttpEngine:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
-        headers = {**bearer(self._secret), **PLAIN}
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, read_bufsize=LONGEST_LINE, auto_decompress=False
+            connector=connector, headers=PLAIN, read_bufsize=LONGEST_LINE, auto_decompress=False
         )
         if self._keeper is not None:
             self._keeper.start()
@@ -365,15 +366,26 @@ class HttpEngine:
         headers = {"content-type": content_type, **headers}
         if named := request_id():
             headers[REQUEST_ID_HEADER] = named
-        try:
-            response = await self._client.request(
-                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            )
-            require_plain(response)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
+        path, digest = f"/{unquote(verb)}", digest_of(body)
+
+        async def ask() -> aiohttp.ClientResponse:
+            proved = {**headers, **self._prover.headers(method, path, digest)}
+            try:
+                response = await self._client.request(
+                    method, url, data=body, headers=proved, timeout=timeout, allow_redirects=False
+                )
+                require_plain(response)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
+            return response
+
+        response = await ask()
+        # It has done nothing yet but ask who we are.
+        if response.status == UNAUTHORIZED and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
+            response.release() if response.content.at_eof() else response.close()
+            response = await ask()
         try:
             if response.status >= 400:
                 try:

@@ -24,7 +24,6 @@ from tercet.protocol import (
     Reservation,
     Sent,
 )
-from tercet.protocol.bearer import bearer
 
 TOGETHER_SECONDS = 2.0
 """For one reading; then the engine counts as one that does not answer."""
@@ -46,7 +45,6 @@ class ScrapedEngine:
         interval: float,
         on_load: Callable[[EngineLoad], None],
         on_new: Callable[[], object],
-        secret: str = "",
         tls: ssl.SSLContext | None = None,
         kv_events: KVEvents | None = None,
     ) -> None:
@@ -55,7 +53,6 @@ class ScrapedEngine:
         self._interval = interval
         self._on_load = on_load
         self._on_new = on_new
-        self._secret = secret
         self._tls = tls
         self._kv_events = kv_events
         self._started = ""
@@ -66,7 +63,7 @@ class ScrapedEngine:
         connector = aiohttp.TCPConnector(keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            headers={**bearer(self._secret), **PLAIN},
+            headers=PLAIN,
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=TOGETHER_SECONDS),
         )

@@ -15,7 +15,7 @@ import msgspec
 from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
 from tercet.cluster.compute import devices_for_engines, split_cores
 from tercet.cluster.device_plan import DeviceShare, plan_devices
-from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, gpu_memory_of, ranks_of
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, gpu_memory_of, ranks_of, value_of
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
@@ -26,7 +26,7 @@ from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, Runnin
 from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
 from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
-from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
 # Engines serve the front door alone, and their control endpoints ask for no password.
@@ -103,11 +103,14 @@ def fleet_of(
         restarts = Restarts(0 if is_group(spec.extra_args) else config.engine_restarts)
         engines.append(RunningEngine(spec.name, role, url_of(spec.host, spec.port), process, restarts))
     port = config.port or free_ports(config.host, 1)[0]
+    url = url_of(config.host, port)
+    if value_of(config.vllm_args, "--ssl-certfile") is not None:
+        url = url.replace("http://", "https://", 1)
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
     argv = router_argv(router_config(config, model, port, addresses), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
-    router = Process("router", argv, router_env(model), log_dir / "router.log", grace, warm)
-    return RunningFleet(url_of(config.host, port), engines, router, log_dir)
+    router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace, warm=warm)
+    return RunningFleet(url, engines, router, log_dir)
 
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
@@ -187,6 +190,10 @@ def router_config(config: UpConfig, model: str, port: int, engines: Sequence[Eng
     """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
+    # Engines of this machine ask for the API key in their environment or flags, where there is no secret.
+    fields["secret"] = (
+        config.secret or value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
+    )
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
     return RouterConfig(**fields)
 

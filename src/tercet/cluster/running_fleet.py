@@ -149,7 +149,7 @@ async def _hurry(processes: Sequence[Process], hurry: asyncio.Event) -> None:
 async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
     """A front door that shuts down says so where it is asked for its health."""
     said = ""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+    async with _asking() as session:
         while True:
             await asyncio.sleep(ASK_SECONDS)
             with contextlib.suppress(aiohttp.ClientError, OSError, *UNREADABLE):
@@ -158,6 +158,11 @@ async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
                 if isinstance(error, ShuttingDown) and error.message != said:
                     said = error.message
                     on_event("router", said)
+
+
+def _asking() -> aiohttp.ClientSession:
+    """To ask processes of our own on this machine, whoever has signed their certificates."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), connector=aiohttp.TCPConnector(ssl=False))
 
 
 async def read_events(log: Path, say: Callable[[str], object]) -> None:
@@ -184,7 +189,7 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
     """
     progress = StartProgress(process.log)
     port, somebody_else = urlsplit(url).port or 80, False
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+    async with _asking() as session:
         while progress.seconds < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")

@@ -22,13 +22,12 @@ def scraping(
     fleet: EngineFleet,
     interval: float,
     kv_events_port: int | None = None,
-    secret: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> Connect:
     """How to connect to an engine by its name and URL, reading its ``/metrics`` every ``interval`` seconds.
 
-    With ``kv_events_port`` each engine publishes vLLM's KV events there, on its own host. ``secret`` and ``tls`` as for
-    :class:`~tercet.client.HttpEngine`.
+    With ``kv_events_port`` each engine publishes vLLM's KV events there, on its own host. ``tls`` is as for
+    :class:`~tercet.client.HttpEngine`. The page is open on every vLLM server: nothing is shown for it.
     """
 
     @asynccontextmanager
@@ -41,7 +40,7 @@ def scraping(
 
         events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")
         reported = partial(fleet.report, name)
-        async with ScrapedEngine(name, url, interval, reported, started_anew, secret, tls, events) as engine:
+        async with ScrapedEngine(name, url, interval, reported, started_anew, tls, events) as engine:
             following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge, anew))
             try:
                 yield engine

@@ -133,7 +133,7 @@ def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig)
     """How engines say what they do: by themselves, or when they are read."""
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     if config.load_from == "metrics":
-        return scraping(fleet, config.metrics_interval_s, config.kv_events_port, config.secret, tls)
+        return scraping(fleet, config.metrics_interval_s, config.kv_events_port, tls)
     return connecting(fleet, listener, config.secret, tls)
 
 

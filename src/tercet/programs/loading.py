@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -18,7 +19,7 @@ from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Fleet, Request
-from tercet.scheduling.registry import load_module, user_file
+from tercet.scheduling.registry import Locate, load_module, user_file
 from tercet.settings.declaration import complaint
 
 Program = Callable[[Request, Fleet], Answer]
@@ -32,18 +33,21 @@ BUILT_IN: Mapping[str, Callable[..., Answer]] = {
 }
 
 
-def load_program(name: str, args: Mapping[str, str] | None = None) -> Program:
+def load_program(
+    name: str, args: Mapping[str, str] | None = None, source: str | None = None, locate: Locate = user_file
+) -> Program:
     """The program called ``name``: a built-in one, or ``path/to/file.py:function``.
 
     ``args`` are its keyword parameters, as text; they are converted to the types in its signature, functions from
-    ``file.py:function``. Raises
-    :class:`~tercet.protocol.BadRequest` that says what is wrong with the name, the file or a parameter.
+    ``file.py:function``. With a ``source`` that is the text of the file, and none is read. ``locate`` finds the files
+    that are. Raises :class:`~tercet.protocol.BadRequest` that says what is wrong with the name, the file or a
+    parameter.
     """
     keep_cancellation_counts()
-    function = BUILT_IN.get(name) or _from_file(name)
+    function = _from_file(name, locate, source) if source is not None or name not in BUILT_IN else BUILT_IN[name]
     if not inspect.isasyncgenfunction(function):
         raise BadRequest(f"program: {name} is not an async generator (async def with yield)", "program")
-    return partial(function, **_convert(name, function, args or {}))
+    return partial(function, **_convert(name, function, args or {}, locate))
 
 
 def name_of(program: Program) -> str:
@@ -52,19 +56,20 @@ def name_of(program: Program) -> str:
     return next((name for name, each in BUILT_IN.items() if each is function), "")
 
 
-def _from_file(name: str) -> Callable[..., Answer]:
+def _from_file(name: str, locate: Locate, source: str | None = None) -> Callable[..., Answer]:
     path, colon, function_name = name.rpartition(":")
     if not colon:
         known = ", ".join(sorted(BUILT_IN))
         raise BadRequest(f"program: there is no {name!r}; choose one of {known}, or file.py:function", "program")
-    module = load_module(user_file(path, "program"), "program")
+    file = locate(path, "program") if source is None else Path(path)
+    module = load_module(file, "program", source)
     function = getattr(module, function_name, None)
     if function is None:
         raise BadRequest(f"program: {path} has no function {function_name}", "program")
     return function
 
 
-def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -> dict[str, Any]:
+def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], locate: Locate) -> dict[str, Any]:
     try:
         hints = get_type_hints(function)
     except Exception as error:  # the user's annotations are evaluated now
@@ -76,7 +81,7 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str]) -
         if key not in allowed:
             raise BadRequest(f"args: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "args")
         if _is_function(hints.get(key)):
-            converted[key] = _from_file(value)
+            converted[key] = _from_file(value, locate)
             continue
         try:
             converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)

@@ -13,6 +13,7 @@ from tercet.protocol.errors import (
     EngineError,
     EngineNotReached,
     EngineUnreachable,
+    Forbidden,
     FrontDoorFailed,
     FrontDoorUnreachable,
     HeadTooLarge,
@@ -34,6 +35,7 @@ from tercet.protocol.errors import (
     UnknownModel,
     UnknownPath,
     UnknownSequence,
+    UnsupportedMediaType,
     from_wire,
 )
 from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, WithoutRole
@@ -71,6 +73,7 @@ __all__ = [
     "EngineUnreachable",
     "EngineView",
     "Fleet",
+    "Forbidden",
     "FrontDoorFailed",
     "FrontDoorUnreachable",
     "HeadTooLarge",
@@ -109,6 +112,7 @@ __all__ = [
     "UnknownModel",
     "UnknownPath",
     "UnknownSequence",
+    "UnsupportedMediaType",
     "Usage",
     "WithoutRole",
     "cache_key",

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from tercet.protocol.call_proofs import secrets_of
 from tercet.protocol.errors import LayoutMismatch, Unauthorized
 
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
@@ -148,14 +149,16 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     def proved(self, secret: str) -> KVAddrInfo:
         """This one with its proof; as it is without a secret."""
-        return msgspec.structs.replace(self, proof=self._proof(secret)) if secret else self
+        known = secrets_of(secret)
+        return msgspec.structs.replace(self, proof=self._proof(known[0])) if known else self
 
     def require_proof(self, secret: str) -> None:
         """Raise :class:`~tercet.protocol.errors.Unauthorized` unless whoever gave it out knows the ``secret``.
 
         Without one it is believed as it is.
         """
-        if secret and not hmac.compare_digest(self.proof.encode(), self._proof(secret).encode()):
+        fits = [hmac.compare_digest(self.proof.encode(), self._proof(each).encode()) for each in secrets_of(secret)]
+        if fits and not any(fits):
             raise Unauthorized(
                 f"kv_addr_info: no engine that knows this engine's secret has said this ({self.engine} ought to); "
                 "give all engines of the fleet the same TERCET_SECRET",

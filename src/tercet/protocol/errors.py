@@ -57,6 +57,10 @@ class Unauthorized(TercetError, status=401):
     """The caller has not shown the key that this server asks for."""
 
 
+class Forbidden(TercetError, status=403):
+    """The caller may not do this from where it is, or with what it names, whatever key it shows."""
+
+
 class UnknownEngine(TercetError, status=404):
     """The fleet has no engine of that name."""
 
@@ -102,6 +106,10 @@ class LeaseEnded(TercetError, status=410):
 
 class RequestTooLarge(TercetError, status=413):
     """The request's body has more bytes than this server takes."""
+
+
+class UnsupportedMediaType(TercetError, status=415):
+    """The request's body is of a kind that is not taken here."""
 
 
 class HeadTooLarge(TercetError, status=431):

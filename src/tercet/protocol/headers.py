@@ -49,7 +49,13 @@ HEADERS = (
     Header(
         "authorization",
         "requests to a front door or an engine",
-        "`Bearer KEY`: the API key of either, or the fleet's secret towards an engine.",
+        "`Bearer KEY`: the API key of either, the admin key on `/tercet/v1` of a front door, or the fleet's secret "
+        "towards an engine. `Tercet ...`: a member's proof that it knows the secret, for this call.",
+    ),
+    Header(
+        "www-authenticate",
+        "answers of an engine or a sidecar",
+        '`Tercet challenge="..."`: with 401, what a caller signs its calls under.',
     ),
     Header(
         PREFILLER_HEADER,

@@ -18,14 +18,16 @@ from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.fleet.adapters import has
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
+from tercet.protocol import BadRequest, Forbidden, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.multimodal import MultiModalFeatures
 from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
+from tercet.router.admin_access import ADMITTED
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
+from tercet.router.named_files import NamedFiles
 from tercet.router.proposals import pass_on
-from tercet.router.routing import Plan, Version
+from tercet.router.routing import Plan, Source, Version
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
@@ -38,9 +40,13 @@ class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``PUT /tercet/v1/scheduling``: a path on the front door's machine."""
+    """Body of ``PUT /tercet/v1/scheduling``: a path on the front door's machine.
 
-    file: str
+    With a ``content`` that is what it says, no file is read, and ``file`` is what it is called.
+    """
+
+    file: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    content: Source | None = None
 
 
 class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,12 +77,19 @@ class VLLMUnloadCall(msgspec.Struct, frozen=True):
     lora_name: Name
 
 
-def install(app: FastAPI, shared: SharedState, models: Sequence[str], loads_adapters: bool = False) -> None:
+def install(
+    app: FastAPI,
+    shared: SharedState,
+    models: Sequence[str],
+    loads_adapters: bool = False,
+    files: NamedFiles | None = None,
+) -> None:
     """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``.
 
-    ``loads_adapters``: with vLLM's own routes for adapters, in the place of those that it has then.
+    ``loads_adapters``: with vLLM's own routes for adapters, in the place of those that it has then. ``files`` are those
+    that they may name; none if not given.
     """
-    app.state.tercet, app.state.tercet_models = shared, models
+    app.state.tercet, app.state.tercet_models, app.state.tercet_files = shared, models, files or NamedFiles()
     app.include_router(router)
     if loads_adapters:
         own = {route.path for route in vllms.routes if isinstance(route, Route)}
@@ -116,6 +129,10 @@ def _shared(request: Request) -> SharedState:
     return request.app.state.tercet
 
 
+def _files(request: Request) -> NamedFiles:
+    return request.app.state.tercet_files
+
+
 class _Route(APIRoute):
     """Answers with our errors as they are; the application's own handlers would make them failures of the server."""
 
@@ -124,6 +141,8 @@ class _Route(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
+                if ADMITTED not in request.scope:  # what the front door has not looked at is not served
+                    raise Forbidden("this route answers through the front door only")
                 return await handle(request)
             except TercetError as error:
                 return _json(error.to_wire(), error.status)
@@ -185,7 +204,8 @@ async def program(request: Request) -> Response:
 async def set_program(request: Request) -> Response:
     """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
     shared = _shared(request)
-    behind = await shared.use_program(decode_call(await request.body(), Plan), _asked(request))
+    plan = decode_call(await request.body(), Plan)
+    behind = await shared.use_program(plan, _asked(request), load_arm=_files(request).load_arm)
     return _json(_programs(shared.service), behind=behind)
 
 
@@ -219,7 +239,9 @@ async def set_scheduling(request: Request) -> Response:
     """Another scheduling file for picks from now on, or the same one anew."""
     shared = _shared(request)
     call = decode_call(await request.body(), SchedulingCall)
-    behind = await shared.use_scheduling(call.file, _asked(request))
+    behind = await shared.use_scheduling(
+        call.file, _asked(request), content=call.content, load=_files(request).load_scheduling
+    )
     return _json(_scheduling(shared), behind=behind)
 
 
@@ -227,6 +249,7 @@ def _scheduling(shared: SharedState) -> dict[str, Any]:
     scheduling, in_use = shared.service.fleet.scheduling, shared.state.scheduling
     return {
         "file": None if in_use is None else in_use.file,
+        **({} if in_use is None or in_use.content is None else {"content": in_use.content}),
         "profiles": {
             name: {
                 "filters": [type(plugin).__name__ for plugin in profile.filters],

@@ -40,10 +40,11 @@ class ProgramInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A scheduling file's path, and how often one was asked for."""
+    """A scheduling file's path, or what it is called and its content; and how often one was asked for."""
 
     number: int
     file: str
+    content: str | None = None
 
 
 class AdapterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +96,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return self
         after = known.with_program(self.program.plan)
         if self.scheduling is not None:
-            after = after.with_scheduling(self.scheduling.file)
+            after = after.with_scheduling(self.scheduling.file, self.scheduling.content)
         return msgspec.structs.replace(after, members=self.members, adapters=self.adapters)
 
     def with_program(self, plan: Plan) -> FleetState:
@@ -103,10 +104,10 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         following = ProgramInUse(self.program.number + 1, plan)
         return msgspec.structs.replace(self, program=following, before=self.program)
 
-    def with_scheduling(self, file: str) -> FleetState:
-        """Picks from now on go by ``file``, as it is now."""
+    def with_scheduling(self, file: str, content: str | None = None) -> FleetState:
+        """Picks from now on go by ``file``, as it is now, or by the ``content`` that is called so."""
         number = 1 if self.scheduling is None else self.scheduling.number + 1
-        return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file))
+        return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file, content))
 
     def with_promise(self, promise: Promise) -> FleetState:
         """The first promise stands."""

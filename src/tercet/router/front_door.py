@@ -27,6 +27,7 @@ from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import PREFIX
 from tercet.router.access_log import access_logged
+from tercet.router.admin_access import AdminAccess, is_admin_path
 from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
@@ -55,6 +56,8 @@ ANSWER = "tercet.answer"
 LIVE = "/live"
 READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
+# Of websockets: the server refuses what it was asked for.
+POLICY_VIOLATION = 1008
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -67,21 +70,24 @@ class FrontDoor:
     of pooling servers, need to reach a browser.
     ``shutdown`` is told of every request, and refuses all once it has begun; without one nobody ends this front door.
     ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
+    ``keys`` are those of clients, ``admins`` says who may call the front door's own routes.
     """
 
     def __init__(
-        self, app: ASGIApp, fast: FastPath | None, gate: Gate, keys: Sequence[str],
+        self, app: ASGIApp, fast: FastPath | None, gate: Gate, keys: BearerKeys | Sequence[str],
         check_program: Callable[[str], object], max_bytes: int,
         around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
         shutdown: Shutdown | None = None,
         access_log: bool = False,
         pooling: PoolingServers | None = None,
+        admins: AdminAccess | None = None,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
         self._gate = gate
         self._shutdown = shutdown or Shutdown(timeout_s=0)
-        self._keys = BearerKeys(keys)
+        self._keys = keys if isinstance(keys, BearerKeys) else BearerKeys(keys)
+        self._admins = admins or AdminAccess(clients=self._keys)
         self._check_program = check_program
         self._max_bytes = max_bytes
         self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
@@ -103,6 +109,9 @@ class FrontDoor:
                 await self._pass(scope, receive, noted)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._open(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
@@ -173,16 +182,30 @@ class FrontDoor:
     ) -> ReceivedBody | None:
         if context.path in READY:
             self._require_ready()
-        if context.path not in OPEN:
-            refusal = "this front door asks for its API key: Authorization: Bearer KEY"
-            shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
-            self._keys.require(shown, refusal)
+        if is_admin_path(context.path):
+            self._admins.require(scope)
+        elif context.path not in OPEN:
+            self._require_key(scope)
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:
             return None  # whoever shows no key has nothing kept for it
         return await read_body(context, receive, self._max_bytes, kept)
+
+    def _require_key(self, scope: Scope) -> None:
+        refusal = "this front door asks for its API key: Authorization: Bearer KEY"
+        shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+        self._keys.require(shown, refusal)
+
+    async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have a websocket served; without a key it is closed before it opens."""
+        try:
+            self._require_key(scope)
+        except TercetError:
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            return
+        await self._app(scope, receive, send)
 
     def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
         """Whether it is a request that is finished before this process ends, and not a look at how it does."""

@@ -167,15 +167,15 @@ class PassedRequest:
 class PoolingServers:
     """Those of a front door. Use as an async context manager; while entered they are looked at.
 
-    ``secret`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
+    ``key`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
     ``timeout_s`` how long an answer may take; ``told`` hears of each, by its URL, whether it answers.
     """
 
     def __init__(
-        self, urls: Sequence[str], secret: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
+        self, urls: Sequence[str], key: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
         told: Callable[[str, bool], object] = lambda _url, _answers: None,
     ) -> None:  # fmt: skip
-        self.servers = [_server(url, secret, told, tls) for url in urls]
+        self.servers = [_server(url, key, told, tls) for url in urls]
         self._tls = tls
         self._timeout_s = timeout_s
         self._tasks = TaskSet()
@@ -320,13 +320,13 @@ class PoolingServers:
         return self._session
 
 
-def _server(url: str, secret: str, told: Callable[[str, bool], object], tls: ssl.SSLContext | None) -> PoolingServer:
+def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SSLContext | None) -> PoolingServer:
     """Names and passwords are in no log, no metric and no answer."""
     parts = urlsplit(url.rstrip("/"))
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     origin = Origin(bare, tls, keep_alive_s=KEEP_ALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=HEADER_BYTES)
     if parts.username is None:
-        return PoolingServer(bare, told, origin, bearer(secret))
+        return PoolingServer(bare, told, origin, bearer(key))
     who = aiohttp.encode_basic_auth(unquote(parts.username), unquote(parts.password or ""))
     return PoolingServer(bare, told, origin, {"authorization": who})
 

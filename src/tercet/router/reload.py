@@ -37,7 +37,7 @@ class FileWatch:
 
 def files_of(plan: Plan) -> list[Path]:
     """The files in a plan's ``file.py:function``, each once."""
-    paths = (arm.program.rpartition(":")[0] for arm in plan.arms)
+    paths = (arm.program.rpartition(":")[0] for arm in plan.arms if arm.source is None)
     return [Path(path).expanduser() for path in dict.fromkeys(paths) if path]
 
 
@@ -59,7 +59,9 @@ async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) ->
             await _use(files, used, shared.tells)
         if before.scheduling is not None and (files := plugins.changed(fleet.scheduling.files)):
             in_use = before.scheduling
-            await _use(files, shared.use_scheduling(in_use.file, _reason(files), in_use.number), shared.tells)
+            await _use(
+                files, shared.use_scheduling(in_use.file, _reason(files), in_use.number, in_use.content), shared.tells
+            )
 
 
 async def _use(files: Sequence[Path], using: Awaitable[object], tells: bool) -> None:

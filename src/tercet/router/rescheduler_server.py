@@ -21,6 +21,7 @@ from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_rescheduler import FleetRescheduler
 from tercet.settings import EngineAddress, ReschedulerConfig
+from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr
 from tercet.streams import StreamListener
 
@@ -105,7 +106,10 @@ async def _follow(config: ReschedulerConfig, membership: Membership) -> None:
 
 
 async def _listed(config: ReschedulerConfig) -> Sequence[ListedEngine]:
-    answer: Any = await ask_front_door(config.url, "GET", "/engines", api_key=config.api_key or None)
+    key = config.admin_key
+    if not key and config.admin_key_file is not None:
+        key = KeyFile(config.admin_key_file, "admin-key-file").first()[0]
+    answer: Any = await ask_front_door(config.url, "GET", "/engines", admin_key=key)
     try:
         return msgspec.convert(answer, list[ListedEngine])
     except UNREADABLE as error:

@@ -23,14 +23,19 @@ REMEMBERED = 16
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 Args = Mapping[str, str | int | float | bool]
+Source = Annotated[str, msgspec.Meta(max_length=1_000_000)]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A program and its parameters. ``name`` is what metrics, traces and clients call it; ``program``, if not given."""
+    """A program and its parameters. ``name`` is what metrics, traces and clients call it; ``program``, if not given.
+
+    ``source`` is the text of the file in ``file.py:function``, which is not read then.
+    """
 
     program: Name
     args: Args = {}
     name: Name | None = None
+    source: Source | None = None
 
     @property
     def label(self) -> str:
@@ -38,9 +43,14 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         return self.name or self.program
 
     @property
-    def same_as(self) -> tuple[str, dict[str, str]]:
+    def same_as(self) -> tuple[str, dict[str, str], str | None]:
         """Equal for arms that run the same code with the same parameters."""
-        return self.program, {key: as_text(value) for key, value in self.args.items()}
+        return self.program, self.texts, self.source
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The parameters, as they would be written on a command line."""
+        return {key: as_text(value) for key, value in self.args.items()}
 
 
 class Share(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -77,7 +87,7 @@ class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defa
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of ``PUT /tercet/v1/program``: a ``program`` with ``args`` and ``name``, or a ``split``; and ``rules``.
+    """The body of ``PUT /tercet/v1/program``: a ``program`` with what belongs to one, or a ``split``; and ``rules``.
 
     The first rule that covers a request decides. The others are split by weight, at random; with ``sticky``, the name
     of a header, by the value of that header, so that requests with the same value get the same arm.
@@ -86,6 +96,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     program: Name | None = None
     args: Args = {}
     name: Name | None = None
+    source: Source | None = None
     split: tuple[Share, ...] = ()
     rules: tuple[Rule, ...] = ()
     sticky: Name | None = None
@@ -97,6 +108,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest("args: belong to a program; in a split each program has its own", "args")
         if self.name is not None and self.program is None:
             raise BadRequest("name: belongs to a program; in a split each program has its own", "name")
+        if self.source is not None and self.program is None:
+            raise BadRequest("source: belongs to a program; in a split each program has its own", "source")
         if self.sticky is not None and self.program is not None:
             raise BadRequest("sticky: goes with a split", "sticky")
         if self.split and not 0 < self.total < float("inf"):
@@ -113,7 +126,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def shares(self) -> tuple[Share, ...]:
         """The split; one share with everything if there is one program."""
-        return self.split or (Share(program=self.program or "", args=self.args, name=self.name),)
+        return self.split or (Share(program=self.program or "", args=self.args, name=self.name, source=self.source),)
 
     @property
     def total(self) -> float:

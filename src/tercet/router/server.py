@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,12 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
+from tercet.router.door_keys import DoorKeys
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
+from tercet.router.named_files import NamedFiles
 from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
@@ -36,6 +39,7 @@ from tercet.router.small_server import serve_small
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
+from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.streams import StreamListener
 
 
@@ -63,7 +67,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
         PoolingServers(
-            config.pooling_servers, config.secret, tls, config.request_timeout_s, metrics.pooling_server
+            config.pooling_servers, config.pooling_key, tls, config.request_timeout_s, metrics.pooling_server
         ) as pooling,
     ):
         service = Service(
@@ -82,7 +86,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                         background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
                 if not config.serves_without_vllm:
-                    _import_vllm(config.vllm_args)  # seconds, well spent while engines are still loading
+                    _import_vllm(config)  # seconds, well spent while engines are still loading
                 if config.discovery.is_wanted:
                     promise = await state.until_ready(membership.until_one_answers)
                 else:
@@ -97,7 +101,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
                 if config.serves_without_vllm:
-                    await serve_small(config, state, promise.max_model_len, shutdown, pooling)
+                    await serve_small(config, state, promise.max_model_len, shutdown, pooling, named_files(config))
                 else:
                     await _serve_openai(config, state, membership, promise.max_model_len, shutdown, shared, pooling)
             finally:
@@ -115,20 +119,27 @@ def state_path(config: RouterConfig) -> Generator[Path]:
         yield Path(directory) / "state.json"
 
 
+def named_files(config: RouterConfig) -> NamedFiles:
+    """What admin routes may name: files below the folders for that, and those that the command itself names."""
+    program, colon, _ = config.program.rpartition(":")
+    told = [path for path in (program if colon else "", config.scheduling) if path]
+    return NamedFiles(config.admin_folders, told)
+
+
 def stream_port(config: RouterConfig, shared: Shared | None) -> int:
     """The port of this process's token streams; 0 is any free one."""
     return config.stream_port + shared.index if shared is not None and config.stream_port else config.stream_port
 
 
-def _import_vllm(flags: Sequence[str]) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for ``flags`` that it does not take."""
+def _import_vllm(config: RouterConfig) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
     from tercet.vllm_plugin.log_noise import errors_only
 
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
 
     import_vllm()
-    require_flags(flags)
+    require_flags(config.vllm_args, config.workers)
 
 
 def _interrupt(*_: object) -> None:
@@ -146,20 +157,27 @@ async def _serve_openai(
     service = state.service
     names = [config.public_name, *config.model_aliases]
     args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
-    args.api_key = api_keys(args)  # vLLM's own check, which also sees websockets, has the same keys
+    keys = DoorKeys(config, api_keys(args))
+    if not args.uds:
+        keys.require_private(config.host, config)
+    # The front door asks for keys, of websockets as well: vLLM's own check would not know those of files.
+    args.api_key = None
+    os.environ.pop(API_KEY_VARIABLE, None)
+    following = TaskSet()
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
         await membership.speak(vllm.text_of(engine_client, args))
         server = await vllm.openai_server(args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
-        admin.install(server.app, state, names, vllm.loads_adapters())
+        admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
         layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
-            layers, server.fast, gate, args.api_key, service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling,
+            layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
+            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
         )  # fmt: skip
+        following.spawn(keys.follow(), "keys")
         await state.serving()
 
         async def shut_down() -> None:
@@ -171,6 +189,7 @@ async def _serve_openai(
         loads = None if shared is None else (shared.loads, shared.index)
         await vllm.accept(server.app, args, sock, shut_down, loads, ready)
     finally:
+        await following.close()
         engine_client.shutdown()
         sock.close()
 

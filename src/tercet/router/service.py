@@ -27,13 +27,15 @@ from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
 from tercet.router.metrics import Metrics
 from tercet.router.moves import Moves
+from tercet.router.named_files import load_anywhere
 from tercet.router.proposals import Proposals
 from tercet.router.recovery import Recovery
-from tercet.router.routing import Chosen, Plan, Routing, Version, as_text
+from tercet.router.routing import Arm, Chosen, Plan, Routing, Version
 from tercet.settings import MoveSettings, RetryBudget, log_events
 
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0
+LoadArm = Callable[[Arm], Program]
 RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
@@ -83,9 +85,9 @@ class Service:
 
     # ---- changing programs -----------------------------------------------------------------------------------
 
-    async def load(self, plan: Plan) -> Mapping[str, Program]:
-        """The programs of a plan; raises :class:`~tercet.protocol.BadRequest` for the first that does not load."""
-        return await run_in_thread(_load, plan)  # it runs the user's module, however long that takes
+    async def load(self, plan: Plan, load_arm: LoadArm = load_anywhere) -> Mapping[str, Program]:
+        """The programs of a plan; raises :class:`~tercet.protocol.TercetError` for the first that does not load."""
+        return await run_in_thread(_load, plan, load_arm)  # it runs the user's module, however long that takes
 
     def use(self, number: int, plan: Plan, programs: Mapping[str, Program]) -> None:
         """Requests from now on are served under ``plan``; those under way end as they began."""
@@ -251,12 +253,9 @@ class Service:
             )
 
 
-def _load(plan: Plan) -> dict[str, Program]:
-    """The programs of a plan by name; raises :class:`~tercet.protocol.BadRequest` for the first that does not load."""
-    return {
-        arm.label: load_program(arm.program, {key: as_text(value) for key, value in arm.args.items()})
-        for arm in plan.arms
-    }
+def _load(plan: Plan, load_arm: LoadArm = load_anywhere) -> dict[str, Program]:
+    """The programs of a plan by name; raises :class:`~tercet.protocol.TercetError` for the first that does not load."""
+    return {arm.label: load_arm(arm) for arm in plan.arms}
 
 
 def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:

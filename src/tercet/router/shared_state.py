@@ -22,9 +22,10 @@ from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError,
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
+from tercet.router.named_files import load_anywhere
 from tercet.router.recovery import LOOK_SECONDS
 from tercet.router.routing import Plan
-from tercet.router.service import Service
+from tercet.router.service import LoadArm, Service
 from tercet.router.shutdown import Shutdown
 from tercet.router.state_changes import because, changes_with_reasons
 from tercet.scheduling import Scheduling, load_scheduling
@@ -45,10 +46,19 @@ class Loaded:
     scheduling: dict[int, Scheduling] = field(default_factory=dict[int, Scheduling])
 
 
-async def load_scheduling_file(path: str) -> Scheduling:
-    """What a file says; raises :class:`~tercet.protocol.BadRequest` for one that cannot be used."""
-    # It runs the user's modules, however long that takes.
-    return await run_in_thread(lambda: load_scheduling(user_file(path, "scheduling")))
+LoadScheduling = Callable[[str, str | None], Scheduling]
+
+
+def scheduling_anywhere(path: str, content: str | None = None) -> Scheduling:
+    """What a file says that the operator's own files or flags name, or a ``content`` that is called so."""
+    return load_scheduling(user_file(path, "scheduling") if content is None else Path(path), content)
+
+
+async def load_scheduling_file(
+    path: str, content: str | None = None, load: LoadScheduling = scheduling_anywhere
+) -> Scheduling:
+    """What a file says; raises :class:`~tercet.protocol.TercetError` for one that cannot be used."""
+    return await run_in_thread(load, path, content)  # it runs the user's modules, however long that takes
 
 
 class SharedState:
@@ -225,7 +235,7 @@ class SharedState:
             and (from_scratch or file != self.state.scheduling)
             and file.number not in loaded.scheduling
         ):
-            loaded.scheduling[file.number] = await load_scheduling_file(file.file)
+            loaded.scheduling[file.number] = await load_scheduling_file(file.file, file.content)
 
     def _number_at_start(self, state: FleetState) -> int:
         """The number under which the service's first plan is in the state; 0 if it is not."""
@@ -249,13 +259,16 @@ class SharedState:
 
     # ---- changing --------------------------------------------------------------------------------------------
 
-    async def use_program(self, plan: Plan, reason: str = ASKED, unless_after: int | None = None) -> Sequence[str]:
+    async def use_program(
+        self, plan: Plan, reason: str = ASKED, unless_after: int | None = None, load_arm: LoadArm = load_anywhere
+    ) -> Sequence[str]:
         """Serve requests from now on under ``plan``; ``unless_after``: not if a later plan than that one is in use.
 
         This and the other changes are logged with their ``reason``, and return what to say of processes that have not
-        followed. They raise :class:`~tercet.protocol.TercetError`, and then nothing changes.
+        followed. They raise :class:`~tercet.protocol.TercetError`, and then nothing changes. ``load_arm`` loads each
+        program.
         """
-        programs, loaded = await self.service.load(plan), Loaded()
+        programs, loaded = await self.service.load(plan, load_arm), Loaded()
 
         def change(state: FleetState) -> FleetState:
             if unless_after is not None and state.program.number > unless_after:
@@ -265,14 +278,21 @@ class SharedState:
 
         return await self.change(change, reason, loaded)
 
-    async def use_scheduling(self, file: str, reason: str = ASKED, unless_after: int | None = None) -> Sequence[str]:
-        """Go by a scheduling file, as it is now; ``unless_after`` as of :meth:`use_program`."""
-        scheduling, loaded = await load_scheduling_file(file), Loaded()
+    async def use_scheduling(
+        self,
+        file: str,
+        reason: str = ASKED,
+        unless_after: int | None = None,
+        content: str | None = None,
+        load: LoadScheduling = scheduling_anywhere,
+    ) -> Sequence[str]:
+        """Go by a scheduling file as it is now, or by a ``content`` that is called so; else as :meth:`use_program`."""
+        scheduling, loaded = await load_scheduling_file(file, content, load), Loaded()
 
         def change(state: FleetState) -> FleetState:
             if unless_after is not None and state.scheduling is not None and state.scheduling.number > unless_after:
                 return state
-            after = state.with_scheduling(file)
+            after = state.with_scheduling(file, content)
             if after.scheduling is not None:
                 loaded.scheduling[after.scheduling.number] = scheduling
             return after

@@ -17,7 +17,9 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
 from tercet.router import admin
+from tercet.router.door_keys import DoorKeys
 from tercet.router.front_door import FrontDoor
+from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
@@ -26,6 +28,7 @@ from tercet.router.small_openai import prompt_texts, small_app
 from tercet.router.workers import tell_ready
 from tercet.settings import RouterConfig
 from tercet.vllm_plugin.engine.server_access import api_keys
+from tercet.vllm_plugin.frontend.bounded_connection import BoundedProtocol
 
 CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01
@@ -57,26 +60,32 @@ class _Server(uvicorn.Server):
 
 
 async def serve_small(
-    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers
-) -> None:
-    """Serve until told to stop: the first signal has running requests finish, another one ends them."""
+    config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers,
+    files: NamedFiles,
+) -> None:  # fmt: skip
+    """Serve until told to stop: the first signal has running requests finish, another one ends them.
+
+    ``files`` are those that admin routes may name.
+    """
     service = state.service
-    keys = api_keys(flags_of(config.vllm_args))
+    keys = DoorKeys(config, api_keys(flags_of(config.vllm_args)))
+    keys.require_private(config.host, config)
     names = [config.public_name, *config.model_aliases]
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
-    admin.install(app, state, names)
+    admin.install(app, state, names, files=files)
     gate = Gate(config.limits, service.fleet, service.metrics)
     app.middleware_stack = FrontDoor(
-        app.build_middleware_stack(), None, gate, keys, service.program_called, config.max_request_bytes,
-        shutdown=shutdown, access_log=config.access_log, pooling=pooling,
+        app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
+        shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
     )  # fmt: skip
     server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
+        uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
                        timeout_graceful_shutdown=CLOSE_SECONDS)
     )  # fmt: skip
     with _listening(config) as sock:
         await state.serving()
         serving = asyncio.ensure_future(server.serve([sock]))
+        following = asyncio.ensure_future(keys.follow())
         ending = asyncio.ensure_future(_shut_down(shutdown, partial(shutdown.run, gate.close, service.give_up)))
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
@@ -89,6 +98,7 @@ async def serve_small(
                 ending.result()
             await serving
         finally:
+            following.cancel()
             ending.cancel()
             serving.cancel()
 

@@ -28,9 +28,9 @@ from tercet.scheduling.profiles import (
     SchedulingProfile,
     of_one_profile,
 )
-from tercet.scheduling.registry import plugin_class
+from tercet.scheduling.registry import Locate, plugin_class
 from tercet.settings.declaration import complaint
-from tercet.settings.decoding import load_yaml
+from tercet.settings.decoding import load_yaml, parse_yaml
 
 logger = logging.getLogger("tercet.scheduling")
 T = TypeVar("T")
@@ -100,38 +100,43 @@ def convert(content: object, to: type[T], at: str) -> T:
         raise BadRequest(f"{place}: {reason}", place) from error
 
 
-def load_scheduling(path: Path) -> Scheduling:
+def load_scheduling(path: Path, content: str | None = None, locate: Locate | None = None) -> Scheduling:
     """What a scheduling file says; plugins of the user's are found from its folder.
 
-    Raises :class:`~tercet.protocol.BadRequest` that names the file and the field that is wrong.
+    With a ``content`` that is what it says, and none is read. ``locate`` finds the files of plugins. Raises
+    :class:`~tercet.protocol.BadRequest` that names the file and the field that is wrong.
     """
-    found = load_yaml(path, f"scheduling: {path}", "scheduling")
+    name = f"scheduling: {path}"
+    found = load_yaml(path, name, "scheduling") if content is None else parse_yaml(content, name, "scheduling")
     try:
-        return _assembled(found, path)
+        return _assembled(found, path, content is None, locate)
     except BadRequest as error:
         raise BadRequest(f"scheduling: {path}: {error.message}", error.param) from error
 
 
-def _assembled(found: object, path: Path) -> Scheduling:
+def _assembled(found: object, path: Path, is_file: bool, locate: Locate | None) -> Scheduling:
     content, passed_over = translated(found)
     for line in passed_over:
         logger.warning("scheduling: %s of llm-d is passed over: %s", path.name, line)
     try:
-        return _made(content, path, is_of_llm_d(found))
+        return _made(content, path, is_of_llm_d(found), is_file, locate)
     except BadRequest as error:
         raise as_in_file(found, error) from error
 
 
-def _made(content: object, path: Path, weighs_anything: bool) -> Scheduling:
+def _made(content: object, path: Path, weighs_anything: bool, is_file: bool, locate: Locate | None) -> Scheduling:
     config = convert(content, SchedulingConfig, "")
-    plugins = _plugins(config.plugins, path.parent)
+    plugins = _plugins(config.plugins, path.parent, locate)
     profiles: dict[str, SchedulingProfile] = {}
     for index, given in enumerate(config.scheduling_profiles):
         at = f"schedulingProfiles[{index}]"
         _require_free_name(given.name, profiles, at)
         profiles[given.name] = _profile(given, plugins, at, weighs_anything)
     own = (plugin.type.rpartition(":")[0] for plugin in config.plugins)
-    files = (path, *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file))
+    files = (
+        *((path,) if is_file else ()),
+        *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file),
+    )
     return replace(
         _scheduling(plugins, profiles),
         files=files,
@@ -140,7 +145,7 @@ def _made(content: object, path: Path, weighs_anything: bool) -> Scheduling:
     )
 
 
-def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:
+def _plugins(configs: Sequence[PluginEntry], beside: Path, locate: Locate | None) -> dict[str, Plugin]:
     made: dict[str, Plugin] = {}
     for index, config in enumerate(configs):
         at = f"plugins[{index}]"
@@ -149,7 +154,7 @@ def _plugins(configs: Sequence[PluginEntry], beside: Path) -> dict[str, Plugin]:
             raise BadRequest(
                 f"{at}.name: another plugin is called {name!r} already; give this one a name", f"{at}.name"
             )
-        kind = plugin_class(config.type, beside, f"{at}.type")
+        kind = plugin_class(config.type, beside, f"{at}.type", locate)
         made[name] = convert(config.parameters or {}, kind, f"{at}.parameters")
     return made
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
 from tercet.protocol import BadRequest
 from tercet.scheduling import affinity, context_length, filters, pickers, profiles, scorers, topology
@@ -51,7 +52,15 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
 _TO_WRITE = {Filter: "keep", Scorer: "score", Picker: "pick", Decider: "disaggregates"}
 
 
-def plugin_class(kind: str, beside: Path, field: str) -> type[Plugin]:
+class Locate(Protocol):
+    """From a path to the file that may be read there; see :func:`user_file`, which lets anything be read."""
+
+    def __call__(self, path: str, field: str, beside: Path = ..., /) -> Path:
+        """``field`` is what errors name. Raises :class:`~tercet.protocol.TercetError`."""
+        ...
+
+
+def plugin_class(kind: str, beside: Path, field: str, locate: Locate | None = None) -> type[Plugin]:
     """The class that ``kind`` names: a built-in one, or that of ``file.py:Class``.
 
     ``beside`` is the folder that relative paths start from, ``field`` the place that errors name. Raises
@@ -64,7 +73,8 @@ def plugin_class(kind: str, beside: Path, field: str) -> type[Plugin]:
     if not colon:
         known = ", ".join(BUILT_IN)
         raise BadRequest(f"{field}: there is no plugin {kind!r}; choose one of {known}, or file.py:Class", field)
-    return _checked(getattr(load_module(user_file(path, field, beside), field), name, None), kind, field)
+    file = (locate or user_file)(path, field, beside)
+    return _checked(getattr(load_module(file, field), name, None), kind, field)
 
 
 def _checked(found: object, kind: str, field: str) -> type[Plugin]:
@@ -86,22 +96,27 @@ def user_file(path: str, field: str, beside: Path = Path()) -> Path:
         file = beside / Path(path).expanduser()
     except RuntimeError as error:  # the home of a user who is not there
         raise BadRequest(f"{field}: {path}: {error}", field) from error
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except (OSError, ValueError) as error:  # nobody may look there, or there can be no such name
+        raise BadRequest(f"{field}: {path!r} cannot be read: {getattr(error, 'strerror', error)}", field) from error
+    if not is_file:
         raise BadRequest(f"{field}: there is no file {path}", field)
     return file
 
 
-def load_module(file: Path, field: str) -> ModuleType:
+def load_module(file: Path, field: str, source: str | None = None) -> ModuleType:
     """The file's module, from its text of now; raises :class:`~tercet.protocol.BadRequest` that names ``field``.
 
-    Not through the import system: that may answer from its cache what a file contained less than a second ago.
+    With a ``source`` that is the text, and there need be no file. Not through the import system: that may answer from
+    its cache what a file contained less than a second ago.
     """
     name = f"tercet_file_{file.absolute().as_posix()}"
     module, before = ModuleType(name), sys.modules.get(name)
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and type hints look their module up
     try:
-        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+        exec(compile(file.read_bytes() if source is None else source, str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
         if before is None:
             del sys.modules[name]

@@ -38,7 +38,7 @@ class Setting:
 
     ``flag`` is ``--KEY`` if not given, and empty where there is none; a list has one flag for each item. ``env`` is
     ``TERCET_KEY``. ``default`` is said instead of the default itself. ``read`` makes the value of an item of a list out
-    of what was given, and its index.
+    of what was given, and its index. ``is_key``: callers show it, so a blank one is refused.
     """
 
     help: str
@@ -49,6 +49,7 @@ class Setting:
     default: str = ""
     panel: str = ""
     read: Callable[[Any, int], Any] | None = None
+    is_key: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):

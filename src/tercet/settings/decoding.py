@@ -16,7 +16,7 @@ import yaml
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
-from tercet.settings.declaration import SECRET_VARIABLE, Declared, complaint, declared, is_group, key_values, near
+from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
 # What Kubernetes sets NAME_PORT to in every pod of a namespace that has a service NAME.
@@ -52,7 +52,7 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
             found[key] = value, source.name_of(key)
     values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
     for key, (value, name) in found.items():
-        if known[key].env == SECRET_VARIABLE and isinstance(value, str):
+        if known[key].setting.is_key and isinstance(value, str):
             values[known[key].path] = key_of(value, name)
     for each in known.values():
         if each.is_required and each.key not in found:
@@ -90,9 +90,18 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
     """What a YAML file holds. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
     param = param or name
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
+    except ValueError as error:
+        raise BadRequest(f"{name}: it is not YAML: {error}", param) from error
+    return parse_yaml(text, name, param)
+
+
+def parse_yaml(text: str, name: str, param: str) -> Any:
+    """What YAML says. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    try:
+        return yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # it lets through what is wrong with dates, numbers
         raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
 

@@ -9,9 +9,23 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings
 from tercet.settings.log_lines import LogFormat, LogLevel
+from tercet.settings.variables import ADMIN_KEY_VARIABLE
 
 EngineSecret = Annotated[
-    str, Setting("What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none")
+    str,
+    Setting(
+        "What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none", is_key=True
+    ),
+]
+AdminKey = Annotated[
+    str,
+    Setting(
+        "What `/tercet/v1` of a front door asks for; best given as a variable.", flag="", env=ADMIN_KEY_VARIABLE,
+        default="none", is_key=True,
+    ),
+]  # fmt: skip
+AdminKeyFile = Annotated[
+    str | None, Setting("A file of admin keys, one a line, read again when it changes.", metavar="FILE", default="none")
 ]
 LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.")]
 TLSCertificate = Annotated[

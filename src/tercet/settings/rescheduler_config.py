@@ -9,7 +9,7 @@ import msgspec
 from tercet.settings.declaration import Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.router_config import Port
 
 
@@ -23,9 +23,8 @@ class ReschedulerConfig(Settings, frozen=True):
     stream_port: Annotated[
         Port, Setting("Port to which engines connect to report their load.", default="any free one")
     ] = 0
-    api_key: Annotated[
-        str, Setting("Its API key, best given as a variable.", flag="", env="TERCET_API_KEY", default="none")
-    ] = ""  # fmt: skip
+    admin_key: AdminKey = ""
+    admin_key_file: AdminKeyFile = None
     secret: EngineSecret = ""
     stuck_after_s: Annotated[
         Seconds, Setting("Time without progress after which an engine counts as lost.", unit="seconds")

@@ -21,11 +21,13 @@ from tercet.settings.declaration import (
 )
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.process_settings import EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.urls import require_engine_url, require_url
+from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LIMITS = "Limits"
+ACCESS = "Access"
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -245,6 +247,13 @@ class FrontDoorConfig(Settings, frozen=True):
             flag="--pooling-server", metavar="URL",
         ),
     ] = ()  # fmt: skip
+    pooling_key: Annotated[
+        str,
+        Setting(
+            "The API key of pooling servers; best given as a variable.", flag="", env=POOLING_KEY_VARIABLE,
+            default="none", is_key=True,
+        ),
+    ] = ""  # fmt: skip
     secret: EngineSecret = ""
     openai_layer: Annotated[
         Literal["auto", "vllm", "small"],
@@ -253,6 +262,26 @@ class FrontDoorConfig(Settings, frozen=True):
             "auto: small before engines of `tercet up --simulate`, else vLLM's."
         ),
     ] = "auto"
+    admin_key: AdminKey = ""
+    admin_key_file: AdminKeyFile = None
+    api_key_file: Annotated[
+        str | None,
+        Setting(
+            "A file of clients' keys, one a line, read again when it changes.", metavar="FILE", default="none",
+            panel=ACCESS,
+        ),
+    ] = None  # fmt: skip
+    open_to_all: Annotated[
+        bool,
+        Setting("Serve other machines though no key is asked of clients.", default="off", panel=ACCESS),
+    ] = False
+    admin_folders: Annotated[
+        tuple[str, ...],
+        Setting(
+            "A folder of files that `/tercet/v1` may name: programs, scheduling files, plugins. Repeatable.",
+            flag="--admin-folder", metavar="DIR", panel=ACCESS,
+        ),
+    ] = ()  # fmt: skip
     vllm_args: Annotated[
         tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")

@@ -23,12 +23,15 @@ from tercet.client import prefill_metrics
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request
+from tercet.protocol.bearer import key_of
+from tercet.protocol.call_proofs import secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER, TRACE_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import TokenId, decode_call
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PrefillBudget
+from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.sim_engine import SimEngine
 from tercet.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json, event_stream, json_of, text_of, together, tokens_of
@@ -216,7 +219,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``url`` is where other engines reach it. ``model`` is the name in the OpenAI API, ``root`` a checkpoint whose
     tokenizer clients may use, if there is one. ``prefill_hosts`` are who may be named to prefill, ``prefill_budget``
-    how long they may take.
+    how long they may take. ``secret`` is the fleet's, that of the environment if not given.
     """
 
     name: str
@@ -229,6 +232,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     root: str | None = None
     prefill_hosts: str = ""
     prefill_budget: PrefillBudget = PrefillBudget()
+    secret: str | None = None
 
 
 @asynccontextmanager
@@ -241,13 +245,15 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     async def weights() -> str:
         return engine.fingerprint
 
+    secret = key_of(os.environ.get(SECRET_VARIABLE, "") if config.secret is None else config.secret, SECRET_VARIABLE)
+    api_key = key_of(os.environ.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session,
-        RemotePrefill(PrefillAttempts(config.prefill_budget), weights, os.environ.get(SECRET_VARIABLE, "")) as remote,
+        RemotePrefill(PrefillAttempts(config.prefill_budget), weights, secret or api_key) as remote,
     ):
-        network = HttpNetwork(profile.transfer, session)
+        network = HttpNetwork(profile.transfer, session, secret or api_key)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
-        verbs = Verbs(engine)
+        verbs = Verbs(engine, [*secrets_of(secret), api_key])
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
         app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
         # A client that goes away cancels its handler, which gives back what it took.

@@ -28,10 +28,14 @@ from tercet.protocol import (
     Request,
     Reservation,
     TercetError,
+    Unauthorized,
     UnknownSequence,
 )
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.wire import (
+    JSON,
     PREFIX,
     AbortCall,
     ConnectCall,
@@ -54,6 +58,8 @@ from tercet.streams import FrontDoors, StreamRelay, propose_move
 
 DELIVER = f"{PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
+UNAUTHORIZED = 401
+ASKS_FOR_A_KEY = "this engine asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
 # The answer needs no engine step, so a peer that takes this long is gone.
 ANSWER = aiohttp.ClientTimeout(total=10.0)
 
@@ -72,8 +78,10 @@ class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HttpNetwork(Network):
     """The network of one engine in a process of its own; reaches all others by the address in their reservations."""
 
-    def __init__(self, transfer: Transfer, session: aiohttp.ClientSession) -> None:
+    def __init__(self, transfer: Transfer, session: aiohttp.ClientSession, secret: str = "") -> None:
         super().__init__()
+        self._secret = secret
+        self._provers: dict[str, Prover] = {}
         self.transfer = transfer  # peers are taken to be as fast as this engine
         self.posting = TaskSet()
         self._session = session
@@ -90,15 +98,25 @@ class HttpNetwork(Network):
         self.posting.spawn(self._deliver(url, delivery, answer))
 
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        prover, data = self._provers.setdefault(url, Prover(self._secret)), msgspec.json.encode(delivery)
         try:
-            async with self._session.post(
-                url + DELIVER, data=msgspec.json.encode(delivery), timeout=ANSWER, headers=PLAIN, allow_redirects=False
-            ) as response:
-                body = await read_answer(response)
-                said = msgspec.json.decode(body, type=str | None) if response.status == 200 else f"{response.status}"
+            status, body = await self._asked(url, data, prover)
+            said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             said = f"it does not answer: {error}"
         answer(said)
+
+    async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes]:
+        while True:
+            proof = prover.headers("POST", DELIVER.removeprefix(PREFIX), digest_of(data))
+            headers = {"content-type": JSON, **PLAIN, **proof}
+            async with self._session.post(
+                url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
+            ) as response:
+                body = await read_answer(response)
+            challenges = response.headers.getall(CHALLENGE_HEADER, [])
+            if response.status != UNAUTHORIZED or not prover.meets(challenges):
+                return response.status, body
 
 
 class RemoteEngine:
@@ -136,10 +154,11 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class Verbs:
-    """Handlers for one engine."""
+    """Handlers for one engine, for those who prove or show one of its ``keys``, if it has any."""
 
-    def __init__(self, engine: SimEngine) -> None:
+    def __init__(self, engine: SimEngine, keys: Sequence[str] = ()) -> None:
         self._engine = engine
+        self._callers = Callers(keys)
         self.relay = StreamRelay(FrontDoors(engine.name, engine.incarnation, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
@@ -147,7 +166,7 @@ class Verbs:
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
             *(web.post(f"{PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
-            web.post(DELIVER, self.deliver),
+            web.post(DELIVER, self._admitted(self.deliver)),
             web.get(f"{PREFIX}/status", self._meant_for_us(self.status)),
             web.get(f"{PREFIX}/sequences", self._meant_for_us(self.sequences)),
             web.post(f"{PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
@@ -158,7 +177,27 @@ class Verbs:
             require_incarnation(http.headers.get(INCARNATION_HEADER), self._engine.incarnation)
             return await handler(http)
 
-        return checked
+        return self._admitted(checked)
+
+    def _admitted(self, handler: Handler) -> Handler:
+        """As a real engine's: not for strangers, and where no key is asked, not for web pages."""
+
+        async def admitted(http: web.Request) -> web.StreamResponse:
+            if not self._callers:
+                require_own_call(ShownHeaders(http.headers.items()), http.remote)
+                return await handler(http)
+            shown = http.headers.getall("authorization", [])
+            try:
+                digest = self._callers.require(shown, http.method, http.path.partition(PREFIX)[2], ASKS_FOR_A_KEY)
+            except Unauthorized as error:
+                answer = json_of(error.to_wire(), error.status)
+                answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
+                return answer
+            if digest is not None:
+                require_digest(await http.read(), digest)
+            return await handler(http)
+
+        return admitted
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
         call = decode_call(await http.read(), PrepRecvCall, http.content_type)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
+from tercet.protocol.call_proofs import secrets_of
 from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Reader, SendingPeer
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.local_rank import LocalRank
@@ -30,7 +31,8 @@ def greet(
     ``word`` is the number of a generation word that is set.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    proof = proof_of("sender", rank.settings.secret, challenge.nonce, nonce, session)
+    secret = next(iter(secrets_of(rank.settings.secret)), "")
+    proof = proof_of("sender", secret, challenge.nonce, nonce, session)
     greeting = Greeting(rank.fingerprint, session, stream, nonce, proof)
     if stream:
         return greeting
@@ -39,8 +41,9 @@ def greet(
 
 def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
     """The receiver's choice; raises :class:`ProtocolViolation` if the receiver is not one of ours."""
-    expected = proof_of("receiver", rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
-    if not secrets.compare_digest(expected, welcome.proof):
+    said = challenge.nonce, greeting.nonce, greeting.session
+    known = secrets_of(rank.settings.secret) or ("",)
+    if not any(secrets.compare_digest(proof_of("receiver", each, *said), welcome.proof) for each in known):
         raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
     if welcome.transport not in greeting.offers:
         raise ProtocolViolation(f"the receiver chose {welcome.transport!r:.40}, which was not offered")
@@ -65,11 +68,18 @@ class Agreement(NamedTuple):
 
 def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> None:
     """Raise :class:`ProtocolViolation` unless a sender knows the secret and has KV of our layout."""
-    expected = proof_of("sender", rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
-    if not secrets.compare_digest(expected, greeting.proof):
+    if _shared_secret(rank, challenge, greeting) is None:
         raise ProtocolViolation("secret: the sender does not know this fleet's secret")
     if greeting.fingerprint != rank.fingerprint:
         raise ProtocolViolation("layout: the sender's KV layout is another one")
+
+
+def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> str | None:
+    """Of our secrets, two while they are changed, the one that a sender has proved; empty where there are none."""
+    said = challenge.nonce, greeting.nonce, greeting.session
+    known = secrets_of(rank.settings.secret) or ("",)
+    fits = [each for each in known if secrets.compare_digest(proof_of("sender", each, *said), greeting.proof)]
+    return fits[0] if fits else None
 
 
 def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int | None) -> Agreement:
@@ -90,7 +100,8 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     if block is not None and block.block_bytes != greeting.shape.block_bytes:
         raise ProtocolViolation("layout: the sender's blocks have another size than it says")
     backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
-    proof = proof_of("receiver", rank.settings.secret, challenge.nonce, greeting.nonce, greeting.session)
+    secret = _shared_secret(rank, challenge, greeting) or ""
+    proof = proof_of("receiver", secret, challenge.nonce, greeting.nonce, greeting.session)
     return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))
 
 

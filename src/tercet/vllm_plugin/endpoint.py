@@ -19,9 +19,10 @@ from starlette.responses import StreamingResponse
 from tercet.client import engine_tls
 from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.client.remote_prefill import RemotePrefill
-from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, UnknownSequence
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, Unauthorized, UnknownSequence
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
     JSON,
@@ -62,8 +63,12 @@ UNREAD_SECONDS = 60.0
 
 async def _admit(request: Request) -> None:
     """Raises ``Unauthorized`` for a stranger's call, ``Conflict`` for one that is meant for the engine of before."""
-    callers: BearerKeys = request.app.state.tercet_callers
-    callers.require(request.headers.getlist("authorization"), ASKS_FOR_A_KEY)
+    callers: Callers = request.app.state.tercet_callers
+    if not callers:
+        require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
+    path = request.scope["path"].partition(PREFIX)[2]
+    shown = request.headers.getlist("authorization")
+    request.state.tercet_digest = callers.require(shown, request.method, path, ASKS_FOR_A_KEY)
     require_incarnation(request.headers.get(INCARNATION_HEADER), _verbs(request).incarnation)
 
 
@@ -136,10 +141,14 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
                 await remote.close()
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TercetError):
         raise error
-    return _json(error.to_wire(), error.status)
+    answer = _json(error.to_wire(), error.status)
+    callers: Callers | None = getattr(request.app.state, "tercet_callers", None)
+    if isinstance(error, Unauthorized) and callers:
+        answer.headers[CHALLENGE_HEADER] = callers.challenge()
+    return answer
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -157,6 +166,7 @@ async def _call(request: Request, kind: type[T]) -> T:
     body = await read_whole(request.receive, request.headers.get("content-length", ""), most, taker)
     if body is None:
         raise ClientDisconnect
+    require_digest(body, getattr(request.state, "tercet_digest", None))
     return decode_call(body, kind, request.headers.get("content-type", ""))
 
 

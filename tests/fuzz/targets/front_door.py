@@ -33,7 +33,7 @@ from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.fuzz.targets.kv_transfer import kind_of
 from tests.unit.fakes import LAYOUT
-from tests.unit.router.conftest import Door, Engine
+from tests.unit.router.conftest import JSON, Door, Engine
 
 PROGRAMS = "THE-PROGRAMS"
 PROGRAM = """
@@ -134,7 +134,9 @@ async def _admin() -> AsyncGenerator[AdminRoom]:
             async with door.membership:
                 await door.start()
                 transport = httpx.ASGITransport(door.application(), raise_app_exceptions=False)
-                async with httpx.AsyncClient(transport=transport, base_url="http://door/tercet/v1") as client:
+                async with httpx.AsyncClient(
+                    transport=transport, base_url="http://localhost/tercet/v1", headers=JSON
+                ) as client:
                     yield AdminRoom(door, client, Path(directory))
     finally:
         door.close()

@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.cluster.model import resolve_model
 from tercet.protocol import EngineLoad, KVAddrInfo, RankAddress
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.call_proofs import Callers
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.wire import PREFIX
 from tercet.streams import StreamListener, front_doors
@@ -267,7 +267,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
     app = FastAPI()
     TercetEndpoints().attach_router(app)
     app.state.tercet = verbs
-    app.state.tercet_callers = BearerKeys([])
+    app.state.tercet_callers = Callers([])
     app.state.tercet_max_request_bytes = PluginSettings().max_request_bytes
     app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
     loads: list[EngineLoad] = []
@@ -276,7 +276,9 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
             door = listener.connection_of("e", loads.append)
             address = await listener.address_for("http://127.0.0.1:1")
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url=f"http://e{PREFIX}", timeout=None) as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url=f"http://localhost{PREFIX}", timeout=None
+            ) as client:
                 yield VerbsRoom(core, verbs, client, (address, door.key))
             verbs.front_doors.close()
     finally:

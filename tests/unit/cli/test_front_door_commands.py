@@ -30,10 +30,10 @@ __all__ = ["metrics"]
 class Running:
     """A front door on a port of its own, in a thread; ``door`` is to be looked at between calls only."""
 
-    def __init__(self, metrics: Metrics, *keys: str) -> None:
+    def __init__(self, metrics: Metrics, *keys: str, admin_keys: tuple[str, ...] = ()) -> None:
         self.door = Door(metrics, "disaggregated", return_after=3)
         self.door.engines["http://new"] = Engine("new")
-        self.app = self.door.application(*keys, lifespan=self._lifespan)
+        self.app = self.door.application(*keys, admin_keys=admin_keys, lifespan=self._lifespan)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))
@@ -218,14 +218,28 @@ def test_draining_waits_if_asked_to(front_door: Running, tercet: Any) -> None:
     assert "--wait" in tercet("engines", "drain", "d", "--undo", "--wait", code=2)
 
 
-def test_the_key(metrics: Metrics, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with Running(metrics, "secret") as running:
+def test_the_key(
+    metrics: Metrics, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Running(metrics, "client", admin_keys=("secret",)) as running:
         line = ["program", "show", "--url", running.url]
         assert app._run(line) == 2
-        assert "API key" in capsys.readouterr().err
-        assert app._run([*line, "--api-key", "secret"]) == 0
-        monkeypatch.setenv("TERCET_API_KEY", "secret")
+        assert "admin key" in capsys.readouterr().err
+        assert app._run([*line, "--admin-key", "client"]) == 2
+        assert app._run([*line, "--admin-key", "secret"]) == 0
+        (tmp_path / "keys").write_text("# of this fleet\nsecret\n")
+        monkeypatch.setenv("TERCET_ADMIN_KEY_FILE", str(tmp_path / "keys"))
         assert app._run(line) == 0
+        monkeypatch.setenv("TERCET_ADMIN_KEY", "other")
+        assert app._run(line) == 2
+        monkeypatch.setenv("TERCET_ADMIN_KEY", "secret")
+        assert app._run(line) == 0
+        capsys.readouterr()
+        for wrong in ("\n", "a\nb"):
+            assert app._run([*line, "--admin-key", wrong]) == 2
+            assert capsys.readouterr().err.startswith("tercet: --admin-key: ")
+        assert app._run([*line, "--api-key", "secret"]) == 2
+        assert "it is now --admin-key" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,3 +165,65 @@ def test_neither_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (there.dev, there.model_aliases, there.return_after) == (False, (), 5)
     assert (there.scheduling, there.retries, there.limits) == (None, RetryBudget(), Limits())
     assert (there.request_timeout_s, there.max_request_bytes) == (None, 64 * 1024 * 1024)
+
+
+# ---- who reaches it ------------------------------------------------------------------------------------------
+
+
+def started(monkeypatch: pytest.MonkeyPatch, command: str, *flags: str) -> int:
+    monkeypatch.setattr("tercet.cli.servers.serve", lambda _: None)
+    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
+    monkeypatch.setattr("tercet.cli.up.known_model", lambda name: name)
+    monkeypatch.setattr("tercet.cli.up.resolve_model", lambda *_: pytest.fail("a model was loaded"))
+    engine = ("--engine", "http://127.0.0.1:1") if command == "router" else ()
+    return app._run([command, *engine, "--port", str(free_port()), *flags])
+
+
+@pytest.mark.parametrize("command", ["router", "up"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1"])
+@pytest.mark.parametrize("key", [None, "", "--api-key="])
+def test_a_door_that_strangers_reach_without_a_key_does_not_start(
+    command: str, host: str, key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "") if key == "" else monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    rest = ("--", key) if key and command == "router" else ()
+    assert started(monkeypatch, command, "--host", host, *rest) == 2
+    said = capsys.readouterr().err
+    assert "clients need no key" in said
+    assert "--open-to-all" in said
+
+
+@pytest.mark.parametrize(
+    "more", [("--open-to-all",), ("--", "--api-key", "k"), ("--", "--uds", "/run/x"), ("file",), ("variable",)]
+)
+def test_a_door_with_a_key_or_on_purpose_starts(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    (tmp_path / "keys").write_text("k\n")
+    if more == ("variable",):
+        monkeypatch.setenv("VLLM_API_KEY", "k")
+        more = ()
+    if more == ("file",):
+        more = ("--api-key-file", str(tmp_path / "keys"))
+    monkeypatch.setattr("tercet.cli.servers.require_free", lambda *_: None)
+    assert started(monkeypatch, "router", "--host", "192.0.2.1", *more) == 0
+
+
+@pytest.mark.parametrize("name", ["--api-key-file", "--admin-key-file"])
+def test_a_file_of_keys_is_read_before_anything_is_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("\n")
+    for command in ("router", "up"):
+        assert started(monkeypatch, command, name, str(tmp_path / "keys")) == 2
+        assert "no key in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("blank", ["\n", "  ", "\t\n"])
+def test_a_blank_admin_key_is_refused(
+    blank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERCET_ADMIN_KEY", blank)
+    assert started(monkeypatch, "router") == 2
+    assert "TERCET_ADMIN_KEY: the key is blank" in capsys.readouterr().err

@@ -80,7 +80,7 @@ async def engine_page(url: str) -> Any:
 
 
 async def front_door(url: str) -> Any:
-    return await ask_front_door(url, "GET", "/engines", api_key="k")
+    return await ask_front_door(url, "GET", "/engines", admin_key="k")
 
 
 @pytest.mark.parametrize("asks", [engine_status, engine_stream, engine_page, front_door])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.unit.sim.test_serving import QUICK
 
 
 @asynccontextmanager
-async def served(tls: ssl.SSLContext | None, seen: list[str | None]) -> AsyncGenerator[str]:
+async def served(tls: ssl.SSLContext | None, seen: list[str | None], keys: Sequence[str] = ()) -> AsyncGenerator[str]:
     """A simulated engine's verbs; ``seen`` gets the authorization of each call."""
 
     @web.middleware
@@ -34,7 +34,7 @@ async def served(tls: ssl.SSLContext | None, seen: list[str | None]) -> AsyncGen
     profile = profile_of(QUICK, 1000)
     async with aiohttp.ClientSession() as session:
         network = HttpNetwork(profile.transfer, session)
-        verbs = Verbs(SimEngine("e", profile, network))
+        verbs = Verbs(SimEngine("e", profile, network), keys)
         app = web.Application(middlewares=[note, errors_as_json])
         app.add_routes(verbs.routes())
         runner = web.AppRunner(app, shutdown_timeout=1.0)
@@ -58,10 +58,19 @@ def server_tls(authority: Authority, clients: Authority | None = None) -> ssl.SS
     return context
 
 
-@pytest.mark.parametrize(("secret", "shown"), [("s3cret", "Bearer s3cret"), ("", None), ("s3cret\n", "Bearer s3cret")])
-async def test_every_call_shows_the_secret_if_there_is_one(secret: str, shown: str | None) -> None:
+@pytest.mark.parametrize(
+    ("secret", "keys"),
+    [
+        ("s3cret", ["s3cret"]),
+        ("", []),
+        ("s3cret\n", ["s3cret"]),
+        ("s3cret before", ["after", "s3cret"]),
+        ("s3cret", []),
+    ],
+)
+async def test_every_call_proves_the_secret_and_none_shows_it(secret: str, keys: list[str]) -> None:
     seen: list[str | None] = []
-    async with served(None, seen) as url, StreamListener() as listener:
+    async with served(None, seen, keys) as url, StreamListener() as listener:
         for listening in (None, listener):
             async with HttpEngine("e", url, listening, secret=secret) as engine:
                 request = request_of("s", 8, max_tokens=3)
@@ -70,7 +79,65 @@ async def test_every_call_shows_the_secret_if_there_is_one(secret: str, shown: s
                 outputs = [output async for output in engine.start_generate(request_of("s", 8, max_tokens=3))]
                 assert outputs[-1].finished
                 await engine.abort("nobody")
-    assert set(seen) == {shown}
+    assert not any("s3cret" in (shown or "") for shown in seen)
+    proofs = [shown for shown in seen if shown is not None]
+    assert len(set(proofs)) == len(proofs)
+    assert len(proofs) >= len(seen) / 2 if keys else not proofs  # the first calls are answered with a challenge
+
+
+@pytest.mark.parametrize(
+    "challenge", [None, 'Tercet challenge="x"', "Bearer", 'Tercet challenge="", x', "Basic realm=x"]
+)
+async def test_nobody_gets_the_secret_by_asking_for_it(challenge: str | None) -> None:
+    """Whatever a stranger at an engine's address says, it learns nothing that opens an engine of the fleet."""
+    seen: list[str] = []
+
+    async def refuse(http: web.Request) -> web.Response:
+        seen.extend(f"{name}: {value}" for name, value in http.headers.items())
+        headers = {} if challenge is None else {"www-authenticate": challenge}
+        return web.json_response({}, status=401, headers=headers)
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(HOST, 1)
+    await web.TCPSite(runner, HOST, port).start()
+    try:
+        async with HttpEngine("e", f"http://{HOST}:{port}", secret="s3cret") as engine:
+            with pytest.raises(TercetError):
+                await engine.status()
+    finally:
+        await runner.cleanup()
+    assert not any("s3cret" in line for line in seen)
+    async with served(None, [], ["s3cret"]) as url, aiohttp.ClientSession() as session:
+        for line in seen:
+            name, _, value = line.partition(": ")
+            if name.lower() == "authorization":
+                async with session.get(f"{url}/tercet/v1/status", headers={"authorization": value}) as answer:
+                    assert answer.status == 401
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    asked: list[str] = []
+
+    async def redirect(http: web.Request) -> web.Response:
+        asked.append(http.path)
+        return web.Response(status=307, headers={"location": "/elsewhere"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(HOST, 1)
+    await web.TCPSite(runner, HOST, port).start()
+    try:
+        async with HttpEngine("e", f"http://{HOST}:{port}") as engine:
+            with pytest.raises(TercetError):
+                await engine.status()
+    finally:
+        await runner.cleanup()
+    assert asked == ["/tercet/v1/status"]
 
 
 async def test_verbs_and_token_streams_of_an_engine_behind_tls(tmp_path: Path) -> None:
@@ -84,7 +151,7 @@ async def test_verbs_and_token_streams_of_an_engine_behind_tls(tmp_path: Path) -
             assert (await engine.status()).engine == "e"
             outputs = [output async for output in engine.start_generate(request_of("s", 8, max_tokens=3))]
             assert outputs[-1].finished
-        assert set(seen) == {"Bearer s"}
+        assert seen
         seen.clear()
         for wrong in (
             engine_tls(str(ours.file), None, None),  # who does not show a certificate

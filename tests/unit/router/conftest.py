@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.types import TextFingerprint
 from tercet.router import admin
+from tercet.router.admin_access import AdminAccess
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.named_files import NamedFiles
 from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
@@ -89,6 +92,7 @@ def no_generator(request, fleet):
 
 # A disk that others use takes tens of milliseconds to flush a file, and no test here is about that.
 IN_MEMORY = "/dev/shm"
+JSON = {"content-type": "application/json"}
 
 
 class Engine(FakeEngine):
@@ -123,6 +127,7 @@ class Door:
         self.directory = Path(tempfile.mkdtemp(prefix="tercet-test-", dir=IN_MEMORY))
         self.shared = SharedState(self.directory / "state.json", self.membership, self.service)
         self.number = 0
+        self.folders = [tempfile.gettempdir()]
 
     @asynccontextmanager
     async def _connect(self, _name: str, url: str, _admit: Admit) -> AsyncGenerator[Engine]:
@@ -164,15 +169,16 @@ class Door:
         tokens = [token async for item in self.service.run(request, trace, model, began) for token in item.token_ids]
         return trace.program, tokens
 
-    def application(self, *keys: str, **options: Any) -> FrontDoor:
+    def application(self, *keys: str, admin_keys: Sequence[str] = (), **options: Any) -> FrontDoor:
         app = FastAPI(**options)
-        admin.install(app, self.shared, ["m"])
+        admin.install(app, self.shared, ["m"], files=NamedFiles(self.folders))
         gate = Gate(Limits(), self.fleet, self.metrics)
-        return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000)
+        admins = AdminAccess(BearerKeys(admin_keys), BearerKeys(keys))
+        return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000, admins=admins)
 
-    def client(self, *keys: str) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(self.application(*keys))
-        return httpx.AsyncClient(transport=transport, base_url="http://door/tercet/v1")
+    def client(self, *admin_keys: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.application(admin_keys=admin_keys))
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost/tercet/v1", headers=JSON)
 
     async def has_everything_back(self) -> bool:
         """Python closes generators that a program left in a step of their own, so this takes some steps at most."""

@@ -82,7 +82,7 @@ def client(door: Door, loads_adapters: bool = False) -> httpx.AsyncClient:
     admin.install(app, door.shared, ["m"], loads_adapters)
     gate = Gate(Limits(), door.fleet, door.metrics)
     served = FrontDoor(app, None, gate, (), door.service.program_called, 1_000_000)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://door")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://localhost")
 
 
 async def test_an_adapter_is_loaded_listed_and_unloaded(door: Door, hosts: dict[str, Host]) -> None:

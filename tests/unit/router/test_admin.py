@@ -294,7 +294,10 @@ async def test_a_scheduling_file_that_does_not_load_changes_nothing(
     before = door.fleet.scheduling
     async with door.client() as client:
         answer = await client.put("/scheduling", json={"file": str(tmp_path / "scheduling.yaml")})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+        if text is not None:
+            sent = await client.put("/scheduling", json={"file": "mine.yaml", "content": text})
+            assert (sent.status_code, sent.json()["error"]["param"]) == (400, field)
     assert door.fleet.scheduling is before
 
 

@@ -65,7 +65,7 @@ class House:
         self.app = App()
         self.gate = Gate(limits, door.fleet, metrics)
         self.front = FrontDoor(self.app, None, self.gate, keys, door.service.program_called, size)
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.front), base_url="http://door")
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.front), base_url="http://localhost")
 
     async def post(self, path: str = PATH, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body, headers=headers)
@@ -181,7 +181,7 @@ async def test_a_browser_may_read_a_refusal_as_it_may_read_an_answer(
     args = Namespace(allowed_origins=[allowed], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"])
     gate = Gate(Limits(), door.fleet, metrics)
     front = FrontDoor(App(), None, gate, ("k",), door.service.program_called, 1000, lambda app: with_cors(app, args))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
         answer = await client.post(PATH, json={}, headers={"origin": "http://browser"})
     assert answer.status_code == 401
     assert answer.headers.get("access-control-allow-origin") == ("http://browser" if "browser" in allowed else None)

@@ -127,7 +127,7 @@ async def client(door: Door, metrics: Metrics, pooling: PoolingServers) -> Async
     front = FrontDoor(nothing_here, None, gate, ("key",), door.service.program_called, 10_000, pooling=pooling)
     transport = httpx.ASGITransport(front)
     headers = {"authorization": "Bearer key"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as found:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as found:
         yield found
 
 
@@ -243,7 +243,7 @@ async def test_what_is_in_flight_counts_them_and_the_room_of_engines_does_not(
     gate = Gate(limits, door.fleet, metrics)
     front = FrontDoor(nothing_here, None, gate, (), door.service.program_called, 10_000, pooling=pooling)
     embedders[2].go.clear()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
 
         def asking() -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/rerank", json={"model": "reranker"}))
@@ -417,7 +417,7 @@ async def test_without_such_servers_vllm_answers(door: Door, metrics: Metrics) -
         front = FrontDoor(
             nothing_here, None, Gate(Limits(), door.fleet, metrics), (), door.service.program_called, 1000, pooling=none
         )
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
             assert (await client.post("/v1/embeddings", json={})).content == b"vLLM's own"
 
 

@@ -21,6 +21,7 @@ from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Conflict, EngineLoad, MoveProposal, Role, UnknownSequence
 from tercet.protocol.seq_ids import find_id, further_id
 from tercet.router import admin
+from tercet.router.admin_access import ADMITTED
 from tercet.router.metrics import MOST_REASONS, Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.service import Service
@@ -48,7 +49,11 @@ class Process:
         app = FastAPI()
         shared: Any = SimpleNamespace(service=self.service)
         admin.install(app, shared, ["m"])
-        self.routes = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door/tercet/v1")
+
+        async def admitted(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, ADMITTED: True}, receive, send)
+
+        self.routes = httpx.AsyncClient(transport=httpx.ASGITransport(admitted), base_url="http://localhost/tercet/v1")
 
     async def run(self, seq_id: str) -> asyncio.Task[None]:
         """Begin a request; returns when its client has a few tokens."""

@@ -31,7 +31,7 @@ class House:
         self.given_up: list[TercetError] = []
         check = door.service.program_called
         front = FrontDoor(self.app, None, self.gate, (), check, 1000, shutdown=self.shutdown)
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://door")
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost")
         self.running = asyncio.create_task(self.shutdown.run(self.gate.close, self._give_up))
 
     def _give_up(self, error: TercetError) -> None:

@@ -50,7 +50,7 @@ async def client(door: Door, checkpoint: Path) -> AsyncIterator[httpx.AsyncClien
     gate = Gate(Limits(), door.fleet, door.metrics)
     stack = app.build_middleware_stack()
     app.middleware_stack = FrontDoor(stack, None, gate, (), door.service.program_called, 100_000)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
 

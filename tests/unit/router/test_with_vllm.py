@@ -67,7 +67,7 @@ class House:
 
     def client(self, key: str = "secret") -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://door", headers=headers)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost", headers=headers)
 
     async def complete(self, **fields: Any) -> httpx.Response:
         async with self.client() as client:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tercet.settings.variables import INTERNAL, OF_TESTS
+
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = ROOT / "docs" / "reference"
 SOURCES = sorted((ROOT / "src" / "tercet").rglob("*.py"))
 METRICS = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}
 # Of a library that only `tercet chaos` loads into its engines.
-INTERNAL = {"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES"}
+NOT_FOR_USERS = INTERNAL | OF_TESTS | {"TERCET_TEST"}
 
 
 @cache
@@ -46,7 +48,7 @@ def test_every_name_that_the_code_uses_is_there(pattern: str) -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     used = {name for tree in trees() for text in strings(tree) for name in re.findall(pattern, text)}
     assert used
-    assert {name for name in used - INTERNAL if f"`{name}`" not in pages} == set()
+    assert {name for name in used - NOT_FOR_USERS if f"`{name}`" not in pages} == set()
 
 
 def test_every_metric_is_there() -> None:

@@ -19,7 +19,7 @@ from tercet.client.prefill_attempts import PrefillAttempts
 from tercet.gateway.sidecar.prefill_legs import NixlLeg
 from tercet.gateway.sidecar.server import SidecarServer, sidecar
 from tercet.gateway.sidecar.split_call import SplitCall, messages_of
-from tercet.protocol import BadRequest, LeaseEnded
+from tercet.protocol import BadRequest, LeaseEnded, Unauthorized
 from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
@@ -767,3 +767,20 @@ def test_a_part_whose_kind_is_no_text_is_no_text(path: str, name: str) -> None:
     fields = {name: [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]}
     with pytest.raises(BadRequest):
         SplitCall(path, b"", fields, {}, "a", "a-1").to_tokenize()
+
+
+@pytest.mark.parametrize("of_the_engine", ["s3cret", ""])
+async def test_a_call_is_proved_to_the_sidecar_and_by_it_to_its_engine(of_the_engine: str) -> None:
+    async with AsyncExitStack() as stack:
+        config = config_of("d", secret=of_the_engine)
+        await stack.enter_async_context(serving(config))
+        outside = SidecarConfig(engine=config.url, port=0, secret="s3cret")
+        port = (await stack.enter_async_context(sidecar(outside))).port
+        url = f"http://{HOST}:{port}"
+        member = await stack.enter_async_context(HttpEngine("d", url, secret="s3cret"))
+        assert (await member.status()).engine == "d"
+        for _ in range(2):
+            await member.abort("nobody")
+        stranger = await stack.enter_async_context(HttpEngine("d", url, secret="other"))
+        with pytest.raises(Unauthorized):
+            await stranger.status()

@@ -63,16 +63,19 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(times: StepTimes = QUICK, blocks: int = 1000) -> AsyncGenerator[Pair]:
+async def pair(times: StepTimes = QUICK, blocks: int = 1000, secret: str = "") -> AsyncGenerator[Pair]:
     async with AsyncExitStack() as stack:
         clients, engines = list[HttpEngine](), list[SimEngine]()
         listener = await stack.enter_async_context(StreamListener()) if STREAMED else None
         for name, port in zip(("p", "d"), free_ports(HOST, 2), strict=True):
             config = ServerConfig(
-                name=name, profile=profile_of(times, blocks), port=port, url=url_of(HOST, port), model="m"
-            )
+                name=name, profile=profile_of(times, blocks), port=port, url=url_of(HOST, port), model="m",
+                secret=secret,
+            )  # fmt: skip
             engines.append(await stack.enter_async_context(serving(config)))
-            clients.append(await stack.enter_async_context(HttpEngine(name, config.url, listener=listener)))
+            clients.append(
+                await stack.enter_async_context(HttpEngine(name, config.url, listener=listener, secret=secret))
+            )
         yield Pair(clients, engines)
 
 
@@ -156,6 +159,57 @@ def test_received_kv_is_used_and_counted() -> None:
         assert await found.settled()
 
     run(main)
+
+
+@pytest.mark.parametrize("page", [{"origin": "http://evil.example"}, {"host": "evil.example"}])
+def test_without_a_secret_no_page_calls_a_verb(page: dict[str, str]) -> None:
+    async def main(found: Pair) -> None:
+        url = f"{found.clients[0].url}/tercet/v1"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/abort", json={"seq_id": "s"}, headers=page) as answer,
+        ):
+            assert answer.status == 403
+
+    run(main)
+
+
+@pytest.mark.parametrize("secret", ["s3cret", "s3cret before"])
+def test_a_fleet_with_a_secret_serves_its_members_alone(secret: str) -> None:
+    async def main() -> None:
+        async with pair(secret=secret) as found:
+            prefill, decode = found.clients
+            request = request_of("s", 100, 5)
+            async with decode.prep_recv(request) as reservation:
+                await prefill.remote_send(request, reservation, 0)  # which has one engine call the other
+                outputs = [item async for item in decode.start_generate(request, 99)]
+            assert outputs[0].usage is not None
+            assert outputs[0].usage.received == 99
+            delivery = {"lease": "l", "begin": 0, "content": None}
+            async with aiohttp.ClientSession() as session:
+                for verb in (
+                    "prep_recv",
+                    "remote_send",
+                    "start_generate",
+                    "abort",
+                    "release",
+                    "connect",
+                    "sim/deliver",
+                ):
+                    for shown in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer "}):
+                        url = f"{decode.url}/tercet/v1/{verb}"
+                        async with session.post(url, json=delivery, headers=shown) as answer:
+                            assert answer.status == 401, verb
+                for path, status in (("status", 401), ("sequences", 401)):
+                    async with session.get(f"{decode.url}/tercet/v1/{path}") as answer:
+                        assert answer.status == status
+                for each in secret.split():
+                    shown = {"authorization": f"Bearer {each}"}
+                    async with session.get(f"{decode.url}/tercet/v1/status", headers=shown) as answer:
+                        assert answer.status == 200
+            assert await found.settled()
+
+    asyncio.run(main())
 
 
 def test_errors_cross_the_wire_with_their_kind() -> None:

@@ -38,7 +38,7 @@ from tests.unit.transport.models import a_grant, whose
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16
 LEASE, OTHER_LEASE = "12" * 16, "34" * 16
 SENTINEL = 0xEE
-SECRET, FINGERPRINT = "the fleet's", "same"
+SECRET, FINGERPRINT = "the-fleets", "same"
 NONCE = bytes(range(NONCE_BYTES))
 WORD = 77
 
@@ -184,7 +184,7 @@ class Conversation:
         said = self.hello(secret, **changes)
         require_ours(self.receiving.rank, self.challenge, said)
         agreed = self.agreed = agree(self.receiving.rank, self.challenge, said, memory)
-        assert agreed.welcome.proof == proof_of("receiver", SECRET, self.challenge.nonce, NONCE, self.name)
+        assert agreed.welcome.proof == proof_of("receiver", secret, self.challenge.nonce, NONCE, self.name)
         self.session = SenderSession(
             self.receiving.rank, self.receiving.grants, agreed, Pace(), self._finished, self.answers.append
         )

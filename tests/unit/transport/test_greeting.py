@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tercet.protocol import TransferFailed
+from tercet.protocol.call_proofs import secrets_of
 from tercet.transport import BlockShape, KVRegion
 from tercet.transport.backends import BackendUnavailable
 from tercet.transport.backends.host import HostBackend
@@ -42,9 +45,19 @@ def test_a_sender_that_knows_the_secret_is_welcome() -> None:
     assert Conversation(greet=False).greet() == "fake"
 
 
-@pytest.mark.parametrize("secret", ["", "another", "the fleet's "])
+@pytest.mark.parametrize("secret", ["", "another", "the-fleet", "the-fleets-"])
 def test_another_secret(secret: str) -> None:
     refused(Conversation(greet=False), "secret", secret=secret)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "sender"), [("a b", "a"), ("a b", "b"), ("b a", "a b"), ("a", "a b"), ("b", "b a")]
+)
+def test_two_secrets_are_valid_while_they_are_changed(receiver: str, sender: str) -> None:
+    talk = Conversation(greet=False)
+    rank = talk.receiving.rank
+    talk.receiving.rank = replace(rank, settings=msgspec.structs.replace(rank.settings, secret=receiver))
+    assert talk.greet(secret=secrets_of(sender)[0]) == "fake"
 
 
 @pytest.mark.parametrize("changes", [{"proof": b""}, {"proof": bytes(32)}, {"nonce": b"x"}, {"session": "b"}], ids=str)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.call_proofs import Callers, Prover, digest_of
 from tercet.protocol.wire import ReleaseCall
 from tercet.vllm_plugin.endpoint import TercetEndpoints, _call
 from tercet.vllm_plugin.engine.plugin_settings import MAX_REQUEST_BYTES, parse_settings
@@ -25,7 +25,7 @@ def app() -> FastAPI:
     found = FastAPI()
     TercetEndpoints().attach_router(found)
     found.state.tercet = SimpleNamespace(incarnation="i")
-    found.state.tercet_callers = BearerKeys(())
+    found.state.tercet_callers = Callers(())
     found.state.tercet_prefillers = None
     found.state.tercet_max_request_bytes = MOST
     return found
@@ -33,7 +33,7 @@ def app() -> FastAPI:
 
 async def sent(app: FastAPI, path: str, body: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.post(f"/tercet/v1/{path}", content=body)
 
 
@@ -67,7 +67,7 @@ async def test_what_is_read_is_the_call(app: FastAPI) -> None:
     async def receive() -> Any:
         return messages.pop(0)
 
-    request: Any = SimpleNamespace(app=app, receive=receive, headers={})
+    request: Any = SimpleNamespace(app=app, receive=receive, headers={}, state=None)
     assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
 
 
@@ -79,7 +79,7 @@ async def test_a_packed_call_is_read_as_well() -> None:
 
     state = SimpleNamespace(tercet_max_request_bytes=MOST)
     request: Any = SimpleNamespace(
-        app=SimpleNamespace(state=state), receive=receive, headers={"content-type": "application/msgpack"}
+        app=SimpleNamespace(state=state), receive=receive, headers={"content-type": "application/msgpack"}, state=None
     )
     assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
 
@@ -87,3 +87,37 @@ async def test_a_packed_call_is_read_as_well() -> None:
 def test_the_limit_is_a_setting() -> None:
     assert parse_settings({}).max_request_bytes == MAX_REQUEST_BYTES
     assert parse_settings({"max_request_bytes": 5}).max_request_bytes == 5
+
+
+# ---- who calls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    [{"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {"host": "evil.example"},
+     {"x-forwarded-for": "10.0.0.1"}, {"content-type": "text/plain"},
+     {"content-type": "application/x-www-form-urlencoded"}],
+)  # fmt: skip
+@pytest.mark.parametrize("path", PATHS)
+async def test_without_a_key_no_page_calls_a_verb(path: str, page: dict[str, str], app: FastAPI) -> None:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post(f"/tercet/v1/{path}", content=b"{}", headers=page)
+    assert answer.status_code in (403, 415)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stranger_gets_a_challenge_and_a_member_answers_it(path: str, app: FastAPI) -> None:
+    app.state.tercet_callers = Callers(["secret"])
+    prover, body = Prover("secret"), b"not json"
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        answer = await client.post(f"/tercet/v1/{path}", content=body)
+        assert answer.status_code == 401
+        assert prover.meets(answer.headers.get_list("www-authenticate"))
+        headers = prover.headers("POST", f"/{path}", digest_of(body))
+        answer = await client.post(f"/tercet/v1/{path}", content=body, headers=headers)
+        assert answer.status_code == 400  # it is no call
+        headers = prover.headers("POST", f"/{path}", digest_of(body))
+        answer = await client.post(f"/tercet/v1/{path}", content=body + b" ", headers=headers)
+        assert answer.status_code == 401

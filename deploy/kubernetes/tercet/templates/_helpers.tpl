@@ -60,6 +60,10 @@ capabilities: {drop: [ALL]}
 valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: api-key}}
 {{- end }}
 
+{{- define "tercet.adminKey" -}}
+valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: admin-key, optional: true}}
+{{- end }}
+
 {{/* Environment of whoever loads a model. */}}
 {{- define "tercet.modelEnvironment" -}}
 - {name: TERCET_CACHE, value: /var/cache/tercet}

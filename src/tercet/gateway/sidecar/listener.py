@@ -58,6 +58,12 @@ class ClientCall:
         """All values of that name."""
         return [value.decode("latin-1") for value in values(self.fields, name.encode())]
 
+    @property
+    def peer(self) -> str | None:
+        """The address of whoever asks; None at a socket file."""
+        found = self._connection.writer.get_extra_info("peername")
+        return found[0] if isinstance(found, tuple) else None
+
     async def parts(self) -> AsyncIterator[bytes]:
         """The body as it comes.
 
@@ -121,9 +127,9 @@ class ClientCall:
         """The answer has no end: the client sees its connection closed."""
         self._connection.abort()
 
-    async def answer(self, status: int, body: bytes, content_type: str) -> None:
-        """A whole answer of the sidecar's own."""
-        fields = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+    async def answer(self, status: int, body: bytes, content_type: str, more: Fields = ()) -> None:
+        """A whole answer of the sidecar's own, with ``more`` fields."""
+        fields = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode()), *more]
         await self.begin(status, b"", fields)
         if self.method != b"HEAD":
             await self.write(body)

@@ -23,6 +23,7 @@ from tercet.client.passing import (
     first,
     passed_on,
     passed_trailers,
+    values,
 )
 from tercet.client.passing.fields import is_encoded
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
@@ -32,10 +33,11 @@ from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.gateway.sidecar.sse import Opening
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.error_forms import error_body, last_events
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.sse import EVENTS, WholeEvents, object_of
 from tercet.protocol.trace import VerbTrace
@@ -56,6 +58,11 @@ LONGEST_ID = 64
 """Of a client's request id, characters that names on engines begin with."""
 
 
+def _verb_of(http: ClientCall) -> str:
+    """The path below the verbs' prefix."""
+    return http.path.partition(PREFIX)[2]
+
+
 class Proxy:
     """Everything that is asked of one engine; ``leg`` brings KV to it, from those of ``allowed`` that requests name."""
 
@@ -71,7 +78,8 @@ class Proxy:
         self._origin = origin
         self._leg = leg
         self._allowed = allowed
-        self._keys = BearerKeys([config.secret])
+        self._callers = Callers(secrets_of(config.secret))
+        self._prover = Prover(config.secret)
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
         self._max_bytes = config.max_request_bytes
@@ -85,6 +93,10 @@ class Proxy:
         try:
             async with until_lost(self._under_way):
                 await self._serve(http, answer)
+        except Unauthorized as error:
+            is_verb = http.path.startswith(PREFIX)
+            asks = [(CHALLENGE_HEADER.encode(), self._callers.challenge().encode())] if is_verb else []
+            await answer.fail(error, asks)
         except TercetError as error:
             await answer.fail(error)
 
@@ -93,8 +105,12 @@ class Proxy:
         self._under_way.lose(error)
 
     async def _serve(self, http: ClientCall, answer: _Answer) -> None:
-        self._require_caller(http)
-        if http.method == b"POST" and http.path in SPLIT_PATHS:
+        digest = self._require_caller(http)
+        if digest is not None:
+            body = await self._body(http, is_known=True)
+            require_digest(body, digest)
+            await self._forward(http, answer, body, digest=digest)
+        elif http.method == b"POST" and http.path in SPLIT_PATHS:
             await self._split(http, answer)
         elif self._refuses_params and _may_be_json(http):
             body = await self._body(http)
@@ -103,17 +119,21 @@ class Proxy:
         else:
             await self._forward(http, answer, http.parts() if http.has_body else None)
 
-    def _require_caller(self, http: ClientCall) -> None:
+    def _require_caller(self, http: ClientCall) -> str | None:
         """Raises :class:`~tercet.protocol.Unauthorized` for a stranger at the engine's verbs.
 
+        Returns the digest of the body of a call that was proved and not shown the secret.
         An engine that this machine alone can reach asks nobody for a key; through here others would reach it.
         """
         if not http.path.startswith(PREFIX):
-            return
-        if not self._keys and not self._verbs_are_open:
+            return None
+        if not self._callers and not self._verbs_are_open:
             raise BadRequest(f"{PREFIX}: this sidecar has no TERCET_SECRET, and passes no verbs on without one")
         refusal = "this sidecar asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
-        self._keys.require(http.headers("authorization"), refusal)
+        if not self._callers:
+            require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
+        shown = http.headers("authorization")
+        return self._callers.require(shown, http.method.decode("latin-1"), _verb_of(http), refusal)
 
     # ---- requests that may be split --------------------------------------------------------------------------
 
@@ -153,14 +173,14 @@ class Proxy:
             raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
         return fields
 
-    async def _body(self, http: ClientCall) -> bytes:
-        """All of it; a long one is taken from those only whose key the engine takes."""
+    async def _body(self, http: ClientCall, is_known: bool = False) -> bytes:
+        """All of it; a long one is taken from those only who are known, or whose key the engine takes."""
         too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
         announced = http.header("content-length") or ""
         length = int(announced) if announced.isdecimal() else None
         if length is not None and length > self._max_bytes:
             raise too_large
-        if http.has_body and (length is None or length > UNASKED_BYTES):
+        if not is_known and http.has_body and (length is None or length > UNASKED_BYTES):
             await self._require_key(http)
         await http.expected()
         chunks, size = list[bytes](), 0
@@ -201,8 +221,12 @@ class Proxy:
         answer: _Answer,
         body: DecodeLeg | bytes | AsyncIterator[bytes] | None,
         held: AsyncExitStack | None = None,
+        digest: str | None = None,
     ) -> None:
-        """Ask the engine and pass its answer on; ``held`` is closed once that has begun."""
+        """Ask the engine and pass its answer on; ``held`` is closed once that has begun.
+
+        ``digest`` is that of the body of a call that was proved to this sidecar, which proves it to the engine.
+        """
         prepared = body if isinstance(body, DecodeLeg) else None
         waiting, lost = _Waiting(), CallsInFlight()
         watching = asyncio.ensure_future(self._watch(waiting, lost))
@@ -213,7 +237,7 @@ class Proxy:
                     prepared.sent = True
                 if prepared is None or prepared.local is None:
                     asked, more = (body, {}) if prepared is None else (prepared.body, prepared.headers)
-                    response = await self._asked(http, asked, stack, more)
+                    response = await self._asked(http, asked, stack, more, digest)
                 else:
                     opened = partial(self._opened, http, prepared, stack, waiting)
                     try:
@@ -244,10 +268,13 @@ class Proxy:
             raise
 
     async def _asked(
-        self, http: ClientCall, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None
-    ) -> OriginAnswer:
+        self, http: ClientCall, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None,
+        digest: str | None = None,
+    ) -> OriginAnswer:  # fmt: skip
         is_same = not isinstance(body, bytes)  # a body that was read goes on whole, also if it came in chunks
-        drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else OURS
+        drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else set(OURS)
+        if digest is not None:
+            drops.add(b"authorization")
         fields = passed_on(http.fields, drops) if is_same else end_to_end(http.fields, drops)
         if not any(name.lower() == b"host" for name, _ in fields):
             fields.insert(0, (b"Host", self._origin.host))
@@ -258,14 +285,31 @@ class Proxy:
         def trailers() -> Fields:
             return passed_trailers(http.trailers, OURS)
 
+        async def ask() -> OriginAnswer:
+            proof = () if digest is None else self._proof(http, digest)
+            return await self._origin.ask(http.method, http.target, [*fields, *proof], body, http.inform, trailers)
+
         try:
-            response = await self._origin.ask(http.method, http.target, fields, body, http.inform, trailers)
+            response = await ask()
+            if digest is not None and response.status == HTTPStatus.UNAUTHORIZED and self._is_met(response):
+                response.close()
+                response = await ask()
         except NotReadable as error:
             raise EngineError(f"the engine's answer cannot be read: {error}") from error
         except OSError as error:
             raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
         stack.callback(response.close)
         return response
+
+    def _proof(self, http: ClientCall, digest: str) -> Fields:
+        """Of a call that was proved here: the same, for the engine."""
+        proved = self._prover.headers(http.method.decode("latin-1"), _verb_of(http), digest)
+        return [(name.encode(), value.encode("latin-1")) for name, value in proved.items()]
+
+    def _is_met(self, response: OriginAnswer) -> bool:
+        """Whether the engine has asked for a proof, and can have it now."""
+        asked = values(response.fields, CHALLENGE_HEADER.encode())
+        return self._prover.meets([value.decode("latin-1") for value in asked])
 
     async def _watch(self, waiting: _Waiting, lost: CallsInFlight) -> None:
         """Ask the engine how it is while it says nothing; what waits for it fails once it is lost."""
@@ -366,10 +410,10 @@ class _Answer:
         self._trailers = trailers
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
-    async def fail(self, error: TercetError) -> None:
+    async def fail(self, error: TercetError, asks: Fields = ()) -> None:
         """It is an error, or ends in one; an answer that is no stream, and had begun, breaks off."""
         if not self._http.began:
-            await self._http.answer(error.status, error_body(self._http.path, error), JSON)
+            await self._http.answer(error.status, error_body(self._http.path, error), JSON, asks)
             return
         logger.warning("an answer broke off: %s: %s", error.code, error.message)
         if self._events is not None:

@@ -63,7 +63,9 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     streams: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_STREAMS)], Setting("Connections per peer when KV travels through them.")
     ] = 2
-    secret: Annotated[str, Setting("What all engines of the fleet know.", env=SECRET_VARIABLE, default="none")] = ""
+    secret: Annotated[
+        str, Setting("What all engines of the fleet know.", env=SECRET_VARIABLE, default="none", is_key=True)
+    ] = ""
     send_timeout: Annotated[Seconds, Setting("Without progress, until a push fails.", unit="seconds")] = 30.0
     agent_cpus: Annotated[
         str, Setting("CPUs of the process that moves KV, such as 3 or 0-1,6.", default="all of the engine's")

@@ -9,7 +9,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import BearerKeys, key_of
+from tercet.protocol.bearer import key_of
+from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import SET_A_SECRET
@@ -19,15 +20,15 @@ ASKS_FOR_A_KEY = (
 )
 
 
-def callers_of(args: Namespace, secret: str) -> BearerKeys:
+def callers_of(args: Namespace, secret: str) -> Callers:
     """The keys that open the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
 
     Raises :class:`~tercet.protocol.BadRequest` if there is none, and other machines can reach the server.
     """
-    keys = [secret, *api_keys(args)]
+    keys = [*secrets_of(secret), *api_keys(args)]
     if not args.uds:
         require_key_beyond_loopback(args.host, keys)
-    return BearerKeys(keys)
+    return Callers(keys)
 
 
 def api_keys(args: Namespace) -> Sequence[str]:

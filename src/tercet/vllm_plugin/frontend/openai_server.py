@@ -28,6 +28,7 @@ from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
 from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
 from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
+from tercet.vllm_plugin.frontend.server_options import keep_alive_seconds, require_served
 from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.frontend.text_bounds import bound_texts
 from tercet.vllm_plugin.hooks import require_hooks
@@ -116,17 +117,20 @@ def server_args(
     return args
 
 
-def require_flags(given: Sequence[str]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not take."""
-    _parsed(given)
+def require_flags(given: Sequence[str], workers: int = 1) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not take, or that have no effect here."""
+    require_served(_parser(), given, workers)
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    return _parser().parse_args(list(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser: Any = make_arg_parser(FlexibleArgumentParser())
-    return parser.parse_args(list(argv))
+    return make_arg_parser(FlexibleArgumentParser())
 
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
@@ -239,8 +243,10 @@ async def accept(
     if peer_loads is not None and "peer_loads" in inspect.signature(serve_http).parameters:
         by_load["peer_loads"] = peer_loads
     serving = asyncio.ensure_future(serve_http(
-        app, sock=sock, http=StreamingProtocol, enable_ssl_refresh=False, host=args.host, port=args.port,
-        timeout_graceful_shutdown=CLOSE_SECONDS,
+        app, sock=sock, http=StreamingProtocol, host=args.host, port=args.port,
+        timeout_graceful_shutdown=CLOSE_SECONDS, timeout_keep_alive=keep_alive_seconds(),
+        enable_ssl_refresh=args.enable_ssl_refresh, ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=args.ssl_cert_reqs, ssl_ciphers=args.ssl_ciphers,
         **by_load, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
     ))  # fmt: skip
     await asyncio.sleep(0)  # up to where it waits for its server: vLLM's signal handlers are there, to be replaced

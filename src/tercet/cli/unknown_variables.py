@@ -1,0 +1,69 @@
+"""Variables of the environment that begin with ``TERCET_`` and mean nothing: mistyped ones would go unnoticed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tercet.cluster.up_config import UpConfig
+from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, declared
+from tercet.settings.declaration import PREFIX, near
+from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
+
+# What Kubernetes sets in every pod of a namespace for each of its services that is called tercet, or tercet-SOMETHING.
+_OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+_SERVICE = re.compile(r"(tcp|udp|sctp)://.*|[0-9a-fA-F.:]*|tcp|udp|sctp")
+_TEST = "TERCET_TEST_"
+_OF_COMMAND: Mapping[str, type[Settings]] = {
+    "up": UpConfig, "router": RouterConfig, "epp": PickerConfig, "sidecar": SidecarConfig,
+    "rescheduler": ReschedulerConfig,
+}  # fmt: skip
+# The rooms whose settings come from the environment, too; those of vLLM's plugin and of measurements do not.
+_READ_THEM = ("tercet.settings", "tercet.cluster", "tercet.chaos")
+
+
+def unknown_variables(command: str = "", environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A line for each that nothing reads, or that the ``command`` reads under another name; with what was meant."""
+    known, elsewhere = _known(), _renamed(command)
+    for name in sorted(environment):
+        if not name.startswith(PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
+            continue
+        if name in elsewhere:
+            yield f"{name} in the environment is ignored: tercet {command} reads {elsewhere[name]}"
+            continue
+        if name in known:
+            continue
+        hint = near(name, sorted(known))
+        meant = f"; {hint}" if hint.startswith("did you mean") else ""
+        yield f"{name} in the environment is ignored: nothing is called so{meant}"
+
+
+def _is_of_a_service(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether Kubernetes has set it: the value is an address or a part of one, of a service whose host is there too."""
+    if not _OF_SERVICES.fullmatch(name) or not _SERVICE.fullmatch(environment[name]):
+        return False
+    if "://" in environment[name]:
+        return True
+    hosts = [each.removesuffix("_SERVICE_HOST") for each in environment if each.endswith("_SERVICE_HOST")]
+    return any(name.startswith(f"{host}_") for host in hosts)
+
+
+def _known() -> set[str]:
+    kinds = (kind for kind in _kinds(Settings) if kind.__module__.startswith(_READ_THEM))
+    settings = {each.env for kind in kinds for each in declared(kind)}
+    return settings | {each.name for each in VARIABLES} | INTERNAL | OF_COMMANDS | OF_TESTS
+
+
+def _renamed(command: str) -> Mapping[str, str]:
+    """Variables that a command's settings would have by the rule, where they have another one."""
+    kind = _OF_COMMAND.get(command)
+    by_rule = {} if kind is None else {PREFIX + each.key.upper().replace("-", "_"): each.env for each in declared(kind)}
+    return {name: env for name, env in by_rule.items() if name != env}
+
+
+def _kinds(base: Any) -> Iterator[type[Settings]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)

@@ -1,0 +1,172 @@
+"""Calls between members of a fleet: the caller proves that it knows the secret, and never shows it.
+
+Whoever is called answers 401 with a challenge, as HTTP's Digest scheme does. The caller derives a key from the secret,
+the challenge and random text of its own, and signs each call with it: method, path, body, number. What it sends is good
+for that call at whoever gave the challenge, once. A challenge needs no memory; of those that were answered, numbers of
+calls are remembered until the challenge ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.errors import Unauthorized
+
+SCHEME = "Tercet"
+CHALLENGE_HEADER = "www-authenticate"
+# Until a caller is asked anew.
+CHALLENGE_SECONDS = 3600.0
+# Calls are under way together and may overtake one another; one that comes later by more than so many is refused.
+WINDOW = 65_536
+_FIELDS = re.compile(r'(\w+)="([A-Za-z0-9_=-]*)"')
+_RANDOM_BYTES = 16
+_MAC_BYTES = 16
+
+
+def secrets_of(text: str) -> tuple[str, ...]:
+    """The secrets in a setting, the one to prove first; while they are changed there are two, with a space between."""
+    return tuple(text.split())
+
+
+def digest_of(body: bytes | None) -> str:
+    """What a proof says of a body."""
+    return hashlib.sha256(body or b"").hexdigest()
+
+
+class Prover:
+    """One caller's side towards one engine. Without a ``secret`` it proves nothing."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = next(iter(secrets_of(secret)), "")
+        self._challenge = self._own = ""
+        self._key = b""
+        self._number = 0
+
+    def meets(self, headers: Sequence[str]) -> bool:
+        """Whether one of the challenges in the values of :data:`CHALLENGE_HEADER` can be answered: then call again."""
+        for value in headers:
+            scheme, _, rest = value.partition(" ")
+            challenge = dict(_FIELDS.findall(rest)).get("challenge", "")
+            if self._secret and scheme == SCHEME and challenge and challenge != self._challenge:
+                self._challenge, self._own, self._number = challenge, secrets.token_hex(_RANDOM_BYTES), 0
+                self._key = _key(self._secret, challenge, self._own)
+                return True
+        return False
+
+    def headers(self, method: str, path: str, digest: str) -> dict[str, str]:
+        """What a call carries; nothing before a challenge has come. ``path`` is that below ``/tercet/v1``."""
+        if not self._challenge:
+            return {}
+        self._number += 1
+        proof = _proof(self._key, method, path, self._number, digest)
+        said = f'challenge="{self._challenge}", own="{self._own}", number="{self._number}"'
+        return {"authorization": f'{SCHEME} {said}, body="{digest}", proof="{proof}"'}
+
+
+class Callers:
+    """The other side: who may call. ``keys`` may be shown as they are, too, by people and their tools."""
+
+    def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = [key.strip() for key in keys if key.strip()]
+        self._bearer = BearerKeys(self._keys)
+        self._clock = clock
+        self._own = secrets.token_bytes(32)
+        self._seen: dict[tuple[str, str], _Numbers] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def challenge(self) -> str:
+        """The value of :data:`CHALLENGE_HEADER` for whoever is refused."""
+        said = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(_RANDOM_BYTES)
+        text = base64.urlsafe_b64encode(said + self._mac(said)).decode()
+        return f'{SCHEME} challenge="{text}"'
+
+    def require(self, authorization: Sequence[str], method: str, path: str, refusal: str) -> str | None:
+        """Raise :class:`~tercet.protocol.Unauthorized` for a stranger's call.
+
+        Returns the digest that the body must have (:func:`require_digest`); None if a key was shown, or none is asked.
+        """
+        if not self._keys or len(authorization) != 1 or not authorization[0].startswith(f"{SCHEME} "):
+            self._bearer.require(authorization, refusal)
+            return None
+        told = dict(_FIELDS.findall(authorization[0]))
+        challenge, own, body, number = (told.get(name, "") for name in ("challenge", "own", "body", "number"))
+        ends = self._end_of(challenge)
+        if ends is None or len(own) < _RANDOM_BYTES or not number.isdecimal() or len(number) > 15:
+            raise Unauthorized(f"{refusal}; the challenge is over, and there is another one", "authorization")
+        expected = (_proof(_key(key, challenge, own), method, path, int(number), body) for key in self._keys)
+        fits = [hmac.compare_digest(told.get("proof", ""), proof) for proof in expected]
+        if not any(fits):
+            raise Unauthorized(f"{refusal}; the proof is not of a key that this one has", "authorization")
+        self._once(challenge, own, int(number), ends)
+        return body
+
+    def _end_of(self, challenge: str) -> float | None:
+        """When a challenge of ours ends; None for one that has, or is none."""
+        try:
+            said = base64.urlsafe_b64decode(challenge)
+        except ValueError:
+            return None
+        said, mac = said[:-_MAC_BYTES], said[-_MAC_BYTES:]
+        if len(said) != 8 + _RANDOM_BYTES or not hmac.compare_digest(mac, self._mac(said)):
+            return None
+        ends = int.from_bytes(said[:8], "big") / 1000 + CHALLENGE_SECONDS
+        return ends if ends > self._clock() else None
+
+    def _mac(self, said: bytes) -> bytes:
+        return hmac.digest(self._own, said, "sha256")[:_MAC_BYTES]
+
+    def _once(self, challenge: str, own: str, number: int, ends: float) -> None:
+        """Raise :class:`~tercet.protocol.Unauthorized` for a call that has been made already."""
+        numbers = self._seen.get((challenge, own))
+        if numbers is None:
+            now = self._clock()
+            self._seen = {key: each for key, each in self._seen.items() if each.ends > now}
+            numbers = self._seen[challenge, own] = _Numbers(ends)
+        if not numbers.take(number):
+            raise Unauthorized("this call has been made before, or comes far too late", "authorization")
+
+
+class _Numbers:
+    """Numbers of calls under one challenge, each of which counts once; ``ends`` is when nobody asks any more."""
+
+    def __init__(self, ends: float) -> None:
+        self.ends = ends
+        self._before = 0  # all up to it have been, or come too late
+        self._since: set[int] = set()
+
+    def take(self, number: int) -> bool:
+        """Whether it has not been taken before."""
+        if number <= self._before or number in self._since:
+            return False
+        self._since.add(number)
+        while self._before + 1 in self._since:
+            self._before += 1
+            self._since.remove(self._before)
+        if len(self._since) > WINDOW:
+            self._before = min(self._since)
+            self._since.remove(self._before)
+        return True
+
+
+def require_digest(body: bytes, digest: str | None) -> None:
+    """Raise :class:`~tercet.protocol.Unauthorized` for a body that is not the one whose call was proved."""
+    if digest is not None and not hmac.compare_digest(digest_of(body), digest):
+        raise Unauthorized("the body is not the one that the caller has signed", "authorization")
+
+
+def _key(secret: str, challenge: str, own: str) -> bytes:
+    return hmac.digest(secret.encode(errors="surrogateescape"), f"tercet call {challenge} {own}".encode(), "sha256")
+
+
+def _proof(key: bytes, method: str, path: str, number: int, digest: str) -> str:
+    said = f"{method.upper()}\n{path}\n{number}\n{digest}"
+    return hmac.new(key, said.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()

@@ -1,0 +1,132 @@
+"""Requests that change a fleet, told from those that a web page has a browser send.
+
+A browser sends what a page of any origin asks for to any address that it reaches, loopback included: some of it without
+asking that address first, and under a host name of the page's owner (DNS rebinding) as if it were the page's own. What
+such a request cannot do is to leave out or choose ``Host``, ``Origin`` and ``Sec-Fetch-Site``, or to be JSON unasked.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
+
+from tercet.protocol.errors import Forbidden, UnsupportedMediaType
+
+# A browser's word for requests of the same origin, and for those that its user typed.
+_OWN_SITES = frozenset({"same-origin", "none"})
+# What pages may send to other origins without asking them first.
+_UNASKED = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
+# A proxy says by one of these that somebody else is behind it.
+_OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+
+
+class ShownHeaders:
+    """The headers of one request by name; each may come several times."""
+
+    def __init__(self, headers: Iterable[tuple[str, str]]) -> None:
+        self._values: dict[str, list[str]] = {}
+        for name, value in headers:
+            self._values.setdefault(name.lower(), []).append(value)
+
+    @classmethod
+    def of_asgi(cls, headers: Iterable[tuple[bytes, bytes]]) -> ShownHeaders:
+        """As an ASGI scope has them."""
+        return cls((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+
+    def all(self, name: str) -> Sequence[str]:
+        """The values under a name in lower case."""
+        return self._values.get(name, ())
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a body follows, as far as the headers say."""
+        return "transfer-encoding" in self._values or any(value.strip() != "0" for value in self.all("content-length"))
+
+    @property
+    def media_types(self) -> Sequence[str]:
+        """What the body is said to be, without parameters."""
+        return [value.partition(";")[0].strip().lower() for value in self.all("content-type")]
+
+
+def require_no_page(headers: ShownHeaders) -> None:
+    """Raise :class:`~tercet.protocol.errors.Forbidden` for a request that a page of another origin has had sent."""
+    sites = headers.all("sec-fetch-site")
+    if any(site.strip().lower() not in _OWN_SITES for site in sites):
+        raise Forbidden(f"sec-fetch-site: a page of another origin sent this ({sites[0]:.40})", "sec-fetch-site")
+    origins, hosts = headers.all("origin"), headers.all("host")
+    if origins and (len(origins) > 1 or len(hosts) != 1 or not _is_same(origins[0], hosts[0])):
+        raise Forbidden(f"origin: a page of another origin sent this ({origins[0]:.80})", "origin")
+
+
+def require_local_host(headers: ShownHeaders) -> None:
+    """Raise :class:`~tercet.protocol.errors.Forbidden` unless the request is for this machine by a name of loopback.
+
+    A name that its owner points at this machine (DNS rebinding) is none; nor is it for this machine alone if it came
+    through a proxy.
+    """
+    hosts = headers.all("host")
+    if len(hosts) != 1 or not is_loopback_name(_name_in(hosts[0])):
+        raise Forbidden("host: without a key only requests for localhost, 127.0.0.1 or [::1] are answered here", "host")
+    for name in _OF_PROXIES:
+        if headers.all(name):
+            raise Forbidden(f"{name}: without a key requests through a proxy are not answered here", name)
+
+
+def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
+    """Raise :class:`~tercet.protocol.TercetError` for a call, where no key is asked, that a page has had sent.
+
+    ``peer`` is the caller's address; None for a socket file, where names mean nothing.
+    """
+    require_no_page(headers)
+    if peer is not None:
+        require_local_host(headers)
+    for each in headers.media_types:
+        if each in _UNASKED:
+            raise UnsupportedMediaType(f"content-type: must be application/json, is {each}", "content-type")
+
+
+def require_json(headers: ShownHeaders) -> None:
+    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not said to be JSON."""
+    types = headers.media_types
+    wrong = [each for each in types if each != "application/json"]
+    if wrong or len(types) > 1 or (headers.has_body and not types):
+        said = ", ".join(types) or "nothing"
+        raise UnsupportedMediaType(f"content-type: must be application/json, is {said:.80}", "content-type")
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a host's name stands for this machine alone, without a look at any name server."""
+    if name.rstrip(".").lower() == "localhost":
+        return True
+    return is_loopback_address(name)
+
+
+def is_loopback_address(text: str) -> bool:
+    """Whether an address reaches this machine alone."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _name_in(host: str) -> str:
+    """The name in a Host header, without its port; empty for what is none."""
+    try:
+        parts = urlsplit(f"//{host.strip()}")
+        _ = parts.port
+    except ValueError:
+        return ""
+    return (parts.hostname or "") if parts.netloc == host.strip() and "@" not in parts.netloc else ""
+
+
+def _is_same(origin: str, host: str) -> bool:
+    """Whether an Origin is that of the host which the request is for."""
+    scheme, _, place = origin.strip().lower().partition("://")
+    default = {"http": ":80", "https": ":443"}.get(scheme)
+    if default is None or not place:
+        return False
+    wanted = host.strip().lower()
+    return place.removesuffix(default) == wanted.removesuffix(default)

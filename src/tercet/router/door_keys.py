@@ -1,0 +1,79 @@
+"""The keys of a front door: those of its clients, and those of whoever runs it; their files are followed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from tercet.protocol import BadRequest
+from tercet.protocol.bearer import BearerKeys
+from tercet.router.admin_access import AdminAccess
+from tercet.settings import FrontDoorConfig
+from tercet.settings.key_files import KeyFile
+from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.vllm_plugin.engine.server_access import is_loopback
+
+logger = logging.getLogger("tercet.router")
+LOOK_SECONDS = 1.0
+
+
+class DoorKeys:
+    """``clients`` open vLLM's routes, ``admins`` the front door's own. ``given`` are clients' keys that no file has."""
+
+    def __init__(self, config: FrontDoorConfig, given: Sequence[str]) -> None:
+        self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
+        paths = {"api-key-file": config.api_key_file, "admin-key-file": config.admin_key_file}
+        self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
+        self._read = {name: file.first() for name, file in self._files.items()}
+        self._failed: dict[str, str] = {}
+        self.clients, self.admins = (self._keys(name) for name in paths)
+        if self.admins.shares_with(self.clients):
+            raise BadRequest(
+                "admin-key: is a key of clients as well, who would be admins; give another one", "admin-key"
+            )
+
+    def _keys(self, name: str) -> BearerKeys:
+        return BearerKeys((*self._given[name], *self._read.get(name, ())), always=name in self._files)
+
+    @property
+    def access(self) -> AdminAccess:
+        """Who may call the front door's own routes."""
+        return AdminAccess(self.admins, self.clients)
+
+    def require_private(self, host: str, config: FrontDoorConfig) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and clients need no key."""
+        if not self.clients and not config.open_to_all and not is_loopback(host):
+            raise BadRequest(
+                f"host: other machines reach {host or 'any address'}, and clients need no key; give --api-key after "
+                f"--, {API_KEY_VARIABLE} or --api-key-file, or insist with --open-to-all",
+                "host",
+            )
+
+    async def follow(self) -> None:
+        """Read the files again and again, until cancelled."""
+        while self._files:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        """Read the files again. The keys of one that cannot be read stay; without a key in it nobody is let in."""
+        for name, keys in (("api-key-file", self.clients), ("admin-key-file", self.admins)):
+            file = self._files.get(name)
+            if file is None:
+                continue
+            try:
+                found = await asyncio.to_thread(file.read)  # which may hang, as disks of others do
+            except BadRequest as error:
+                self._tell(name, error.message + "; the keys stay as they are")
+                continue
+            self._tell(name, "" if found or any(self._given[name]) else f"{name}: has no key, and nobody is let in")
+            if found != self._read[name]:
+                self._read[name] = found
+                keys.replace((*self._given[name], *found))
+                logger.info("%s: read again; it has %d keys", name, len(found))
+
+    def _tell(self, name: str, failure: str) -> None:
+        if failure and self._failed.get(name) != failure:
+            logger.error("%s", failure)
+        self._failed[name] = failure

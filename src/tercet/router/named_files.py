@@ -1,0 +1,84 @@
+"""Files that admin routes may name, and what is told of those that do not load: nothing of what stands in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from tercet.programs import BUILT_IN, Program, load_program
+from tercet.protocol import BadRequest, Forbidden, TercetError
+from tercet.router.routing import Arm
+from tercet.scheduling import Scheduling, load_scheduling
+from tercet.scheduling.registry import user_file
+
+logger = logging.getLogger("tercet.router")
+T = TypeVar("T")
+
+
+class _Told(Exception):
+    """Why a file is not read: that may be said, since it is not about what stands there."""
+
+    def __init__(self, error: TercetError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class NamedFiles:
+    """Files below ``folders``, and those of ``files`` that an operator has named before."""
+
+    def __init__(self, folders: Iterable[str] = (), files: Iterable[str] = ()) -> None:
+        self._folders = [Path(folder).expanduser().resolve() for folder in folders]
+        self._files = {Path(file).expanduser().resolve() for file in files}
+
+    def load_arm(self, arm: Arm) -> Program:
+        """The program of a plan; raises :class:`~tercet.protocol.TercetError`."""
+        names_files = any(":" in text for text in arm.texts.values())
+        if arm.source is None:
+            names_files |= arm.program not in BUILT_IN and ":" in arm.program
+        return self._quietly(
+            "program", arm.program, names_files, lambda: load_program(arm.program, arm.texts, arm.source, self._locate)
+        )
+
+    def load_scheduling(self, file: str, content: str | None = None) -> Scheduling:
+        """What a scheduling file says, or a text that is sent for one; raises :class:`~tercet.protocol.TercetError`."""
+
+        def load() -> Scheduling:
+            path = self._locate(file, "file") if content is None else Path(file)
+            # What a file of the operator's folders names is the operator's word.
+            return load_scheduling(path, content, user_file if content is None else self._locate)
+
+        return self._quietly("file", file, content is None, load)
+
+    def _quietly(self, field: str, name: str, names_files: bool, load: Callable[[], T]) -> T:
+        try:
+            return load()
+        except _Told as told:
+            raise told.error from None
+        except BadRequest as error:
+            if not names_files:
+                raise
+            logger.error("%s cannot be used: %s", name, error.message)
+            raise BadRequest(f"{field}: {name} cannot be used; the front door's log says why", field) from None
+
+    def _locate(self, path: str, field: str, beside: Path = Path()) -> Path:
+        """The file itself, links followed: what has been looked at is what is read."""
+        try:
+            file = (beside / Path(path).expanduser()).resolve()
+            is_named = file in self._files or any(file.is_relative_to(folder) for folder in self._folders)
+            if is_named:
+                return user_file(str(file), field)
+        except BadRequest as error:
+            raise _Told(error) from None
+        except (OSError, RuntimeError, ValueError):  # a loop of links, a home that nobody has, a name that cannot be
+            pass
+        inline = "content" if field == "file" else "source"
+        raise _Told(
+            Forbidden(f"{field}: {path!r} is below no --admin-folder of this front door; send it as `{inline}`", field)
+        )
+
+
+def load_anywhere(arm: Arm) -> Program:
+    """The program of a plan that the operator's own files or flags say."""
+    return load_program(arm.program, arm.texts, arm.source)
