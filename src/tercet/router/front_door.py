@@ -24,6 +24,7 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.wire import PREFIX
 from tercet.router.access_log import access_logged
+from tercet.router.body_items import require_few_items, require_readable
 from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
@@ -162,7 +163,9 @@ class FrontDoor:
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
-        return await read_body(context, receive, self._max_bytes) if scope["method"] in WITH_BODY else None
+        if scope["method"] not in WITH_BODY:
+            return None
+        return await read_body(context, receive, self._max_bytes, self._gate.limits.items)
 
     def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
         """Whether it is a request that is finished before this process ends, and not a look at how it does."""
@@ -232,7 +235,7 @@ class ReceivedBody:
             self._next.cancel()
 
 
-async def read_body(context: RequestContext, receive: Receive, limit: int) -> ReceivedBody:
+async def read_body(context: RequestContext, receive: Receive, limit: int, most_items: int) -> ReceivedBody:
     """The body, of which ``context`` gets what it asks for; JSON in UTF-8, whatever encoding of Unicode it came in.
 
     Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.BadRequest` for JSON that is none, and
@@ -244,7 +247,10 @@ async def read_body(context: RequestContext, receive: Receive, limit: int) -> Re
         raise ClientLeft
     if content and is_json(context):
         content = in_utf8(content)
+        require_readable(content)
         found = read_json(content)
+        if isinstance(found, (dict, list)):
+            await require_few_items(context.path, content, found, most_items)
         if isinstance(found, dict):
             context.fields = cast("dict[str, Any]", found)
             context.asked = asked_by(context.fields)
