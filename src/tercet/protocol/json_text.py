@@ -93,7 +93,7 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
             for key in named:
                 if isinstance(key, str) and not is_text(key):
                     yield _name_of((at, key)), NO_TEXT
-            left.extend(((at, key), item) for key, item in reversed(named.items()) if not isinstance(item, int))
+            left.extend(((at, key), item) for key, item in reversed(list(named.items())) if not isinstance(item, int))
         elif isinstance(found, Sequence) and not isinstance(found, (bytes, bytearray)):
             items = cast("Sequence[Any]", found)
             numbered = ((index, items[index]) for index in range(len(items) - 1, -1, -1))
