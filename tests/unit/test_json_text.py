@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, json_text
 from tercet.protocol.json_text import as_text, in_utf8, read_json, unwritable_field
 from tercet.protocol.seq_ids import LONGEST_ID, sequence_id
 from tercet.protocol.wire import StartGenerateCall, decode_call, encode_call
@@ -66,6 +66,13 @@ def test_halves_that_are_no_escapes_are_found_as_well(content: bytes) -> None:
 def test_what_is_no_json_is_refused(content: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         read_json(in_utf8(content))
+    assert caught.value.param is None
+
+
+def test_in_a_very_long_text_no_field_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_text, "MOST_EXPLAINED", 10)
+    with pytest.raises(BadRequest, match="no JSON") as caught:
+        read_json(b'{"user": "\\ud83d"}')
     assert caught.value.param is None
 
 

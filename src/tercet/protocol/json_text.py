@@ -21,6 +21,8 @@ from tercet.protocol.errors import BadRequest
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 UTF8, UTF8_WITH_MARK = "utf-8", "utf-8-sig"
 MARK_BYTES = 3
+# Bytes of a text in which the field is looked for that makes it none: looking takes longer than reading.
+MOST_EXPLAINED = 2 * 1024 * 1024
 NO_TEXT = "has half of a surrogate pair, which stands for no character: send whole characters"
 NO_NUMBER = "is no number of JSON's, or larger than a double may be"
 
@@ -53,6 +55,8 @@ def read_json(content: bytes) -> Any:
 
 
 def _read_as_python_does(content: bytes, error: Exception) -> Any:
+    if len(content) > MOST_EXPLAINED:
+        raise BadRequest(f"the request's body is no JSON: {error}") from error
     try:
         value = json.loads(content.decode(UTF8, "surrogatepass"))
     except RecursionError:
@@ -75,28 +79,37 @@ def unwritable_field(value: Any) -> str | None:
 
 def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
     """Fields that cannot be written, in their order, and why."""
-    left: list[tuple[str, Any]] = [("", value)]
+    left: list[tuple[_Path, Any]] = [(None, value)]
     while left:
-        field, found = left.pop()
+        at, found = left.pop()
         if isinstance(found, str):
             if not is_text(found):
-                yield field, NO_TEXT
+                yield _name_of(at), NO_TEXT
         elif isinstance(found, float):
             if not math.isfinite(found):
-                yield field, NO_NUMBER
+                yield _name_of(at), NO_NUMBER
         elif isinstance(found, Mapping):
             named = cast("Mapping[Any, Any]", found)
             for key in named:
                 if isinstance(key, str) and not is_text(key):
-                    yield _joined(field, key), NO_TEXT
-            left.extend((_joined(field, key), item) for key, item in reversed(list(named.items())))
+                    yield _name_of((at, key)), NO_TEXT
+            left.extend(((at, key), item) for key, item in reversed(list(named.items())) if not isinstance(item, int))
         elif isinstance(found, Sequence) and not isinstance(found, (bytes, bytearray)):
             items = cast("Sequence[Any]", found)
-            left.extend((f"{field}[{index}]", items[index]) for index in range(len(items) - 1, -1, -1))
+            numbered = ((index, items[index]) for index in range(len(items) - 1, -1, -1))
+            left.extend(((at, index), item) for index, item in numbered if not isinstance(item, int))
 
 
-def _joined(field: str, key: Any) -> str:
-    return f"{field}.{as_text(str(key))}" if field else as_text(str(key))
+# A field by the one that it is in and its key or index; names are made of those that are told of.
+_Path = tuple[Any, Any] | None
+
+
+def _name_of(at: _Path) -> str:
+    keys: list[str] = []
+    while at is not None:
+        at, key = at
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{as_text(str(key))}")
+    return "".join(reversed(keys)).removeprefix(".")
 
 
 def is_text(text: str) -> bool:

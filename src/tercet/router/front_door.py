@@ -28,6 +28,7 @@ from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.admin_access import AdminAccess, is_admin_path
+from tercet.router.body_items import require_few_items, require_readable
 from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
@@ -191,7 +192,7 @@ class FrontDoor:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:
             return None  # whoever shows no key has nothing kept for it
-        return await read_body(context, receive, self._max_bytes, kept)
+        return await read_body(context, receive, self._max_bytes, self._gate.limits.items, kept)
 
     def _require_key(self, scope: Scope) -> None:
         refusal = "this front door asks for its API key: Authorization: Bearer KEY"
@@ -313,7 +314,9 @@ def _again(first: Message, receive: Receive) -> Receive:
     return received
 
 
-async def read_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
+async def read_body(
+    context: RequestContext, receive: Receive, limit: int, most_items: int, kept: HeldBody
+) -> ReceivedBody:
     """The body, of which ``context`` gets what it asks for; ``kept`` is told of its bytes.
 
     JSON is in UTF-8, whatever encoding of Unicode it came in. Raises :class:`~tercet.protocol.RequestTooLarge`,
@@ -332,7 +335,10 @@ async def read_body(context: RequestContext, receive: Receive, limit: int, kept:
         raise ClientLeft
     if content and is_json(context):
         content = in_utf8(content)
+        require_readable(content)
         found = read_json(content)
+        if isinstance(found, (dict, list)):
+            await require_few_items(context.path, content, found, most_items)
         if isinstance(found, dict):
             context.fields = cast("dict[str, Any]", found)
             context.asked = asked_by(context.fields)

@@ -95,7 +95,7 @@ class Limits(Settings, frozen=True):
 
     ``in_flight`` counts sequences, of which a request has one for each prompt and choice, and at least one; ``tokens``
     the prompt tokens of sequences on engines, each engine's own; the ones ``per_engine`` are multiplied by the engines
-    that decode and can be picked. ``sequences`` and ``at_once`` are one request's, and no fleet is full by them.
+    that decode and can be picked. ``sequences``, ``at_once`` and ``items`` are one request's: no fleet is full by them.
     """
 
     in_flight: Annotated[
@@ -132,6 +132,13 @@ class Limits(Settings, frozen=True):
         AtLeastOne,
         Setting("Of these, how many are under way at once; the others follow as these end.", panel=LIMITS),
     ] = msgspec.field(default=128, name="max-sequences-at-once")
+
+    items: Annotated[
+        AtLeastOne,
+        Setting(
+            "Lists and objects in a request's body, such as messages, parts and tools; more get 400.", panel=LIMITS
+        ),
+    ] = msgspec.field(default=8192, name="max-request-items")
 
     @property
     def any(self) -> bool:
