@@ -14,6 +14,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.protocol import Engine, EngineLoad
+from tercet.router.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
 from tercet.router.metrics import Metrics
 from tercet.sim.sim_server import COUNTERS, GAUGES
 from tercet.vllm_plugin.engine import agent_metrics
@@ -21,7 +22,8 @@ from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 
 HEAD = """# Metrics
 
-What `/metrics` has beside vLLM's own metrics. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`.
+What `/metrics` has of Tercet's own. Engines have vLLM's `vllm:*` next to them; a front door says what its serving layer
+sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`.
 """
 
 
@@ -41,7 +43,7 @@ def metrics_page() -> str:
             HEAD.strip(),
             "## Of a front door\n\nOf all its processes together, wherever one asks; those whose name begins with "
             "`tercet_engine_` are what the process that answers has heard last of engines that answer.",
-            _table([*declared_by(vars(Metrics())), *collected(EngineCollector(_fleet()).collect())]),
+            _table([*declared_by(vars(Metrics())), *collected(EngineCollector(_fleet()).collect()), *_served()]),
             "## Of an engine",
             _table(
                 [
@@ -69,6 +71,16 @@ def metrics_page() -> str:
 def _table(found: Iterable[Declaration]) -> str:
     rows = ((code(each.name), each.kind, ", ".join(each.labels), each.meaning) for each in sorted(found))
     return table(("metric", "kind", "labels", ""), rows)
+
+
+def _served() -> Iterable[Declaration]:
+    """What vLLM's serving layer has seen."""
+    for name in sorted(KNOWN_HERE):
+        kind, end = ("counter", "_total") if name in COUNTED_HERE else ("histogram", "")
+        labels = ("model_name", "finished_reason") if name == "request_success" else ("model_name",)
+        yield Declaration(
+            f"{SERVED}{name}{end}", kind, labels, f"`{VLLMS}{name}`, as this front door's clients see it."
+        )
 
 
 def declared_by(names: Mapping[str, Any]) -> Iterable[Declaration]:

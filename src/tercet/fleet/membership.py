@@ -311,7 +311,8 @@ class Membership:
         Raises :class:`~tercet.protocol.BadRequest` if engines answer, and none of them has.
         """
         self._text = text
-        answered = await self.look(ASK_SECONDS)
+        # Those that are away are asked by the watch, and nobody waits for them here.
+        answered = await self.look(ASK_SECONDS, [member for member in self._fleet.members if member.reachable])
         wrong = [status for status in answered if not _speaks(status, text)]
         if wrong and len(wrong) == len(answered):
             _require_text(wrong[0], text, "model")

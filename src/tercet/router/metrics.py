@@ -1,21 +1,17 @@
-"""The front door's own metrics, beside vLLM's, on ``/metrics``; those of engines are read when somebody asks."""
+"""What a front door counts itself; ``/metrics`` is put together in :mod:`.exposition`."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
-from prometheus_client.multiprocess import MultiProcessCollector
-from starlette.types import ASGIApp, Receive, Scope, Send
+from prometheus_client import Counter, Gauge, Histogram
 
-from tercet.fleet import EngineFleet, Trace
-from tercet.fleet.engine_gauges import EngineCollector
+from tercet.fleet import Trace
 from tercet.protocol.trace import FALLBACK, RETRY
 from tercet.router.moves import MoveRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
-METRICS = ("/metrics", "/metrics/")
 # Whoever proposes a move says why, in words of his own.
 MOST_REASONS = 32
 OTHER_REASONS = "other"
@@ -163,26 +159,3 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
-
-
-def export(fleet: EngineFleet) -> None:
-    """Add the gauges to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
-    REGISTRY.register(EngineCollector(fleet))
-
-
-def with_metrics_of_all_workers(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
-    """``app``, whose ``/metrics`` are what all workers have counted, and the gauges: each worker hears every engine.
-
-    vLLM's own ``/metrics`` serves what the workers write to files, and so lacks what is read when somebody asks.
-    """
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in METRICS and scope["method"] == "GET":
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-            registry.register(EngineCollector(fleet))
-            await make_asgi_app(registry)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return answer

@@ -22,10 +22,11 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
 from tercet.router.door_keys import DoorKeys
+from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.front_door import FrontDoor
-from tercet.router.metrics import Metrics, export, with_metrics_of_all_workers
+from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
@@ -60,7 +61,6 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
     fleet.without_role = config.without_role
-    export(fleet)
     background = TaskSet()
     metrics = Metrics()
     async with (
@@ -171,7 +171,7 @@ async def _serve_openai(
         server = await vllm.openai_server(args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
-        layers = server.layers if shared is None else with_metrics_of_all_workers(server.layers, service.fleet)
+        layers = with_metrics(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
         server.app.middleware_stack = FrontDoor(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,

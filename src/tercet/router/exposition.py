@@ -1,0 +1,98 @@
+"""What ``/metrics`` of a front door says: what it knows itself, under names that no engine has.
+
+vLLM's serving layer counts here what engines count as well, under the same names, and has gauges of a scheduler that is
+none of this process's. A sum over front doors and engines would count tokens twice, and a mean would take in zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, make_asgi_app
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tercet.fleet import EngineFleet
+from tercet.fleet.engine_gauges import EngineCollector
+
+METRICS = "/metrics"
+OURS, VLLMS, SERVED = "tercet_", "vllm:", "tercet_served_"
+COUNTED_HERE = frozenset({"prompt_tokens", "generation_tokens", "request_success"})
+OBSERVED_HERE = frozenset(
+    {"time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+     "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
+     "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens"}
+)  # fmt: skip
+KNOWN_HERE = COUNTED_HERE | OBSERVED_HERE
+"""Of vLLM's, those that the serving layer sees happen: requests from their client to their end, and their tokens."""
+OF_ENGINES = ("engine", "to")
+
+
+class ServedMetrics(Collector):
+    """What ``source`` has, as a front door over ``fleet`` says it; of engines, those that are members."""
+
+    def __init__(self, source: Collector | CollectorRegistry, fleet: EngineFleet) -> None:
+        self._source = source
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        here = {member.name for member in self._fleet.members}
+        for metric in self._source.collect():
+            if metric.name.startswith(VLLMS):
+                yield from _served(metric)
+            elif metric.name.startswith(OURS):
+                yield _of_members(metric, here)
+            else:
+                yield metric
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry need not ask at registration."""
+        return ()
+
+
+def _served(metric: Metric) -> Iterator[Metric]:
+    """A metric of vLLM's under our name, without the number of an engine that is none; or nothing."""
+    if metric.name.removeprefix(VLLMS) not in KNOWN_HERE:
+        return
+    found = Metric(SERVED + metric.name.removeprefix(VLLMS), metric.documentation, metric.type)
+    for sample in metric.samples:
+        labels = {name: value for name, value in sample.labels.items() if name != "engine"}
+        found.samples.append(sample._replace(name=SERVED + sample.name.removeprefix(VLLMS), labels=labels))
+    yield found
+
+
+def _of_members(metric: Metric, here: set[str]) -> Metric:
+    """Without the series of engines that have left the fleet: nothing more is going to happen to them."""
+    found = Metric(metric.name, metric.documentation, metric.type)
+    found.samples = [
+        sample for sample in metric.samples
+        if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
+    ]  # fmt: skip
+    return found
+
+
+def metrics_of(fleet: EngineFleet) -> CollectorRegistry:
+    """All of a front door's: of several workers, what they have counted together; and the gauges of engines."""
+    registry = CollectorRegistry()
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # whose files lack what is read when somebody asks
+        counted = CollectorRegistry()
+        MultiProcessCollector(counted)
+        registry.register(ServedMetrics(counted, fleet))
+    else:
+        registry.register(ServedMetrics(REGISTRY, fleet))
+    registry.register(EngineCollector(fleet))
+    return registry
+
+
+def with_metrics(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
+    """``app``, whose ``/metrics`` are the front door's; it takes the place of vLLM's own, and of all below it."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):
+            await make_asgi_app(metrics_of(fleet))(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer

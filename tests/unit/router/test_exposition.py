@@ -1,0 +1,79 @@
+"""What a front door's /metrics has of vLLM's metrics, and of engines that are there and gone."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import Receive, Scope, Send
+
+from tercet.router import exposition
+from tercet.router.exposition import KNOWN_HERE, with_metrics
+
+from .conftest import Door
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    monkeypatch.setattr(exposition, "REGISTRY", registry)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    labels = ["model_name", "engine"]
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info", "new_one"):
+        Gauge(f"vllm:{name}", "Of a scheduler.", labels, registry=registry).labels("m", "0").set(0)
+    Counter("vllm:generation_tokens", "Tokens.", labels, registry=registry).labels("m", "0").inc(7)
+    Counter("vllm:request_success", "Done.", [*labels, "finished_reason"], registry=registry).labels(
+        "m", "0", "stop"
+    ).inc()
+    Histogram("vllm:time_to_first_token_seconds", "TTFT.", labels, registry=registry).labels("m", "0").observe(0.1)
+    Counter("vllm:num_preemptions", "Preempted.", labels, registry=registry).labels("m", "0").inc(0)
+    sent = Counter("tercet_kv_sent_bytes", "KV.", ["engine", "to"], registry=registry)
+    verbs = Histogram("tercet_verb_seconds", "Verbs.", ["verb", "engine"], registry=registry)
+    for engine, to in (("p", "d"), ("gone", "d"), ("p", "gone")):
+        sent.labels(engine, to).inc(5)
+        verbs.labels("remote_send", engine).observe(1)
+    Counter("tercet_errors", "Errors.", ["code"], registry=registry).labels("gone").inc()
+    Counter("http_requests", "Requests.", ["handler"], registry=registry).labels("/").inc()
+    return registry
+
+
+async def read(door: Door, path: str = "/metrics") -> str:
+    async def vllms(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"vLLM's own"})
+
+    transport = httpx.ASGITransport(with_metrics(vllms, door.fleet))
+    async with httpx.AsyncClient(transport=transport, base_url="http://door", follow_redirects=True) as client:
+        return (await client.get(path)).text
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/metrics/more"])
+async def test_nothing_is_said_under_an_engines_name(door: Door, counted: CollectorRegistry, path: str) -> None:
+    said = await read(door, path)
+    assert "vllm:" not in said
+    assert 'tercet_served_generation_tokens_total{model_name="m"} 7.0' in said
+    assert 'tercet_served_request_success_total{finished_reason="stop",model_name="m"} 1.0' in said
+    assert 'tercet_served_time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} 1.0' in said
+    found = re.findall(r"^# TYPE tercet_served_(\S+)", said, re.MULTILINE)
+    assert not {*found} - {f"{name}{end}" for name in KNOWN_HERE for end in ("", "_total", "_created")}
+    assert 'http_requests_total{handler="/"} 1.0' in said
+
+
+async def test_series_of_engines_that_are_gone_go(door: Door, counted: CollectorRegistry) -> None:
+    said = await read(door)
+    assert 'tercet_kv_sent_bytes_total{engine="p",to="d"} 5.0' in said
+    assert 'tercet_verb_seconds_count{engine="p",verb="remote_send"} 2.0' in said
+    assert 'tercet_engine_up{engine="d"} 1.0' in said
+    assert [line for line in said.splitlines() if "gone" in line and "created" not in line] == [
+        'tercet_errors_total{code="gone"} 1.0'
+    ]
+    door.membership.remove("d")
+    said = await read(door)
+    assert 'engine="d"' not in said
+    assert 'to="d"' not in said
+
+
+async def test_other_paths_are_vllms(door: Door, counted: CollectorRegistry) -> None:
+    assert await read(door, "/v1/metrics") == "vLLM's own"
