@@ -1,6 +1,6 @@
 """What a streamed token costs the front door, beside vLLM's own API server behind the Rust `vllm-router`.
 
-    python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--json FILE]
+    python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
 
 A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
 own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is

@@ -2,7 +2,7 @@
 
     python benchmarks/microserving.py [--figures read.json] [--seeds 3]
 
-Three constants are fitted to everything that was read off the figure at the lowest rate; the other rates are
+Three constants are fitted to the means that were read off the figure at the lowest rate; P99 and the other rates are
 predictions. The file is ``{line: {rate: {"jct": seconds, ...}}}``; that beside this one has the figure's pixels.
 """
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
     """Print both figures, how far they are apart, and the text's claims beside what was simulated."""
-    latency = f"{scales.latency * 1e3:.0f} ms for each request"
+    latency = f"{scales.latency * 1e3:.0f} ms for each call of a verb"
     print(f"prefill x {scales.prefill}, decode x {scales.decode}, {latency}\n")
     for name, title, factor, digits in TABLES + P99:
         print(f"| {title}: simulated / figure | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " |")

@@ -13,7 +13,7 @@ import numpy as np
 
 from tercet.bench.results import BenchResult, Point, Ratio
 from tercet.bench.run_facts import FOREMOST, PROGRAM, Facts, facts_of
-from tercet.bench.summary import Distribution, Samples
+from tercet.bench.summary import Distribution, Samples, achieved
 from tercet.protocol import BadRequest
 
 Metrics = Mapping[str, float | int | None]
@@ -170,9 +170,12 @@ def _told_apart(label: str, of: Facts, alike: Sequence[Facts]) -> str:
 
 
 def pooled(points: Sequence[Point]) -> Metrics:
-    """The metrics of several rounds as one: latencies of all their requests, throughput over their summed durations."""
+    """The metrics of several rounds as one: latencies of all their requests, throughput over their summed durations.
+
+    With ``achieved_throughput`` and ``achieved_goodput``: :func:`~tercet.bench.summary.achieved`, means over rounds.
+    """
     if len(points) == 1:
-        return points[0].metrics
+        return {**points[0].metrics, **_achieved(points)}
     if not all(point.records for point in points):
         name = f"{points[0].label} at {_x(points[0]):g}"
         raise BadRequest(f"report: {name} was measured several times without records, which cannot be pooled", "file")
@@ -189,7 +192,15 @@ def pooled(points: Sequence[Point]) -> Metrics:
     for name in ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"):
         counted = sum(_value(point, name) * _value(point, "duration") for point in points)
         found[name] = counted / seconds if seconds and points[0].metrics.get(name) is not None else None
-    return found | {"duration": seconds}
+    return found | {"duration": seconds, **_achieved(points)}
+
+
+def _achieved(points: Sequence[Point]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name in ("throughput", "goodput"):
+        rates = [rate for point in points if (rate := achieved(point.metrics, name)) is not None]
+        found[f"achieved_{name}"] = sum(rates) / len(rates) if rates else None
+    return found
 
 
 def _axis(point: Point) -> str:

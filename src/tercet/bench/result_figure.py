@@ -148,14 +148,14 @@ def _ratios(figure: Figure) -> Iterator[Ratio]:
 
 def _rates(drawn: Picture, axes: Sequence[Any], figure: Figure) -> None:
     has_goodput = any(
-        point.metrics.get("request_goodput") is not None for line in figure.lines for point in line.points
+        point.metrics.get("achieved_goodput") is not None for line in figure.lines for point in line.points
     )
     shifts = _shifts(figure) if len(_loads(figure)) == 1 else [0.0] * len(figure.lines)
-    second = ("goodput", "request_goodput", "requests/s")
+    second = ("goodput", "achieved_goodput", "requests/s")
     if not has_goodput:
         second = ("output", "output_throughput", "tokens/s")
     for axis, (name, key, unit) in zip(
-        axes, (("achieved rate", "request_throughput", "requests/s"), second), strict=True
+        axes, (("achieved rate", "achieved_throughput", "requests/s"), second), strict=True
     ):
         for shift, (line, looks) in zip(shifts, _looks(drawn, figure), strict=True):
             points = [point for point in line.points if point.metrics.get(key) is not None]

@@ -8,12 +8,12 @@ from tercet.bench.digits import three_digits
 from tercet.bench.figure_lines import Figure, FigureLine, LinePoint, Metrics, figure_of
 from tercet.bench.results import BenchResult, Point, Ratio, RequestRecord
 from tercet.bench.run_facts import FOREMOST, MACHINE, MODEL, PROGRAM, SOURCE, facts_of
-from tercet.bench.summary import REQUESTS_NEEDED, Summary, enough
+from tercet.bench.summary import REQUESTS_NEEDED, Summary, achieved, enough
 
 ROWS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2EL (JCT)", "e2el"))
 SCHEDULED = (("TTFT scheduled", "ttft_scheduled"), ("E2EL scheduled", "e2el_scheduled"))
 COLUMNS = (("mean", "mean"), ("P50", "median"), ("P90", "p90"), ("P99", "p99"))
-RATES = (("achieved, requests/s", "request_throughput"), ("goodput, requests/s", "request_goodput"),
+RATES = (("achieved, requests/s", "achieved_throughput"), ("goodput, requests/s", "achieved_goodput"),
          ("output tokens/s", "output_throughput"))  # fmt: skip
 TABLE = (*RATES, *((f"{title} {statistic.upper() if statistic != 'mean' else statistic}, ms", f"{statistic}_{name}_ms")
                   for title, name in ROWS for statistic in ("mean", "p99")))  # fmt: skip
@@ -28,12 +28,13 @@ def point_text(point: Point, summary: Summary) -> str:
     """One point as a small table for a terminal, with what is odd about it below."""
     head = f"{summary.completed} completed, {summary.failed} failed, {three_digits(summary.duration)} s"
     rates = (
-        f"{three_digits(summary.request_throughput)} requests/s, "
+        f"{three_digits(achieved(point.metrics, 'throughput') or 0.0)} requests/s, "
         f"{three_digits(summary.output_throughput)} output tokens/s, "
         f"{three_digits(summary.total_token_throughput)} tokens/s"
     )
-    if summary.request_goodput is not None:
-        rates += f", goodput {three_digits(summary.request_goodput)} requests/s"
+    goodput = achieved(point.metrics, "goodput")
+    if goodput is not None:
+        rates += f", goodput {three_digits(goodput)} requests/s"
     rows = ["  ".join(["ms".ljust(16), *(name.rjust(9) for name, _ in COLUMNS)])]
     for title, name in (*ROWS, *SCHEDULED):
         cells = [_cell(point.metrics, f"{column}_{name}_ms") for _, column in COLUMNS]

@@ -26,7 +26,7 @@ GROUP = re.compile(r"(prefill|decode|both)=(\d+)")
 SAID = {
     "workload", "arrival", "burstiness", "max-concurrency", "program", "fleet", "profile", "program_args", "rate",
     "request-rate", "concurrency", "seed", "base-url", "model", "label", "also", "baseline", "rounds", "confidence",
-    "resamples", "save-detailed", "header",
+    "resamples", "save-detailed", "header", "over", "sweep",
 }  # fmt: skip
 
 

@@ -27,6 +27,8 @@ MS = 1000.0
 INTERRUPTED = "interrupted"
 # Of so many requests one is expected beyond the percentile; of fewer it is the maximum under another name.
 REQUESTS_NEEDED = {"p90": 10, "p99": 100}
+# Of fewer a rate says little.
+ENDS_NEEDED = 10
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,6 +145,26 @@ class Samples:
         """End-to-end latency from the scheduled arrival, per request."""
         return self.last - self.scheduled
 
+    @property
+    def steady_window(self) -> tuple[float, float] | None:
+        """From the first request that ended until the last one was due: the target neither fills nor drains in it.
+
+        None if fewer than :data:`ENDS_NEEDED` requests ended in it.
+        """
+        if not self.ended.size:
+            return None
+        begin, end = float(self.ended.min()), float(self.scheduled.max())
+        within = (self.ended > begin) & (self.ended <= end)
+        return (begin, end) if int(within.sum()) >= ENDS_NEEDED else None
+
+    def steady_rate(self, which: NDArray[np.bool_]) -> float | None:
+        """How many of these requests ended per second of :attr:`steady_window`."""
+        window = self.steady_window
+        if window is None:
+            return None
+        begin, end = window
+        return int((which & (self.ended > begin) & (self.ended <= end)).sum()) / (end - begin)
+
     def meets(self, slo: Slo) -> NDArray[np.bool_]:
         """Which requests succeeded within every limit of ``slo``."""
         limits = ((slo.ttft, self.ttft_scheduled), (slo.e2el, self.e2el_scheduled), (slo.tpot, self.tpot))
@@ -157,7 +179,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """One run in numbers; throughput per second, latencies in seconds, None where no request had one.
 
     ``duration`` runs from the first scheduled arrival to the end of the last request. ``request_goodput`` counts
-    requests per second that kept the SLO; None without one. ``failed`` counts what the target failed; requests that
+    requests per second that kept the SLO; None without one. Both rates of ``vllm bench serve`` count the drain at the
+    end as well; ``steady_throughput`` and ``steady_goodput`` count in :attr:`Samples.steady_window` alone, and are None
+    if that has too few requests. ``failed`` counts what the target failed; requests that
     were under way when the run was interrupted are in ``interrupted`` instead. ``itl`` is between events of a stream:
     one that carries several tokens makes one gap, as in ``vllm bench serve``.
     """
@@ -173,6 +197,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     output_throughput: float
     total_token_throughput: float
     request_goodput: float | None
+    steady_throughput: float | None = None
+    steady_goodput: float | None = None
     max_concurrent_requests: int
     ttft: Distribution | None
     tpot: Distribution | None
@@ -185,8 +211,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def flat(self) -> dict[str, float | int | None]:
         """All of it under the flat names that ``vllm bench serve`` writes, latencies in milliseconds.
 
-        Beside its names: ``interrupted``, ``*_ttft_scheduled_ms``, ``*_e2el_scheduled_ms`` (from the scheduled arrival)
-        and ``*_send_delay_ms`` (from the scheduled arrival to the send).
+        Beside its names: ``interrupted``, ``steady_throughput``, ``steady_goodput``, ``*_ttft_scheduled_ms``,
+        ``*_e2el_scheduled_ms`` (from the scheduled arrival) and ``*_send_delay_ms`` (from the scheduled arrival to the
+        send).
         """
         found: dict[str, float | int | None] = {}
         for name in self.__struct_fields__:
@@ -196,6 +223,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             elif name not in _DISTRIBUTIONS and name != "errors":
                 found[name] = value
         return found
+
+
+def achieved(metrics: Mapping[str, float | int | None], name: str) -> float | None:
+    """The rate ``throughput`` or ``goodput`` of :meth:`Summary.flat`: in the steady window, or of the whole run."""
+    if metrics.get(f"request_{name}") is None:
+        return None
+    steady = metrics.get(f"steady_{name}")
+    return metrics.get(f"request_{name}") if steady is None else steady
 
 
 def enough(requests: int, statistic: str) -> bool:
@@ -226,6 +261,8 @@ def summarize(run: Samples | Iterable[RequestRecord], slo: Slo | None = None) ->
         output_throughput=_rate(tokens_out, duration),
         total_token_throughput=_rate(tokens_in + tokens_out, duration),
         request_goodput=None if slo is None else _rate(int(samples.meets(slo).sum()), duration),
+        steady_throughput=samples.steady_rate(done),
+        steady_goodput=None if slo is None else samples.steady_rate(samples.meets(slo)),
         max_concurrent_requests=most_at_once(samples.sent, samples.ended),
         ttft=Distribution.of(samples.ttft),
         tpot=Distribution.of(samples.tpot),

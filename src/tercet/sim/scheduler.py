@@ -143,6 +143,7 @@ class SimScheduler(StepSelection):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._count_until_now()
         self._frozen_since = None
         self._time.end()
         self._computes = None
@@ -158,6 +159,15 @@ class SimScheduler(StepSelection):
             work.state = "left"
             if work.stream is not None:
                 work.stream.fail(error)
+
+    def _count_until_now(self) -> None:
+        """Count what a run of steps has done, and how long its engine was busy: the step under way is lost."""
+        now = self._time.time() if self._frozen_since is None else self._frozen_since
+        self.counters.busy += max(0.0, self._time.on_loop(min(now, self._ends)) - self._step_began)
+        if self._run is not None:
+            done = max(0, self._run.steps_at(now) - 1)
+            self.counters.steps += done
+            self.counters.decode_tokens += done * self._decoding.size
 
     @property
     def frozen(self) -> bool:

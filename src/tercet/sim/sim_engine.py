@@ -94,6 +94,7 @@ class SimEngine:
         self._generating: dict[str, Work] = {}
         self._sends: dict[Send, str] = {}
         self._calls: set[asyncio.Future[Any]] = set()
+        self._before = Counters()
         self._start()
         network.add(self)
 
@@ -349,6 +350,7 @@ class SimEngine:
     def recover(self) -> None:
         """Come back, empty."""
         if self._down:
+            self._before = self.all_counters
             self._start()
             self._down = False
 
@@ -370,6 +372,15 @@ class SimEngine:
     def counters(self) -> Counters:
         """What the engine did since it was started."""
         return self._scheduler.counters
+
+    @property
+    def all_counters(self) -> Counters:
+        """What it did in all its lives."""
+        return self._before.plus(self._scheduler.counters, self.pool.evicted)
+
+    def require_exchange(self, other: SimEngine) -> None:
+        """Raise :class:`~tercet.protocol.LayoutMismatch` unless KV can go between the two."""
+        self._layout.require_mappable(other._layout, other.name)
 
     @property
     def down(self) -> bool:

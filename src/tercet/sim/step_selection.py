@@ -23,13 +23,28 @@ Chunk = tuple[Work, int]
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine did since it started: steps, tokens, and seconds in which a step ran."""
+    """What an engine did since it started: steps, tokens, and seconds in which a step ran.
+
+    ``evicted`` cached blocks are counted by the block pool, and here only for lives that are over.
+    """
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preemptions: int = 0
     busy: float = 0.0
+    evicted: int = 0
+
+    def plus(self, later: Counters, evicted: int) -> Counters:
+        """The sum of two lives; in the later one so many cached blocks were ``evicted``."""
+        return Counters(
+            self.steps + later.steps,
+            self.prefill_tokens + later.prefill_tokens,
+            self.decode_tokens + later.decode_tokens,
+            self.preemptions + later.preemptions,
+            self.busy + later.busy,
+            self.evicted + evicted,
+        )
 
 
 class StepSelection:

@@ -49,10 +49,14 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet; engines are called by their role and number, ``prefill-0``, ``decode-0``, ``both-0``, ..."""
+    """A fleet; engines are called by their role and number, ``prefill-0``, ``decode-0``, ``both-0``, ...
+
+    Engines that cannot send KV to one another are refused but ``without_kv_exchange``.
+    """
 
     engines: tuple[EngineGroup, ...]
     faults: tuple[Fault, ...] = ()
+    without_kv_exchange: bool = False
 
 
 def parse_fleet(given: str) -> FleetSpec:

@@ -19,7 +19,7 @@ from tercet.bench.simulated.moving_fleet import MoveTotals, MovingSettings
 from tercet.bench.simulated.planned import PlannedWorkload
 from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.bench.simulated.virtual_run import Outcome, run_once
-from tercet.bench.summary import Distribution, Slo, Summary, enough, summarize
+from tercet.bench.summary import Distribution, Slo, Summary, achieved, enough, summarize
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.scheduling import load_scheduling
@@ -45,6 +45,13 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     moves: MoveTotals
     imbalance: KVImbalance | None
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """All of it under flat names: those of :meth:`Summary.flat`, and what the engines did."""
+        engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
+        engines |= self.counts
+        engines |= self.moves.flat() | (self.imbalance.flat() if self.imbalance is not None else {})
+        return {**self.summary.flat(), **engines}
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,16 +81,13 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
 
     def _bench_point(self, point: SimulatedPoint) -> Point:
-        engines: dict[str, float] = {"busy": point.busy, "fallbacks": point.fallbacks, "retries": point.retries}
-        engines |= point.counts
-        engines |= point.moves.flat() | (point.imbalance.flat() if point.imbalance is not None else {})
         at_once = point.rate is not None and math.isinf(point.rate)  # JSON knows no infinity
         return Point(
             label=self.label,
             program=self.program,
             request_rate=None if at_once else point.rate,
             concurrency=point.summary.completed + point.summary.failed if at_once else None,
-            metrics={**point.summary.flat(), **engines},
+            metrics=point.metrics(),
             errors=point.summary.errors,
         )
 
@@ -97,6 +101,13 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
     )  # fmt: skip
 
 
+def _made_good(outcome: Outcome) -> str:
+    """A warning: who reads the figures alone would take them for the program's."""
+    requests, retries, fallbacks = len(outcome.ended), outcome.retries, outcome.fallbacks
+    said = f"warning: {retries} attempts after a failure, and of {requests} requests {fallbacks} were served by one "
+    return f"{said}engine as their program had failed; the first failure: {outcome.first_retried}"
+
+
 FIGURE_HEADINGS = ["TTFT, ms", "P99, ms", "TPOT, ms", "P99, ms", "JCT, s", "P99, s", "busy"]
 MOVE_HEADINGS = ["preempted", "imbalance", "P95", "moved", "pause, ms", "P99, ms"]
 NONE = "-"
@@ -104,7 +115,7 @@ NONE = "-"
 
 def headings(report: SimulationReport) -> list[str]:
     """What stands over the columns of :func:`table`."""
-    return ["rate", "done", "failed", "requests/s", *figure_headings(report.points)]
+    return ["rate", "done", "failed", "retries", "fallbacks", "requests/s", *figure_headings(report.points)]
 
 
 def figure_headings(points: Sequence[SimulatedPoint]) -> list[str]:
@@ -123,7 +134,9 @@ def table(report: SimulationReport) -> list[list[str]]:
 
 def _counts(point: SimulatedPoint) -> list[str]:
     summary = point.summary
-    return [_shown(point.rate), str(summary.completed), str(summary.failed), three_digits(summary.request_throughput)]
+    made_good = (str(point.retries), str(point.fallbacks))
+    rate = three_digits(achieved(summary.flat(), "throughput") or 0.0)
+    return [_shown(point.rate), str(summary.completed), str(summary.failed), *made_good, rate]
 
 
 def _shown(rate: float | None) -> str:
@@ -193,6 +206,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
         note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
         point = point_of(rate, outcome, self.slo)
+        if outcome.retries:
+            note(f"rate {_shown(rate)}: {_made_good(outcome)}")
         if outcome.first_error is not None:
             if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
                 raise outcome.first_error

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
@@ -18,19 +19,21 @@ import msgspec
 
 from tercet import __version__
 from tercet.bench.digits import three_digits
+from tercet.bench.results import BenchResult, Point
 from tercet.bench.simulated.moving_fleet import MovingSettings
 from tercet.bench.simulated.simulation import NONE, SimulatedPoint, Simulation, figure_headings, figures_of
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.declaration import near
-from tercet.sim import EngineOptions
+from tercet.sim import EngineOptions, load_profile
 
 MOVING = {each.key for each in declared(MovingSettings)}
 OWN = ("request-rate", "fleet", "profile", "program")
 LATENCIES = ("ttft", "tpot", "e2el")
 FIGURES = ("mean", "p50", "p90", "p99")
 CONFIDENCE = 0.95
+SUMMED = ("completed", "failed", "interrupted", "fallbacks", "retries")
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -49,7 +52,10 @@ MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A metric over seeds, in seconds; ``half`` is half of the 95% interval of its mean, None of a single seed."""
+    """A metric over seeds, in seconds; ``half`` is half of the 95% interval of its mean.
+
+    It is None of a single seed, and where no seed made a difference: that says nothing of chance.
+    """
 
     mean: float
     half: float | None
@@ -58,7 +64,7 @@ class Estimate(msgspec.Struct, frozen=True):
     def of(values: Sequence[float]) -> Estimate:
         """Student's interval; the metric is infinite if it is so for any seed."""
         mean = statistics.fmean(values)
-        if len(values) < 2 or not math.isfinite(mean):
+        if len(set(values)) < 2 or not math.isfinite(mean):
             return Estimate(mean, None)
         # Imported here: commands that need none of it start faster.
         student: Any = import_module("scipy.special")
@@ -102,15 +108,50 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     trials: tuple[Trial, ...]
 
     def to_json(self) -> bytes:
-        """The report as indented JSON with a newline at its end."""
-        return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
+        """The report as a file that ``tercet bench report`` draws: a line for each trial, of means over seeds.
+
+        All else is under ``sweep`` in its config.
+        """
+        arguments = dict(self.arguments)
+        told = {"kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials}
+        result = BenchResult(
+            source="sim",
+            created="simulation",
+            config={**arguments, "sweep": told},
+            seed=self.seeds[0],
+            versions={"tercet": self.version},
+            target={"model": load_profile(arguments["profile"]).name} if "profile" in arguments else {},
+            points=tuple(self._bench_point(trial) for trial in self.trials),
+        )
+        return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
+
+    def _bench_point(self, trial: Trial) -> Point:
+        runs = [point.metrics() for point in trial.points]
+        errors = Counter[str]()
+        for point in trial.points:
+            errors.update(point.summary.errors)
+        return Point(
+            label=", ".join(f"{name}={value or 'none'}" for name, value in trial.settings.items()),
+            program=trial.settings.get("program", self.arguments.get("program")),
+            request_rate=trial.points[0].rate,
+            metrics={name: _over_seeds(name, [run.get(name) for run in runs]) for name in runs[0]},
+            errors=errors,
+        )
+
+
+def _over_seeds(name: str, values: Sequence[float | int | None]) -> float | int | None:
+    """Requests of all seeds, and means of all else; None unless each seed has one."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(known) if name in SUMMED else statistics.fmean(known)
 
 
 def parse_axis(given: str) -> Axis:
     """``NAME=VALUE,VALUE,...``; raises :class:`~tercet.protocol.BadRequest`."""
     name, _, values = given.partition("=")
-    found = tuple(value for value in values.split(",") if value)
-    if not name or not found:
+    found = tuple(values.split(","))  # an empty one counts: reschedule=,neutral_load is with and without
+    if not name or not values:
         raise BadRequest(f"--over: {given!r} is not NAME=VALUE[,VALUE...]", "--over")
     return Axis(name, found)
 
@@ -136,6 +177,8 @@ def sweep(
         runs = (msgspec.structs.replace(simulation, seed=seed).point(at, note) for seed in used)
         found.append((settings, tuple(runs)))
     standings = standings_of([([value_of(p, x) for p in runs], [value_of(p, y) for p in runs]) for _, runs in found])
+    if seeds > 1 and all(alike(runs) for _, runs in found):
+        note(f"warning: all {seeds} seeds gave the same: a trace at its own times leaves nothing to chance")
     trials = tuple(
         Trial(
             settings=settings,
@@ -150,6 +193,11 @@ def sweep(
     load = {"rate": "inf" if math.isinf(rate) else rate, "over": {axis.name: list(axis.values) for axis in axes}}
     arguments = {**base.arguments(), **load}
     return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials)
+
+
+def alike(runs: Sequence[SimulatedPoint]) -> bool:
+    """Whether runs with several seeds are one run."""
+    return all(run == runs[0] for run in runs)
 
 
 def standings_of(trials: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Standing]:
@@ -197,7 +245,10 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
         elif name in EngineOptions.__struct_fields__:
             changed = msgspec.structs.replace(changed, options={**changed.options, name: value})
         elif name in MOVING:
-            given = Source({**encode_settings(changed.moving), name: value}, names={name: f"--over {name}"})
+            of = {**encode_settings(changed.moving), name: value}
+            if not value:
+                del of[name]  # as if it were not given
+            given = Source(of, names={name: f"--over {name}"})
             changed = msgspec.structs.replace(changed, moving=decode_settings(MovingSettings, given))
         else:
             changed = msgspec.structs.replace(changed, program_args={**changed.program_args, name: value})
@@ -258,16 +309,27 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
 def headings(report: SweepReport) -> list[str]:
     """The headings of :func:`rows`."""
     spread = [f"{metric}, ms" for metric in (report.x, report.y)] if len(report.seeds) > 1 else []
-    return [*report.trials[0].settings, *figure_headings(_points(report)), *spread, "best"]
+    return [*report.trials[0].settings, "failed", "fallbacks", *figure_headings(_points(report)), *spread, "best"]
 
 
 def rows(report: SweepReport) -> list[list[str]]:
     """A row for each trial: its settings, means over seeds with intervals, and ``*`` or ``~`` if it is best or near."""
     points = _points(report)
     return [
-        [*trial.settings.values(), *figures_of(trial.points, points), *_spread(trial), MARKS[trial.standing]]
+        [
+            *trial.settings.values(),
+            *_failures(trial),
+            *figures_of(trial.points, points),
+            *_spread(trial),
+            MARKS[trial.standing],
+        ]
         for trial in report.trials
     ]
+
+
+def _failures(trial: Trial) -> list[str]:
+    runs = trial.points
+    return [str(sum(run.summary.failed for run in runs)), str(sum(run.fallbacks for run in runs))]
 
 
 def _spread(trial: Trial) -> list[str]:

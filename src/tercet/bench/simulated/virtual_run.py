@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 from array import array
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from tercet.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload,
 from tercet.bench.summary import Samples
 from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
 from tercet.programs import Program, name_of, run_program
-from tercet.protocol import BadRequest, EngineError, Output, Request, TercetError
+from tercet.protocol import BadRequest, EngineError, LayoutMismatch, Output, Request, TercetError
 from tercet.router.attempts import first_cause, is_fallback, one_engine
 from tercet.router.recovery import Recovery
 from tercet.scheduling import Scheduling
@@ -60,6 +61,7 @@ class Outcome:
     first_error: TercetError | None = None
     fallbacks: int = 0
     retries: int = 0
+    first_retried: TercetError | None = None
     busy: float = 0.0
     counts: dict[str, int] = field(default_factory=dict[str, int])
     moves: MoveTotals = field(default_factory=MoveTotals)
@@ -207,6 +209,8 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
         engine = engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
         room = engine.pool.total * engine.profile.block_size
         members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
+    if not spec.without_kv_exchange:
+        _require_exchange(list(engines.values()))
     # Simulated engines report what changes, so a report is as good as its last one, however old.
     fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
 
@@ -226,6 +230,19 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
     recovery = Recovery(fleet, WAIT_FOR_ENGINE, asyncio.get_running_loop().time)
     with_moves = MovingFleet(fleet, engines, moving, bool(spec.faults))
     return _Fleet(fleet, engines, network, front_door, with_moves, recovery)
+
+
+def _require_exchange(engines: Sequence[SimEngine]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless KV can go between all engines: each send would fail."""
+    for first, other in itertools.combinations({engine.profile.name: engine for engine in engines}.values(), 2):
+        try:
+            first.require_exchange(other)
+        except LayoutMismatch as error:
+            raise BadRequest(
+                f"fleet: {first.name} ({first.profile.name}) and {other.name} ({other.profile.name}): {error.message}; "
+                "choose profiles of one model, or set without_kv_exchange: true in the fleet's file",
+                "fleet",
+            ) from None
 
 
 def _plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
@@ -358,6 +375,7 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
             if retry is None:
                 return error
         outcome.retries += 1
+        outcome.first_retried = outcome.first_retried or error
         outcome.fallbacks += is_fallback(sequence, name_of(program))
         await built.recovery.wait(retry)
         answer, tried_at = one_engine(retry.request, fleet, retry.output), loop.time()
@@ -385,12 +403,12 @@ class _Client:
 def _collect(built: _Fleet, outcome: Outcome) -> None:
     totals, elapsed = Counter[str](), asyncio.get_running_loop().time()
     for engine in built.engines.values():
-        counters = engine.counters
+        counters = engine.all_counters
         outcome.busy += counters.busy / elapsed / len(built.engines)
         totals["steps"] += counters.steps
         totals["prefill_tokens"] += counters.prefill_tokens
         totals["decode_tokens"] += counters.decode_tokens
         totals["preemptions"] += counters.preemptions
-        totals["evicted_blocks"] += engine.pool.evicted
+        totals["evicted_blocks"] += counters.evicted
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
     outcome.moves = built.moving.counts.totals()
