@@ -80,7 +80,7 @@ def migration(
         note("interrupted; this is what was measured until then")
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
     say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute everything again")
-    show_table("steps beside them, in multiples of those without a move", NEIGHBOURS, neighbour_rows(costs))
+    show_table("steps next to them, in multiples of those without a move", NEIGHBOURS, neighbour_rows(costs))
     if result_filename is not None:
         report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
         write_file(result_filename, msgspec.json.format(msgspec.json.encode(report)), "--result-filename")

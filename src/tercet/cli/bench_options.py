@@ -66,7 +66,7 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except UNREADABLE as error:
-        raise BadRequest(f"--extra-body: is no JSON object: {error}", "extra-body") from error
+        raise BadRequest(f"--extra-body: is not a JSON object: {error}", "extra-body") from error
 
 
 def limits_of(texts: Sequence[str]) -> dict[str, str]:

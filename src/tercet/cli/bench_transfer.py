@@ -82,8 +82,8 @@ def _show(found: Table, idle: dict[str, float | str], interference: dict[str, In
         said = f"{three_digits(cores * 100)}% of a core" if isinstance(cores, float) else cores
         say(f"idle, a pair of ranks over {way}: {said}")
     for way, slowed in interference.items():
-        beside = "beside another process's memcpy" if way == MEMCPY else f"while receiving over {way}"
-        say(f"decode steps {beside}: {_told(slowed)}")
+        during = "next to another process's memcpy" if way == MEMCPY else f"while receiving over {way}"
+        say(f"decode steps {during}: {_told(slowed)}")
 
 
 def _told(found: Interference | str) -> str:
@@ -99,7 +99,7 @@ def _told(found: Interference | str) -> str:
 def _interference(
     engine: str, backends: list[str], rounds: int, tokens: int, streams: int
 ) -> dict[str, Interference | str]:
-    """By how much each backend, and a plain copy beside, slows the engine's decode steps; or why it cannot be said."""
+    """By how much each backend, and a plain copy, slows the engine's decode steps; or why it cannot be said."""
     found: dict[str, Interference | str] = {}
     with progress("starting") as tell:
         for name in (MEMCPY, *backends):

@@ -127,7 +127,7 @@ def chaos(config: ChaosConfig) -> None:
 
 
 class _Site(NamedTuple):
-    """Where it happens: what can, how often it does if nobody says, and how to run it."""
+    """Where faults happen: which kinds there are, how often they come by default, and how to run them."""
 
     shape: FleetShape
     rate: float

@@ -120,7 +120,7 @@ class Chat:
             try:
                 self._options["model"] = msgspec.json.decode(await response.read())["data"][0]["id"]
             except (*UNREADABLE, KeyError, IndexError, TypeError) as error:
-                raise EngineUnreachable(f"what answers at {self.url} is no front door", "url") from error
+                raise EngineUnreachable(f"what answers at {self.url} is not a router", "url") from error
 
     async def ask(self, question: str, show: Callable[[str], object]) -> str:
         """Ask, and pass the answer's text to ``show`` as it comes; returns why the answer ended, as the server says.

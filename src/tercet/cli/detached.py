@@ -27,7 +27,7 @@ from tercet.protocol import BadRequest, EngineError
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
 
 LOOK_SECONDS = 0.2
-# Beside loading: a first conversion of the model.
+# In addition to loading: a first conversion of the model.
 START_SECONDS = READY_SECONDS + 300.0
 # The exit code of a fleet whose settings cannot be used.
 REFUSED = 2
@@ -56,7 +56,7 @@ def detach(config: UpConfig) -> None:
 
 
 def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, which no terminal ends; its settings, which may hold keys, are in a file."""
+    """In its own session, which no terminal ends; its settings, which may hold keys, are in a file."""
     file = log_dir / "up.json"
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:

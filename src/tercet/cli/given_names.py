@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tercet.protocol import BadRequest
 from tercet.settings import Settings, declared
 
-# Of settings whose parts are checked where they are used, under names of their own.
+# Of settings whose parts are checked where they are used, under other names.
 PARTS: Mapping[str, str] = {"args": "--program-arg", "profile": "--simulate", "engine options": "--option"}
 
 

@@ -87,4 +87,4 @@ def in_words(move: dict[str, Any]) -> str:
     if move["error"]:
         return f"{line}: {move['error']}" + (f"; sent until then: {size}" if move["stages"] else "")
     pause = "" if move["pause"] is None else f", pause {move['pause'] * 1000:.0f} ms"
-    return f"{line}  {move['tokens']} tokens, {size}, {move['recomputed']} tokens computed anew{pause}"
+    return f"{line}  {move['tokens']} tokens, {size}, {move['recomputed']} tokens recomputed{pause}"

@@ -69,7 +69,7 @@ def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable
 
 
 def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A flag for each setting of ``kind`` beside a command's own parameters, of which the last one gets the record.
+    """A flag for each setting of ``kind`` in addition to a command's parameters, of which the last gets the record.
 
     Nothing but flags counts: no variable of the environment, and no file.
     """

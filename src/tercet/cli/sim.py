@@ -240,7 +240,7 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
     if given["burstiness"] != 1.0 and given["arrival"] != "gamma":
         raise BadRequest("--burstiness: belongs to --arrival gamma", "--burstiness")
     traffic: dict[str, Any] = {name: given[name] for name in kind.__struct_fields__ if name in given}
-    # Each run has a rate of its own.
+    # Each run has its own rate.
     traffic |= {"rate": 1.0, "arrivals": given["arrival"], "warm_up": given["num_warmups"]}
     measured = DEFAULT_REQUESTS if given["num_prompts"] is None else given["num_prompts"]
     if measured < 1:
@@ -254,7 +254,7 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             flag = "--" + name.replace("_", "-")
-            raise BadRequest(f"{flag}: --workload has lengths and prefixes of its own, such as input_len=512", flag)
+            raise BadRequest(f"{flag}: --workload has its own lengths and prefixes, such as input_len=512", flag)
     traffic["workload"] = tuple(given["workload"])
     planned = PlannedWorkload(**traffic)
     all_of_it = planned.finite and given["num_prompts"] is None

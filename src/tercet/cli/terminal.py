@@ -22,7 +22,7 @@ NUMBERS = ("rate", "chunk, KiB")
 
 
 class NobodyReads(Exception):
-    """Whoever read standard output has left, as ``head`` does: there is no reason to go on, and nothing to complain of.
+    """The reader of standard output has left, as ``head`` does: the command ends without an error message.
 
     No ``OSError``, so that it is not taken for one of the connection that an answer comes from.
     """
@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Say what becomes of a fleet: that nobody reads it is no reason to stop one."""
+    """Print the progress of a fleet; a closed standard output does not stop it."""
     try:
         say(text)
     except NobodyReads:
@@ -107,7 +107,7 @@ def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]
 def require_folder(path: Path | None, flag: str) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` if a file there could not be written; before the work is done."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise BadRequest(f"{flag}: {path.parent} is no folder", flag)
+        raise BadRequest(f"{flag}: {path.parent} is not a folder", flag)
 
 
 def write_file(path: Path, data: bytes, flag: str) -> None:

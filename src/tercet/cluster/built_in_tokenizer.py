@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tercet.protocol import TercetError
 
 MAGIC = b"GGUF"
-# Numbers by their type in the format; texts and lists have types of their own.
+# Numbers by their type in the format; texts and lists have other types.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
 NORMAL_TOKEN = 1

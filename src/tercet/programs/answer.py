@@ -1,4 +1,4 @@
-"""What a program yields: outputs, and streams of them that it leaves to whoever runs it."""
+"""What a program yields: outputs, and streams of them that its caller runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutputSink(Protocol):
         ...
 
     async def until_asked(self) -> None:
-        """Return once there is somebody who waits for more."""
+        """Return once a reader waits for more."""
         ...
 
 
@@ -35,7 +35,7 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
     """Run a program until it ends or nothing more is wanted; the outputs of streams that it yields go to ``sink``, too.
 
     While a stream runs, the program waits at its ``yield``: an error of the stream, or a cancellation, is raised there,
-    so that it may be caught. Each stream is closed before the program goes on. After an output of its own it goes on
+    so that it may be caught. Each stream is closed before the program goes on. After its own output it continues
     once that has reached who waits for it. What is neither output nor stream is passed on, too.
     """
     failure: BaseException | None = None

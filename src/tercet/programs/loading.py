@@ -87,7 +87,7 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], l
             converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
         except msgspec.ValidationError as error:
             raise complaint(f"args: {name}: {key}", hints.get(key, str), value, error, "args") from error
-        except TypeError as error:  # what is annotated is no type
+        except TypeError as error:  # the annotation is not a type
             raise BadRequest(f"args: {name}: {key}={value}: {error}", "args") from error
     return converted
 

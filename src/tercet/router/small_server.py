@@ -52,7 +52,7 @@ def flags_of(given: Sequence[str]) -> argparse.Namespace:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+    """Leaves signals to its caller."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

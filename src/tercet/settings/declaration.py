@@ -2,7 +2,7 @@
 
 ``limit: Annotated[AtLeastOne | None, Setting("Requests under way at once.")] = None`` is a whole declaration. The name
 that people use, its *key*, is the field's name in kebab case, or the ``name`` given to :func:`msgspec.field`. A field
-that is itself a :class:`Settings` is a group: its settings stand beside the others, under keys of their own.
+that is itself a :class:`Settings` is a group: its settings are among the others, under their own keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=1_000_000_000)]
 
 PREFIX = "TERCET_"
 SECRET_VARIABLE = "TERCET_SECRET"
-"""What all engines and front doors of a fleet know; it is no flag, since everybody on a machine can read those."""
+"""Shared secret of the fleet. It has no flag: other users of the machine can read command lines."""
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list",
           "object": "a mapping of keys to values"}  # fmt: skip
 _BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
@@ -71,7 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class Declared:
-    """One setting of a class: its key, the attributes that lead to it, its type and default, and what is told of it."""
+    """One setting of a class: its key, the attributes that lead to it, its type and default, and its description."""
 
     key: str
     path: tuple[str, ...]
@@ -226,7 +226,7 @@ LIKE, WORD = 0.85, 4
 
 
 def near(given: str, known: Sequence[str]) -> str:
-    """A hint for a key that nobody knows."""
+    """A hint for an unknown key."""
     dashed = given.replace("_", "-")
     word = dashed.lstrip("-")
     found = (

@@ -70,7 +70,7 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
 def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> Source:
     """What environment variables say; several items are separated as a shell would.
 
-    In Kubernetes ``TERCET_PORT`` is a URL wherever a service is called ``tercet``: that is no port, and no setting.
+    In Kubernetes ``TERCET_PORT`` is a URL wherever a service is called ``tercet``: that is not a port or a setting.
     """
     told = [each for each in declared(kind) if _says_something(each.env, environment.get(each.env, ""))]
     values = {each.key: _from_text(each, environment[each.env]) for each in told}

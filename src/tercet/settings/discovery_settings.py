@@ -1,4 +1,4 @@
-"""How engines are found in Kubernetes, by whoever has a fleet: front door, rescheduler, endpoint picker."""
+"""How engines are found in Kubernetes, for each process with a fleet: router, rescheduler, endpoint picker."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ class DiscoverySettings(Settings, frozen=True):
             raise BadRequest("endpoint-selector: the pool has one; give one of the two", "endpoint-selector")
         for key, name in (("pool-name", self.pool_name), ("pool-namespace", self.pool_namespace)):
             if name is not None and not _NAME.fullmatch(name):
-                raise BadRequest(f"{key}: {name!r} is no name of Kubernetes (lower case, digits, -)", key)
+                raise BadRequest(f"{key}: {name!r} is not a name of Kubernetes (lower case, digits, -)", key)
         if self.endpoint_selector is not None and not self.endpoint_selector.strip():
             raise BadRequest("endpoint-selector: must not be empty: every pod would be an engine", "endpoint-selector")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tercet.settings.log_lines import EVENTS, FIELDS
 
 logger = logging.getLogger(EVENTS)
-# Without whoever wants them, as in simulations, they go nowhere, instead of to standard error.
+# Without a handler, as in simulations, they are dropped instead of going to standard error.
 logger.addHandler(logging.NullHandler())
 
 

@@ -120,8 +120,8 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object for each line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``process``, ``message``.
 
-    And ``exception``, if there was one, ``request_id``, if the line is about a request, and the fields that whoever
-    wrote the line has given, which for events are ``event`` and what :mod:`tercet.settings.log_events` says.
+    And ``exception``, if there was one, ``request_id``, if the line is about a request, and the fields that the caller
+    of the logger has given, which for events are ``event`` and what :mod:`tercet.settings.log_events` says.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -165,7 +165,7 @@ def serious_event(line: str) -> str | None:
 def log_to_stderr(level: str, form: LogFormat = "text", access: bool = False) -> None:
     """Write Tercet's log lines from ``level`` on to standard error; the first who calls this decides.
 
-    By a handler of their own: a library that vLLM imports sets the root logger, with its handlers, to errors alone.
+    By their own handler: a library that vLLM imports sets the root logger, with its handlers, to errors alone.
     ``access``: those of requests as well, whatever the level.
     """
     logger = logging.getLogger("tercet")

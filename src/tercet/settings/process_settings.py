@@ -1,4 +1,4 @@
-"""What every process of ours that asks engines is told in the same words: their secret, their TLS, and its own log."""
+"""Settings that every process that calls engines has: the secret and the TLS of engines, and its own log."""
 
 from __future__ import annotations
 

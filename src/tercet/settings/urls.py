@@ -8,11 +8,11 @@ from tercet.protocol import BadRequest
 
 
 def require_url(given: str, name: str, example: str = "http://127.0.0.1:8001") -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for what is no http or https URL with a host, and a port if any."""
+    """Raises :class:`~tercet.protocol.BadRequest` for text that is not an http or https URL with a host."""
     try:
         parts = urlsplit(given)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, a port that is no number
+    except ValueError:  # brackets that do not match, a port that is not a number
         is_url = False
     if not is_url:
         raise BadRequest(f"{name}: {given!r} is not a URL such as {example}", name)

@@ -265,7 +265,7 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve --request-rate 1 --workload sonnet,input_length=3", "did you mean input_len?"),
         ("serve --request-rate 1 --goodput ttft=5", "is not NAME:MILLISECONDS"),
         ("serve --request-rate 1 --goodput tttft:5", "tttft"),
-        ("serve --request-rate 1 --extra-body []", "--extra-body: is no JSON object"),
+        ("serve --request-rate 1 --extra-body []", "--extra-body: is not a JSON object"),
         ("serve --request-rate 1 --header nonsense", "--header"),
         ("serve --request-rate 1 --base-url localhost", "base-url: is no URL"),
         ("serve --request-rate 1 --result-filename /nowhere/x.json", "--result-filename /nowhere/x.json"),

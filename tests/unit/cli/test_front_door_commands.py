@@ -207,7 +207,7 @@ def test_moves(front_door: Running, tercet: Any) -> None:
         MoveRecord(2, "t", "d", "p", "drain", 0.0, 9, "failed", error="oh no"),
     ]
     assert tercet("moves", "list").splitlines() == [
-        "    1  s  d -> p  drain  moved  120 tokens, 1 stage, 2.5 MB, 2 tokens computed anew, pause 50 ms",
+        "    1  s  d -> p  drain  moved  120 tokens, 1 stage, 2.5 MB, 2 tokens recomputed, pause 50 ms",
         "    2  t  d -> p  drain  failed: oh no",
     ]
     assert [json.loads(line)["number"] for line in tercet("moves", "list", "--json").splitlines()] == [1, 2]
