@@ -209,7 +209,7 @@ class VerbsRoom:
             connection.abort()
         for busy, _ in list(verbs._busy):
             await verbs.abort(busy)
-        for lease in list(verbs._leases._leases):
+        for lease in list(verbs.leases._leases):
             await verbs.release(lease)
         async with asyncio.timeout(SETTLE_SECONDS):
             while not self._is_empty():

@@ -44,13 +44,11 @@ class Verbs:
 
     def __init__(self, client: Any) -> None:
         self.open = 0
+        self.leases = SimpleNamespace(has=lambda lease: lease == "held")  # pyright: ignore[reportUnknownLambdaType]
         self.failure: TercetError | None = None
         idle: Any = SimpleNamespace(core_status={"running": 0, "kv_cache_usage": 0.0}, stalled_s=0.0)
         adapters: Any = SimpleNamespace(load_of=lambda processor: None)
         self.meter = LoadMeter(client, idle, adapters)
-
-    def holds(self, lease: str) -> bool:
-        return lease == "held"
 
     @asynccontextmanager
     async def adopted(self, request: Request) -> AsyncGenerator[TercetParams]:

@@ -93,7 +93,7 @@ class LeaseTimers:
         return seq_id in self._of_seq
 
     def has(self, lease: str) -> bool:
-        """Whether there is this lease."""
+        """Whether there is this lease, whose name only they know who may reserve."""
         return lease in self._leases
 
     def adapters(self) -> list[str]:

@@ -108,14 +108,14 @@ class EngineVerbs:
         self._text = text
         self._tasks = TaskSet()
         self._agents = agents
-        self._leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
-        adapters.count_users(self._leases.adapters)
+        self.leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
+        adapters.count_users(self.leases.adapters)
         self._busy: dict[BusyKey, Callable[[], object]] = {}
         self._generated = SequenceTable(partial(core.call, core_methods.sequences))
         self._numbers = itertools.count(1)
         tables = description.tables
         self._bypass = None if tables is None else Bypass(open_table(tables), self._layout.block_size)
-        self._reports = AgentReports(len(description.transports), self._leases.note)
+        self._reports = AgentReports(len(description.transports), self.leases.note)
         self.incarnation = uuid.uuid4().hex
         events = description.kv_events
         self._kv_events = None if events is None else KVEvents(**events, epoch=self.incarnation)
@@ -152,14 +152,14 @@ class EngineVerbs:
         adapter = await self.adapters.find(call.adapter, call.adapter_digest)
         features = self._names_of(call, tokens)
         if call.lease is not None:
-            held = await self._leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt, adapter, features)
+            held = await self.leases.extend(call.lease, call.seq_id, tokens[:end], call.cache_salt, adapter, features)
             there = held.committed // self._layout.block_size * self._layout.block_size
             return self._reserved(held, max(held.matched_len, there))
-        if (call.seq_id, None) in self._busy or self._leases.holds(call.seq_id):
+        if (call.seq_id, None) in self._busy or self.leases.holds(call.seq_id):
             raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         ttl = min(call.ttl or self._about.lease_ttl, self._about.lease_ttl)
         where, salt = self._reports.address, call.cache_salt
-        held = await self._leases.reserve(call.seq_id, tokens[:end], salt, ttl, where, adapter, features)
+        held = await self.leases.reserve(call.seq_id, tokens[:end], salt, ttl, where, adapter, features)
         return self._reserved(held, held.matched_len)
 
     def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
@@ -175,7 +175,7 @@ class EngineVerbs:
 
     async def release(self, lease: str) -> int:
         """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
-        return await self._leases.release(lease)
+        return await self.leases.release(lease)
 
     # ---- remote_send -----------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class EngineVerbs:
             del self._busy[call.seq_id, None]
             self._generated.remove(decoding)
             if claimed is not None and not adopted:
-                self._leases.release_soon(claimed)
+                self.leases.release_soon(claimed)
 
         total = len(tokens) + len(call.output)
         decoding = DecodingSequence(
@@ -344,13 +344,13 @@ class EngineVerbs:
 
         None without one, and where that takes too long: the sequence computes by itself.
         """
-        claimed = self._leases.claim(seq_id, tokens, cache_salt, adapter, features)
+        claimed = self.leases.claim(seq_id, tokens, cache_salt, adapter, features)
         if claimed is None:
             return None
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._busy[seq_id, None] = aborted.cancel
         try:
-            closed = await self._leases.closed(claimed, aborted)
+            closed = await self.leases.closed(claimed, aborted)
         finally:
             del self._busy[seq_id, None]
         if aborted.cancelled():
@@ -369,10 +369,6 @@ class EngineVerbs:
         """What its weights are known by."""
         return self._layout.model
 
-    def holds(self, lease: str) -> bool:
-        """Whether there is this lease, whose name only they know who may reserve."""
-        return self._leases.has(lease)
-
     @asynccontextmanager
     async def reserved(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
         """:meth:`prep_recv`, whose lease ends with the context unless it is adopted."""
@@ -389,7 +385,7 @@ class EngineVerbs:
         try:
             yield reservation
         finally:
-            self._leases.end_soon(reservation.lease)
+            self.leases.end_soon(reservation.lease)
 
     @asynccontextmanager
     async def adopted(self, request: Request) -> AsyncGenerator[TercetParams | None]:
@@ -405,7 +401,7 @@ class EngineVerbs:
         try:
             yield TercetParams(self._about.token, seq=SeqParams(claimed.lease, claimed.closing.result()))
         finally:
-            self._leases.release_soon(claimed)
+            self.leases.release_soon(claimed)
 
     # ---- abort and status ------------------------------------------------------------------------------------
 
@@ -414,7 +410,7 @@ class EngineVerbs:
         found = [stop for (busy, _), stop in self._busy.items() if busy == seq_id]
         for stop in found:
             stop()
-        return await self._leases.abort(seq_id) or bool(found)
+        return await self.leases.abort(seq_id) or bool(found)
 
     async def status(self) -> EngineStatus:
         """This engine's load and holdings, as they are now; of an engine that stands still, as they were last known."""
@@ -460,7 +456,7 @@ class EngineVerbs:
     def is_empty(self) -> bool:
         """Whether it runs, sends and holds nothing, what came to vLLM's own API included; or cannot any more."""
         running = self._client.output_processor.get_num_unfinished_requests()
-        return self._client.errored or not (running or self._busy or len(self._leases))
+        return self._client.errored or not (running or self._busy or len(self.leases))
 
     # ---- plumbing --------------------------------------------------------------------------------------------
 

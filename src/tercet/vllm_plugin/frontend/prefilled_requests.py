@@ -140,7 +140,7 @@ class PrefilledRequests:
     async def add_request(self, request: EngineCoreRequest) -> None:
         """In place of ``engine_core.add_request_async``."""
         named, told = _named.get(), _told.get()
-        if told is not None and self._verbs.holds(told.lease):
+        if told is not None and self._verbs.leases.has(told.lease):
             self._tell_cached(request, told.cached)
         if named is not None and self._remote is not None:
             try:
