@@ -85,7 +85,7 @@ class LivingLeases:
         else:
             self._scheduler.between_steps(partial(self._drop, asked))
 
-    def _drop(self, asked: Asked, error: TercetError | None = None) -> None:
+    def _drop(self, asked: AskedReservation, error: TercetError | None = None) -> None:
         """End a reservation that waits, or has got its blocks since that was asked for."""
         if asked.lease is not None:
             self.end(asked.lease)
