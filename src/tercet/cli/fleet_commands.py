@@ -28,7 +28,7 @@ AdminKey = Annotated[
     str | None,
     typer.Option(
         envvar=ADMIN_KEY_VARIABLE,
-        help=f"Its admin key, if it has one; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
+        help=f"Admin key of the front door, if it has one; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
     ),
 ]
 ApiKey = Annotated[
@@ -211,7 +211,7 @@ def set_file(
 ) -> None:
     """Use another scheduling file, or reload the same one; a file that does not load changes nothing.
 
-    A file that exists here is sent as it is now. Plugins of your own in it are read on the front door's machine.
+    A file that exists here is sent as it is now. Your own plugins in it are read on the front door's machine.
 
     Example: `tercet scheduling set scheduling.yaml`
     """

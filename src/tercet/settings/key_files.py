@@ -19,8 +19,8 @@ class KeyFile:
     def read(self) -> tuple[str, ...]:
         """The keys that are there now; none in an empty file.
 
-        Raises :class:`~tercet.protocol.BadRequest` for a file that cannot be read, or has what is no key. It tells the
-        number of a line, and nothing that stands there.
+        Raises :class:`~tercet.protocol.BadRequest` for a file that cannot be read, or has a line that cannot be a key.
+        It tells the number of a line, and nothing that stands there.
         """
         try:
             if not self._path.is_file():
@@ -37,7 +37,8 @@ class KeyFile:
         for number, line in found:
             if not all(0x21 <= byte <= 0x7E for byte in line):
                 raise BadRequest(
-                    f"{self._name}: line {number} of {self._path} is no key: printable ASCII, no spaces", self._name
+                    f"{self._name}: line {number} of {self._path} cannot be a key: printable ASCII, no spaces",
+                    self._name,
                 )
         return tuple(line.decode() for _, line in found)
 

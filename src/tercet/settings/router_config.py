@@ -130,7 +130,7 @@ class Limits(Settings, frozen=True):
     ] = msgspec.field(default=512, name="max-sequences")
     at_once: Annotated[
         AtLeastOne,
-        Setting("Of these, how many are under way at once; the others follow as these end.", panel=LIMITS),
+        Setting("Sequences of one request under way at once; the others follow as these end.", panel=LIMITS),
     ] = msgspec.field(default=128, name="max-sequences-at-once")
 
     items: Annotated[

@@ -54,7 +54,7 @@ VARIABLES = (
     Variable(
         WARM_PARENT_VARIABLE,
         "`tercet up`, `tercet router --workers`",
-        "one of its own",
+        "its own",
         "The socket of a process that has imported vLLM and forks engines and routers; with `cold`, each imports vLLM.",
     ),
     Variable(
