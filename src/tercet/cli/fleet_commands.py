@@ -28,7 +28,7 @@ AdminKey = Annotated[
     str | None,
     typer.Option(
         envvar=ADMIN_KEY_VARIABLE,
-        help=f"Admin key of the front door, if it has one; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
+        help=f"Admin key of the front door, if any; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
     ),
 ]
 ApiKey = Annotated[

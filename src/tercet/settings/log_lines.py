@@ -64,7 +64,8 @@ MOST_LINES, WITHIN_SECONDS = 100, 10.0
 class LineBounds(logging.Filter):
     """Shortens long messages, and drops lines of a place in the code that writes too many of them.
 
-    So a client that provokes a line does not choose how much is written. What was dropped is said in the place's next line.
+    So a client that provokes a line does not choose how much is written. What was dropped is said in the place's next
+    line.
     Lines of requests and events are neither dropped nor counted: they are asked for, and each says something else.
     """
 
