@@ -55,7 +55,7 @@ async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
         ((b'{"messages": [{"model": "no"}], "mod', b'el": "bi', b'g"}'), "big"),
         ((b'{"messages": []}',), ""),
         ((b'{"model": 7}',), ""),
-        ((b"no json",), ""),
+        ((b'"no object"',), ""),
         ((b"",), ""),
     ],
 )

@@ -323,7 +323,7 @@ async def test_a_path_that_is_not_served(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "takes"), [("GET", "/v1/completions", "POST"), ("DELETE", "/tercet/v1/engines", "GET, POST")]
+    ("method", "path", "takes"), [("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET")]
 )
 async def test_a_method_that_a_path_does_not_take(house: House, method: str, path: str, takes: str) -> None:
     async with house.client() as client:
