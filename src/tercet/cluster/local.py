@@ -106,7 +106,7 @@ def fleet_of(
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
     argv = router_argv(router_config(config, model, port, addresses), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
-    router = Process("router", argv, router_env(model), log_dir / "router.log", grace, warm)
+    router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace, warm=warm)
     return RunningFleet(url_of(config.host, port), engines, router, log_dir)
 
 
