@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from tercet.protocol import KVAddrInfo, KVLayout, LeaseEnded, RankAddress, Request, Reservation, UnknownSequence
+from tercet.protocol import (
+    KVAddrInfo,
+    KVLayout,
+    LeaseEnded,
+    RankAddress,
+    Request,
+    Reservation,
+    TercetError,
+    UnknownSequence,
+)
 from tercet.sim.engine_options import check_same
 from tercet.sim.leases import Lease, Leases
 from tercet.sim.prompts import Prompt
@@ -74,7 +83,14 @@ class LivingLeases:
         if asked.lease is not None:
             self.end(asked.lease)
         else:
-            self._scheduler.between_steps(partial(self.queue.give_up, asked))
+            self._scheduler.between_steps(partial(self._drop, asked))
+
+    def _drop(self, asked: Asked, error: TercetError | None = None) -> None:
+        """End a reservation that waits, or has got its blocks since that was asked for."""
+        if asked.lease is not None:
+            self.end(asked.lease)
+        else:
+            self.queue.give_up(asked, error)
 
     def abort(self, seq_id: str) -> None:
         """End what a sequence has reserved, or waits for."""
@@ -83,7 +99,7 @@ class LivingLeases:
             self.end(lease)
         if asked is not None:
             error = LeaseEnded(f"{seq_id} was aborted while blocks were being reserved", "seq_id")
-            self._scheduler.between_steps(partial(self.queue.give_up, asked, error))
+            self._scheduler.between_steps(partial(self._drop, asked, error))
 
     def extend(self, name: str, request: Request, prompt: Prompt, end: int) -> Lease:
         """Have an open lease reach up to ``end`` of ``prompt``, the request's.
