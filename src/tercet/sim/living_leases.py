@@ -20,7 +20,7 @@ from tercet.protocol import (
 from tercet.sim.engine_options import check_same
 from tercet.sim.leases import Lease, Leases
 from tercet.sim.prompts import Prompt
-from tercet.sim.reservation_queue import Asked, ReservationQueue
+from tercet.sim.reservation_queue import AskedReservation, SimReservationQueue
 from tercet.sim.scheduler import SimScheduler
 
 
@@ -41,7 +41,7 @@ class LivingLeases:
         self._scheduler = scheduler
         self._numbers = numbers
         self._loop = asyncio.get_running_loop()
-        self.queue = scheduler.reservations = ReservationQueue(leases, scheduler)
+        self.queue = scheduler.reservations = SimReservationQueue(leases, scheduler)
 
     def told(self, lease: Lease, matched: int) -> Reservation:
         """A lease, as ``prep_recv`` returns it."""
@@ -50,11 +50,11 @@ class LivingLeases:
         said = (lease.name, engine, lease.matched, lease.end, "sim", ranks, layout)
         return Reservation(KVAddrInfo(*said, adapter=lease.prompt.adapter or ""), matched)
 
-    def reserve(self, seq_id: str, prompt: Prompt, end: int) -> Asked:
+    def reserve(self, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
         """A lease, now or in its turn; between steps. Raises ``NoSpace`` for what never fits, and ``Conflict``."""
         return self.queue.reserve(f"{self._address.engine}:{next(self._numbers)}", seq_id, prompt, end)
 
-    async def granted(self, asked: Asked, ttl: float, until: float) -> Lease:
+    async def granted(self, asked: AskedReservation, ttl: float, until: float) -> Lease:
         """The lease when it has its blocks, which ends ``ttl`` seconds after the last sign of life.
 
         It waits for its turn until a time of the loop. Raises ``NoSpace``, and nothing stays taken then, or on
@@ -78,14 +78,14 @@ class LivingLeases:
         self._renew(lease)
         return lease
 
-    def forget(self, asked: Asked) -> None:
+    def forget(self, asked: AskedReservation) -> None:
         """Nobody waits for a reservation any more; what it has goes back."""
         if asked.lease is not None:
             self.end(asked.lease)
         else:
             self._scheduler.between_steps(partial(self._drop, asked))
 
-    def _drop(self, asked: Asked, error: TercetError | None = None) -> None:
+    def _drop(self, asked: AskedReservation, error: TercetError | None = None) -> None:
         """End a reservation that waits, or has got its blocks since that was asked for."""
         if asked.lease is not None:
             self.end(asked.lease)

@@ -30,7 +30,7 @@ class Needs(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class AskedReservation:
     """A reservation that was asked for: ``lease`` once it has its blocks, ``why`` it has none yet.
 
     ``answer`` is resolved for whoever waits for it.
@@ -51,27 +51,27 @@ class Asked:
             self.answer.set_exception(error)
 
 
-class ReservationQueue:
+class SimReservationQueue:
     """Reservations that have no blocks yet; everything here runs between steps."""
 
     def __init__(self, leases: Leases, needs: Needs) -> None:
         self._leases = leases
         self._needs = needs
-        self._waiting: OrderedDict[str, Asked] = OrderedDict()
+        self._waiting: OrderedDict[str, AskedReservation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def of(self, seq_id: str) -> Asked | None:
+    def of(self, seq_id: str) -> AskedReservation | None:
         """The sequence's reservation that waits."""
         return next((asked for asked in self._waiting.values() if asked.seq_id == seq_id), None)
 
-    def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int) -> Asked:
+    def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
         """Reserve blocks now, or in their turn. Raises ``NoSpace`` for what never fits, and ``Conflict``."""
         if self._leases.of(seq_id) is not None or self.of(seq_id) is not None:
             raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._leases.check(end)
-        asked = self._waiting[name] = Asked(name, seq_id, prompt, end, self._needs.arrival())
+        asked = self._waiting[name] = AskedReservation(name, seq_id, prompt, end, self._needs.arrival())
         self.admit()
         return asked
 
@@ -95,7 +95,7 @@ class ReservationQueue:
             if asked.answer is not None and not asked.answer.done():
                 asked.answer.set_result(asked.lease)
 
-    def give_up(self, asked: Asked, error: TercetError | None = None) -> None:
+    def give_up(self, asked: AskedReservation, error: TercetError | None = None) -> None:
         """End a wait, with what it waits for if no other ``error`` is given."""
         if self._waiting.pop(asked.name, None) is not None:
             asked.refuse(error or asked.why or NoSpace("reservations that came before it wait for blocks"))

@@ -48,7 +48,7 @@ from tercet.sim.living_leases import Address, LivingLeases
 from tercet.sim.load_reports import LoadReports
 from tercet.sim.network import Network, Send
 from tercet.sim.prompts import Prompt
-from tercet.sim.reservation_queue import Asked
+from tercet.sim.reservation_queue import AskedReservation
 from tercet.sim.scheduler import SimScheduler
 from tercet.sim.sequence_work import Work, has_computed
 from tercet.sim.step_selection import Counters
@@ -159,7 +159,7 @@ class SimEngine:
         asked = await self._between_steps(lambda: self._reserve(request, resolved), self._living_leases.forget)
         return await self._living_leases.granted(asked, ttl, until)
 
-    def _reserve(self, request: Request, end: int) -> Asked:
+    def _reserve(self, request: Request, end: int) -> AskedReservation:
         if request.seq_id in self._generating:
             raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)

@@ -14,7 +14,7 @@ from tercet.sim.adapter_slots import AdapterSlots
 from tercet.sim.block_pool import BlockPool
 from tercet.sim.engine_options import EngineOptions
 from tercet.sim.hosts import EngineTime
-from tercet.sim.reservation_queue import ReservationQueue
+from tercet.sim.reservation_queue import SimReservationQueue
 from tercet.sim.sequence_work import DecodingBatch, Work
 from tercet.sim.waiting_works import WaitingWorks
 
@@ -45,7 +45,7 @@ class StepSelection:
         self.pool = pool
         self.counters = Counters()
         self.slots = AdapterSlots(options.max_loras if options.adapters else 0, options.lora_load)
-        self.reservations: ReservationQueue | None = None
+        self.reservations: SimReservationQueue | None = None
         self._time = time
         self._block_size = block_size
         self._options = options
