@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import setproctitle
 
+from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
@@ -75,8 +76,9 @@ def main() -> None:
         began_with = dict(os.environ)
         without_noise()
         import_engine()
-        for module in OF_ROUTER:
-            importlib.import_module(module)
+        with without_collections():
+            for module in OF_ROUTER:
+                importlib.import_module(module)
         serve_forks(listening, partial(_be, began_with))
 
 

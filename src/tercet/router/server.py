@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
+from tercet.aio.importing import without_collections
 from tercet.client import engine_tls
 from tercet.discovery import discovery_of
 from tercet.fleet import EngineFleet
@@ -136,9 +137,10 @@ def _import_vllm(config: RouterConfig) -> None:
     from tercet.vllm_plugin.log_noise import errors_only
 
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
-    from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
+    with without_collections():
+        from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
 
-    import_vllm()
+        import_vllm()
     require_flags(config.vllm_args, config.workers)
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks, unforkable
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -34,13 +35,14 @@ def main() -> None:
     """Import what workers need, and fork them until the supervisor closes its end."""
     _leave_signals_to_the_supervisor()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        for module in IMPORTED:
-            importlib.import_module(module)
-        from tercet.vllm_plugin.frontend.openai_server import import_vllm
-        from tercet.vllm_plugin.log_noise import errors_only
+        with without_collections():
+            for module in IMPORTED:
+                importlib.import_module(module)
+            from tercet.vllm_plugin.frontend.openai_server import import_vllm
+            from tercet.vllm_plugin.log_noise import errors_only
 
-        errors_only()
-        import_vllm()
+            errors_only()
+            import_vllm()
         serve_forks(channel, _worker)
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tercet.aio.importing import without_collections
 from tercet.protocol import BadRequest
 from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.log_noise import without_noise
@@ -30,10 +31,11 @@ AFFINITY = "GOMP_CPU_AFFINITY"
 ALLOWED = "TERCET_ALLOWED_CORES"
 # What API server, core and worker import between them until they serve, in so far as this version of vLLM has it.
 OF_ENGINE = (
-    "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.api_server.routers",
     "vllm.entrypoints.launchers.app",
+    "vllm.entrypoints.launchers.render.entry",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.core.sched.scheduler",
@@ -92,9 +94,10 @@ def serve_imported() -> None:
 
 def import_engine() -> None:
     """Import :data:`OF_ENGINE`."""
-    for module in OF_ENGINE:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(module)
+    with without_collections():
+        for module in OF_ENGINE:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(module)
 
 
 def core_groups(bind: str) -> list[frozenset[int]]:

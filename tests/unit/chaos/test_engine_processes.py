@@ -47,7 +47,7 @@ def test_of_a_guard_that_is_gone_there_is_nothing() -> None:
 
 def test_processes_are_found_below_their_guard_and_a_zombie_is_not_alive() -> None:
     inner = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as guard:
+    with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE, process_group=0) as guard:
         try:
             while not (found := processes_of(guard.pid)):
                 pass
