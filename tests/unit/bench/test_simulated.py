@@ -486,5 +486,5 @@ def test_a_sweep_may_have_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixt
     line = f"sim sweep --num-prompts 10 --request-rate inf --over max_num_seqs=4,8 --result-filename {file}"
     assert app._run(line.split()) == 0
     assert "all at once" in capsys.readouterr().out
-    assert msgspec.json.decode(file.read_bytes())["arguments"]["rate"] == "inf"
+    assert msgspec.json.decode(file.read_bytes())["config"]["rate"] == "inf"
     assert app._run(["sim", "sweep", "--num-prompts", "10", "--over", "request-rate=4,inf"]) == 0
