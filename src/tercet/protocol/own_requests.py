@@ -87,8 +87,14 @@ def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
 
 
 def require_json(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not said to be JSON."""
+    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not said to be JSON.
+
+    Some clients, aiohttp among them, name ``application/octet-stream`` where they send no body. No page may send that
+    type to another origin without having asked.
+    """
     types = headers.media_types
+    if types == ["application/octet-stream"] and not headers.has_body:
+        return
     wrong = [each for each in types if each != "application/json"]
     if wrong or len(types) > 1 or (headers.has_body and not types):
         said = ", ".join(types) or "nothing"
