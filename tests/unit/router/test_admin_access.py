@@ -120,6 +120,9 @@ async def test_bodies_are_json_only(door: Door, kind: str | None, keys: Sequence
 async def test_no_body_needs_no_type_and_charsets_are_fine(door: Door) -> None:
     async with client_of(door) as client:
         assert (await client.post(DRAIN)).status_code == 200
+        bare = {"content-type": "application/octet-stream"}  # as aiohttp says where it sends none
+        assert (await client.post(DRAIN, headers=bare)).status_code == 200
+        assert (await client.put("/tercet/v1/program", content=PROGRAM, headers=bare)).status_code == 415
         headers = {"content-type": "Application/JSON; charset=utf-8"}
         assert (await client.put("/tercet/v1/program", content=PROGRAM, headers=headers)).status_code == 200
 
