@@ -11,6 +11,7 @@ from typing import NamedTuple
 import psutil
 
 from tercet.chaos.fault_schedule import ProcessKind
+from tercet.cluster import guard as guard_module
 
 AGENT_MODULE = "tercet.transport.agent"
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
@@ -50,13 +51,16 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
 def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
     """The processes of an engine that runs under the guard process, whose group they are; none if it is gone.
 
-    The server's parent is the guard, or the process that forked it, which is not in the group.
+    The server's parent is the guard, or the process that forked it, which is not in the group. The guard's watcher is
+    in the group and no part of the engine.
     """
     tree: list[RunningProcess] = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             if process.pid != guard and os.getpgid(process.pid) == guard:
-                tree.append(RunningProcess(process.pid, process.ppid(), " ".join(process.cmdline())))
+                command = " ".join(process.cmdline())
+                if guard_module.__file__ not in command:
+                    tree.append(RunningProcess(process.pid, process.ppid(), command))
     members = {each.pid for each in tree}
     server = next((each.pid for each in tree if each.parent not in members), None)
     return {} if server is None else classify(server, tree)
