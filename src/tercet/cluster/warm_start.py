@@ -20,17 +20,17 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import setproctitle
 
 from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
-from tercet.vllm_plugin.server import PRELOAD, openmp, with_openmp
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
+PRELOAD = "LD_PRELOAD"
 COMMAND_LINE = "tercet.cli"
 # What a router imports beyond what engines do.
 OF_ROUTER = (
@@ -68,6 +68,8 @@ class ForkedCommand(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Import, then fork until ended."""
+    import setproctitle  # vLLM's: where it is not installed nothing is imported for engines
+
     setproctitle.getproctitle()  # it looks for its place where the environment begins, before that is changed
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         from tercet.vllm_plugin.log_noise import without_noise
@@ -103,6 +105,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     os.environ.update({**command.env, **set_by_imports})
     sys.argv[:] = command.argv[2:]
     sys.orig_argv[:] = command.argv
+    setproctitle: Any = sys.modules["setproctitle"]
     setproctitle.setproctitle(" ".join(command.argv))
     if module == WITH_ONE_IMPORT:
         from tercet.vllm_plugin.server import serve_imported
@@ -160,6 +163,8 @@ def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
 
 def loaded_with() -> dict[str, str]:
     """What a warm parent's environment has beyond that of its engines."""
+    from tercet.vllm_plugin.server import openmp, with_openmp
+
     return {**ONE_THREAD, PRELOAD: with_openmp(os.environ.get(PRELOAD, ""), openmp())}
 
 
