@@ -420,35 +420,63 @@ async def test_sequences_come_in_by_portions_and_count_in_the_limits(
     assert house.gate._admission.in_flight == 0
 
 
+class Leaving:
+    """A client with a request of eight sequences that closes its connection on command."""
+
+    def __init__(self, house: House, fields: dict[str, Any]) -> None:
+        body = json.dumps({**BODY, **fields, "temperature": 1}).encode()
+        self._messages: list[Any] = [{"type": "http.request", "body": body}]
+        self._left = asyncio.Event()
+        self.leave = self._left.set
+        headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers,
+            "http_version": "1.1", "scheme": "http", "app": house.app, "root_path": "",
+        }  # fmt: skip
+        self.request = asyncio.create_task(house.app.middleware_stack(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._messages:
+            return self._messages.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, _: Any) -> None: ...
+
+
 @pytest.mark.usefixtures("three_at_once")
 @pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}])
 async def test_a_request_of_many_ends_with_its_client(house: House, fields: dict[str, Any]) -> None:
     started: list[Request] = []
     house.engines["d"].on_request, pause = started.append, house.engines["d"].pause
     pause.clear()
-    leaves = asyncio.Event()
-    body = json.dumps({**BODY, **fields, "temperature": 1}).encode()
-    messages: list[Any] = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await leaves.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(_: Any) -> None: ...
-
-    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers,
-        "http_version": "1.1", "scheme": "http", "app": house.app, "root_path": "",
-    }  # fmt: skip
-    request = asyncio.create_task(house.app.middleware_stack(scope, receive, send))
-    await house.until(3, request)
-    leaves.set()
+    client = Leaving(house, fields)
+    await house.until(3, client.request)
+    client.leave()
     async with asyncio.timeout(20):
         while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
             await asyncio.sleep(0.001)
         pause.set()
-        await request
+        await client.request
     assert not started
+
+
+@pytest.mark.usefixtures("three_at_once")
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}])
+async def test_a_client_may_leave_while_its_sequences_begin(house: House, fields: dict[str, Any]) -> None:
+    client = house.app.state.engine_client
+    house.engines["d"].pause.clear()
+    for steps in range(60):
+        leaving = Leaving(house, fields)
+        while not client.output_processor.request_states:
+            assert not leaving.request.done()
+            await asyncio.sleep(0)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        leaving.leave()
+        async with asyncio.timeout(20):
+            await leaving.request
+            while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
+                await asyncio.sleep(0.001)
+        assert not (client.output_processor.request_states or client.output_processor.parent_requests), steps
+    house.engines["d"].pause.set()

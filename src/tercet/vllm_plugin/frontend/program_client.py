@@ -141,7 +141,7 @@ class SequenceFailed(GracefulHTTPError):
 
 
 def _require_few(context: RequestContext) -> None:
-    if context.most_sequences is not None and context.under_way >= context.most_sequences:
+    if context.most_sequences is not None and len(context.running) >= context.most_sequences:
         raise VLLMValidationError(
             f"the request asks for more than {context.most_sequences} sequences, which is all that this front door "
             "takes of one (--max-sequences); send several requests"
@@ -220,16 +220,21 @@ class ProgramClient(EngineCoreClient):
         if context.stream is not None:
             context.stream.begin(outputs)
             return
-        context.under_way += 1
         task = self._tasks.spawn(self._run(outputs, context.portions))
-        self._running[request.request_id] = task
+        self._running[request.request_id] = context.running[request.request_id] = task
         task.add_done_callback(partial(self._ended, request.request_id, context))
-        if context.under_way % BETWEEN_PAUSES == 0:
+        if context.has_ended:
+            task.cancel()
+        if len(context.running) % BETWEEN_PAUSES == 0:
             await asyncio.sleep(0)  # the sequences of one request come in a row, and others want their tokens
 
-    def _ended(self, request_id: str, context: RequestContext, _: object) -> None:
+    def _ended(self, request_id: str, context: RequestContext, task: asyncio.Task[None]) -> None:
         self._running.pop(request_id, None)
-        context.under_way -= 1
+        context.running.pop(request_id, None)
+        state = self._processor.request_states.get(request_id) if task.cancelled() else None
+        if state is not None:  # vLLM was cancelled while it added the request, and does not abort it
+            parent = state.parent_req
+            self._processor.abort_requests((parent.request_id if parent else request_id,), internal=True)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel programs; each gives back what it took, wherever it is."""

@@ -65,8 +65,8 @@ class RequestContext:
     failed: TercetError | None = None
     # What vLLM said of an error in the chat stream of which it makes the answer, in OpenAI's words.
     stream_error: Mapping[str, Any] | None = None
-    # Sequences under way, prompts begun, how many sequences there may be, and by what they come in.
-    under_way: int = 0
+    # The tasks of sequences by vLLM's ids, prompts begun, how many sequences there may be, and by what they come in.
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     generations: int = 0
     most_sequences: int | None = None
     portions: InPortions | None = None
@@ -74,6 +74,16 @@ class RequestContext:
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: PlainStream | None = None
+    has_ended: bool = False
+
+    def end(self) -> None:
+        """The answer is sent, or its client has left: no sequence goes on, and none begins.
+
+        vLLM aborts what it has added. It forgets a request whose task is cancelled while it is being added.
+        """
+        self.has_ended = True
+        for task in [*self.running.values()]:
+            task.cancel()
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("tercet_request", default=None)
@@ -86,9 +96,10 @@ def current() -> RequestContext:
 
 @contextmanager
 def serving(context: RequestContext) -> Generator[None]:
-    """While entered, this is the HTTP request being served."""
+    """While entered, this is the HTTP request being served; it ends here."""
     token = _current.set(context)
     try:
         yield
     finally:
+        context.end()
         _current.reset(token)
