@@ -12,18 +12,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "tests"
 SLOWEST = 20
+# A run of a part that takes longer is killed, with all processes below it: three times what the longest takes.
+MOST_SECONDS = 3000
 
 # A test that ignores its timeout ends its process after so many seconds, with all stacks.
 STUCK = ("-o", "faulthandler_exit_on_timeout=true", "-o")
@@ -124,10 +131,30 @@ def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
                f"--junitxml={_report_of(part)}", *part.pytest, *more]  # fmt: skip
     print(f"\n== {part.name}{', output follows when it has ended' if aside else ''}", flush=True)
     if not aside:
-        return subprocess.run(command, cwd=ROOT, check=False).returncode
-    ran = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"\n== {part.name}\n{ran.stdout}", flush=True)
-    return ran.returncode
+        return run_bounded(command, MOST_SECONDS)
+    output = RESULTS / f"{part.name}.log"
+    with output.open("wb") as log:
+        code = run_bounded(command, MOST_SECONDS, log)
+    print(f"\n== {part.name}\n{output.read_text(errors='replace')}", flush=True)
+    return code
+
+
+def run_bounded(command: Sequence[str], seconds: float, log: IO[bytes] | None = None) -> int:
+    """Run a command for ``seconds`` at most; returns its exit code, below 0 if it was killed."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            print(f"\nrun_tests: not ended after {seconds:.0f} s, killed: {' '.join(command)}", flush=True)
+            _kill_all(process.pid)
+            return -signal.SIGKILL
+
+
+def _kill_all(pid: int) -> None:
+    top = psutil.Process(pid)
+    for process in (*top.children(recursive=True), top):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _report_of(part: Part) -> Path:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 # Machines that run these tests are shared: how long an example takes says nothing about the code.
@@ -29,3 +31,18 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A teardown has the bound of a whole test, and ends its process with all stacks when it exceeds it.
+
+    pytest and pytest-timeout both stop their clocks when a test fails: what is torn down after it may hang for ever.
+    """
+    seconds = float(item.config.getini("faulthandler_timeout") or 0)
+    if seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

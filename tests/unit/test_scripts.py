@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
         assert run_tests.main(["unheard"]) == 2
     finally:
         run_tests.shutil.rmtree(run_tests.RESULTS, ignore_errors=True)
+
+
+def test_a_part_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    shell = f"sleep 600 & echo $! >{started}; wait"
+    assert run_tests.run_bounded(("bash", "-c", shell), 1) == -signal.SIGKILL
+    left = Path(f"/proc/{int(started.read_text())}/stat")
+    assert not left.exists() or ") Z " in left.read_text()
 
 
 def test_a_change_selects_the_tests_of_its_room() -> None:
