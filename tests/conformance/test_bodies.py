@@ -52,6 +52,7 @@ async def test_a_streamed_body_is_answered_piece_by_piece(target: Target, chunk:
     assert set(verdict.endpoints) <= target.endpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 async def test_many_small_chunks(target: Target, chunk: int) -> None:
     body = body_of(target, 2_000)

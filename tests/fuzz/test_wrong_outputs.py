@@ -31,6 +31,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 1}], ids=["plain", "logprobs"])
 @pytest.mark.parametrize("wrong", WRONG)

@@ -126,6 +126,7 @@ def test_a_library_that_is_missing_is_named(
     assert json.loads(capsys.readouterr().out) == "nixl: it cannot be loaded"
 
 
+@pytest.mark.slow
 def test_what_nixl_reads_is_timed_with_host_memory_in_the_devices_role(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nixl", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
     monkeypatch.setattr(copies, "ROUNDS", 1)
@@ -175,6 +176,7 @@ def test_a_stream_has_a_first_token_and_gaps(server: str, monkeypatch: pytest.Mo
     assert min(found.gap, found.gap_of_several) >= 0
 
 
+@pytest.mark.slow
 def test_all_servers_are_asked_the_same(server: str) -> None:
     assert answers(server) == answers(server)
     assert answers(server)[3] == words_of(3, 160)[::-1]
@@ -186,6 +188,7 @@ def test_a_server_that_does_not_start_is_an_error_and_is_gone() -> None:
         pytest.fail("it started")
 
 
+@pytest.mark.slow
 def test_a_random_model_is_a_checkpoint_that_knows_all_text(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 

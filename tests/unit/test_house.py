@@ -43,6 +43,7 @@ def words_of(text: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).replace("_", " ").replace("-", " ").lower()
 
 
+@pytest.mark.slow
 def test_no_class_has_the_name_of_another() -> None:
     twice = {name: where for name, where in class_names().items() if len(where) > 1}
     assert not twice, "give one of each another name: " + "; ".join(f"{n} in {', '.join(w)}" for n, w in twice.items())
@@ -69,6 +70,7 @@ def _lines_of_words() -> Iterator[tuple[str, str]]:
             yield f"{path.relative_to(SOURCE)}:{number}", line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", RETIRED)
 def test_retired_words_stay_away(word: str) -> None:
     pattern = re.compile(rf"\b{re.escape(word)}s?\b")

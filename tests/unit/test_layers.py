@@ -126,6 +126,7 @@ def test_every_package_is_in_the_table() -> None:
     assert rooms <= set(LAYER_OF), f"give these a layer: {', '.join(sorted(rooms - set(LAYER_OF)))}"
 
 
+@pytest.mark.slow
 def test_imports_point_down() -> None:
     broken = [why for found in all_imports() if (why := points_wrong(found))]
     assert not broken, report(broken)

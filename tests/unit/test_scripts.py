@@ -42,6 +42,7 @@ def test_the_end_of_a_run_names_what_failed_and_what_wavered() -> None:
     assert re.search(r"charts\s+passed", said)
 
 
+@pytest.mark.slow
 def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
         run_tests.shutil.rmtree(run_tests.RESULTS, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     shell = f"sleep 600 & echo $! >{started}; wait"

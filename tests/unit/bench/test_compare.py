@@ -54,6 +54,7 @@ def test_paired_requests_of_one_ratio_have_an_interval_without_width() -> None:
     assert (found.value, found.baseline) == pytest.approx((6.8, 3.4))
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     """Rounds that differ among themselves, as on a machine that drifts; 90 % intervals over 8 of them."""
     generator = np.random.default_rng(3)

@@ -25,6 +25,7 @@ async def measure(server: FakeServer, **given: Any) -> list[Point]:
     return await Experiment(bench, [Cell(contender, load) for load in config.loads], lambda *_: None).run()
 
 
+@pytest.mark.slow
 async def test_the_same_seed_asks_the_same(server: FakeServer) -> None:
     asked: list[list[Any]] = []
     for seed in (1, 1, 2):
@@ -34,6 +35,7 @@ async def test_the_same_seed_asks_the_same(server: FakeServer) -> None:
     assert asked[0] == asked[1] != asked[2]
 
 
+@pytest.mark.slow
 async def test_points_of_a_sweep_share_no_words(server: FakeServer) -> None:
     found = await measure(server, request_rate=[50, 100], num_prompts=4)
     assert [point.request_rate for point in found] == [50.0, 100.0]
@@ -59,6 +61,7 @@ async def test_the_rate_counts_requests_of_sessions_too(server: FakeServer) -> N
     assert begins == pytest.approx([0.0, 0.1, 0.2])
 
 
+@pytest.mark.slow
 async def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate(server: FakeServer, tmp_path: Path) -> None:
     rows = [f'{{"timestamp": {at}, "input_length": {9 + at}, "output_length": 2}}' for at in (0, 100, 150)]
     (tmp_path / "t.jsonl").write_text("\n".join(rows))
@@ -70,6 +73,7 @@ async def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate(server: FakeSer
     assert [record.scheduled for record in faster.records] == pytest.approx([0.0, 1 / 30, 0.05])
 
 
+@pytest.mark.slow
 async def test_texts_from_a_file_are_salted_so_that_points_do_not_find_each_others(
     server: FakeServer, tmp_path: Path
 ) -> None:

@@ -172,6 +172,7 @@ def test_one_slow_send_does_not_decide_what_transfers_take() -> None:
         transfer_from([sent_of(1000, 0.004), sent_of(3000, 0.002)])
 
 
+@pytest.mark.slow
 async def test_what_a_front_door_adds_is_the_time_beyond_its_engine(server: FakeServer) -> None:
     # In real time: 31 ms for a prompt of 16 tokens on the engine, at least 200 ms through the server.
     server.behave = {"gap": 0.2}

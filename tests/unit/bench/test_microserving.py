@@ -37,12 +37,14 @@ def setting() -> EvaluationSetup:
     return EvaluationSetup(seeds=1, requests=200)
 
 
+@pytest.mark.slow
 def test_one_wide_engine_is_best_at_the_lowest_rate_and_worst_at_the_highest(setting: EvaluationSetup) -> None:
     assert 0 < tp8_gain(setting, FITTED) < 0.16
     assert order(setting, FITTED, LOWEST)[0] == "TP8"
     assert order(setting, FITTED, RATES[-1])[-1] == "TP8"
 
 
+@pytest.mark.slow
 def test_disaggregation_is_ahead_by_its_decode_steps(setting: EvaluationSetup) -> None:
     best = max(gains(setting, FITTED, "1P1D").values())
     assert 0.1 < best < 0.3  # the text: up to 16%
@@ -50,6 +52,7 @@ def test_disaggregation_is_ahead_by_its_decode_steps(setting: EvaluationSetup) -
     assert all(gain < 0 for gain in gains(setting, FITTED, "1P1D", "ttft").values())
 
 
+@pytest.mark.slow
 def test_the_other_rates_of_the_figure_follow(setting: EvaluationSetup) -> None:
     plot = parse_plot(Path(__file__).parents[3].joinpath("benchmarks/microserving_figure.json").read_bytes())
     assert held_out_error(setting, FITTED, plot) < 0.11
@@ -60,6 +63,7 @@ def test_sharing_the_prefill_pays_once_the_prefill_engine_is_loaded(setting: Eva
     assert names.index("1P1D balanced 0.1") < names.index("1P1D")
 
 
+@pytest.mark.slow
 def test_constants_that_made_a_plot_are_found_again() -> None:
     """The plot is the simulation's own, with other constants: the fit must undo them, on the lowest rate alone."""
     small = EvaluationSetup(seeds=1, requests=60)

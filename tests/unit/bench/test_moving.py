@@ -106,6 +106,7 @@ def test_steps_after_a_move_are_compared_with_those_of_the_control_of_the_same_r
     assert without["live", "the source"] == ["-", "-"]
 
 
+@pytest.mark.slow
 def test_tables_and_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     costs = [cost_of(way, length, 0.06, 0.04, 0.04) for way in WAYS for length in (256, 8000)]

@@ -300,6 +300,7 @@ def test_a_point_as_text_tells_what_is_odd() -> None:
 # Figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_figures_are_drawn(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"evaluation{suffix}"
@@ -312,6 +313,7 @@ def texts_of(file: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_figure_has_its_panels_a_legend_units_and_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "evaluation.svg"
     draw(figure_of(sweep()), file, "Two engines")
@@ -345,6 +347,7 @@ def compared(rounds: int = 5, requests: int = 24) -> list[BenchResult]:
     return [result(*points, ratios=tuple(ratios_of(points, config)), target=about, config=plain)]
 
 
+@pytest.mark.slow
 def test_lines_of_a_single_load_stand_side_by_side_at_that_load(tmp_path: Path) -> None:
     file = tmp_path / "one.svg"
     draw(figure_of([result(point("a", 4.0), point("b", 4.0))]), file)
@@ -353,6 +356,7 @@ def test_lines_of_a_single_load_stand_side_by_side_at_that_load(tmp_path: Path) 
     assert "3.996" not in numbers
 
 
+@pytest.mark.slow
 def test_the_figure_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixed_chance: None) -> None:
     figure = figure_of(compared())
     assert [line.is_baseline for line in figure.lines] == [True, False, False]
@@ -361,6 +365,7 @@ def test_the_figure_of_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check_image("comparison-dark.png", lambda file: draw(figure, file, log=True), tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:
     figure = figure_of(sweep())
     files = [tmp_path / name for name in ("a.svg", "b.svg")]
@@ -369,12 +374,14 @@ def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_a_line_may_lack_a_metric(tmp_path: Path) -> None:
     bare = Point(label="all failed", request_rate=1.0, metrics={"completed": 0, "failed": 3})
     draw(figure_of([result(point(), bare)]), tmp_path / "x.png")
     assert "all failed" in markdown([result(point(), bare)])
 
 
+@pytest.mark.slow
 def test_figures_that_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"must end with one of \.png"):
         require_drawing(tmp_path / "x.gif", "--figure")

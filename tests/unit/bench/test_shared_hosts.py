@@ -53,6 +53,7 @@ def test_hosts_without_a_name_are_refused(given: str) -> None:
     assert refused.value.param == "fleet"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["data_parallel", "disaggregated", "balanced"])
 def test_engines_of_one_host_are_slower_and_repeat_to_the_byte(shared: str, program: str) -> None:
     own = simulation("1P1D", shared, program).point(8).summary

@@ -79,6 +79,7 @@ def test_a_scheduling_file_decides_picks(tmp_path: Path) -> None:
         prefilled("mine", str(tmp_path / "none.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(BUILT_IN))
 @pytest.mark.parametrize("schedule", ["chunked", "prefill_first"])
 def test_every_program_serves_every_request(program: str, schedule: str) -> None:

@@ -85,6 +85,7 @@ def run(seed: int, program: Program, every: int) -> Heard:
     return run_virtual(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [data_parallel, disaggregated, balanced])
 @pytest.mark.parametrize("every", [0, 1, 7])
 @pytest.mark.parametrize("seed", range(4))

@@ -67,6 +67,7 @@ class Run:
         self.traffic.interrupt()
 
 
+@pytest.mark.slow
 async def test_an_open_loop_sends_when_due_however_slow_the_target_is(server: FakeServer) -> None:
     server.behave = {"gap": 0.2}
     found = await Run(talks(5), style_of(server)).records([0.02 * i for i in range(5)])

@@ -30,6 +30,7 @@ def measured(rounds: int = 7) -> Table:
     return table
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = lambda file: draw_transfer(measured(), file, "A machine, 2026-01-01")  # noqa: E731
     check_image("transfer.png", draw, tmp_path, monkeypatch)

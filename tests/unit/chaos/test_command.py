@@ -20,6 +20,7 @@ def test_a_plan_is_printed_and_can_be_saved(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == first
 
 
+@pytest.mark.slow
 def test_a_run_without_violations_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([*FLEET, "--faults", "kill,cut"]) == 0
     out = capsys.readouterr().out
@@ -27,6 +28,7 @@ def test_a_run_without_violations_ends_well(capsys: pytest.CaptureFixture[str]) 
     assert "longest gap in a stream" in out
 
 
+@pytest.mark.slow
 def test_violations_end_it_with_1_and_the_command_that_runs_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([*FLEET, "--faults", "stop", "--patience", "0.001"]) == 1
     options = "--minutes 0.05 --fleet 1,2 --faults stop --fault-rate 200 --request-rate 5 --patience 0.001"

@@ -20,6 +20,7 @@ def run(seed: int, minutes: float, kinds: tuple[FaultKind, ...], per_minute: flo
     return run_simulated(FLEET, plan_faults(seed, FLEET.shape(), minutes, per_minute, kinds), LOAD, patience=60.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_nobody_loses_anything(seed: int) -> None:
     result = run(seed, 0.25, FLEET.shape().kinds)
@@ -33,6 +34,7 @@ def test_nobody_loses_anything(seed: int) -> None:
     assert not any(move.outcome == "under_way" for move in result.moves)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_nobody_owns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has been seen that there is none before the load, an engine has one."""
     reports, seen = SimEngine.reports, list[str]()
@@ -52,12 +54,14 @@ def test_a_sequence_that_nobody_owns_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert [str(found) for found in result.violations] == ["nothing is left behind: decode-0: orphan generations: 1"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run_to_the_last_token() -> None:
     first, again = (run(3, 0.1, ("kill", "stop", "cut")) for _ in range(2))
     assert first.records == again.records
     assert first.faults == again.faults
 
 
+@pytest.mark.slow
 def test_without_faults_nothing_is_found_and_with_little_patience_silence_is() -> None:
     calm = run_simulated(FLEET, FaultSchedule(1, 5.0, ()), LOAD, patience=60.0)
     assert [str(found) for found in calm.violations] == []
@@ -66,6 +70,7 @@ def test_without_faults_nothing_is_found_and_with_little_patience_silence_is() -
     assert {each.rule for each in found} == {"no client hears nothing for 2 s"}
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_not_the_calm_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the calm questions every stream gets one wrong token on its way."""
     right = TokenDelta.to_output

@@ -104,6 +104,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) ->
     monkeypatch.setattr("builtins.input", read)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_answer_quietly(door: Door) -> None:
     ended = with_nobody_reading(["chat", "--url", door.url], "hello\n")
     assert (ended.returncode, ended.stderr) == (NOBODY_READS, "")
@@ -136,6 +137,7 @@ def test_an_answer_has_a_bound_and_says_that_it_was_cut(
     assert "(cut after 7 tokens" in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "url", "code"), [("", None, 2), ("x", "nonsense", 2), ("x", "http://127.0.0.1:9", 1)])
 def test_wrong_use(
     door: Door,
@@ -150,6 +152,7 @@ def test_wrong_use(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [("error", "the engine is gone", "the engine is gone"), ("status", 503, "not now"),

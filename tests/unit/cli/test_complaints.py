@@ -124,6 +124,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "told"), WRONG, ids=[line for line, _ in WRONG])
 def test_what_is_wrong_is_named_in_one_line_and_refused_with_2(
     line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -156,6 +156,7 @@ def test_a_plan_from_a_file(front_door: Running, tercet: Any, tmp_path: Path, te
     assert plan_of(front_door)["split"] == [{"program": "balanced", "weight": 2.0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "names"),
     [
@@ -251,6 +252,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--url" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "body"), [(200, b"<html>"), (404, b'{"detail": "Not Found"}'), (500, b"")])
 def test_somebody_else_there(capsys: pytest.CaptureFixture[str], status: int, body: bytes) -> None:
     class Other(http.server.BaseHTTPRequestHandler):

@@ -80,6 +80,7 @@ def one_complaint(code: int, said: str) -> bool:
     return code in (0, 1) and said.count("\n") <= 1 and (not said or said.startswith("tercet: "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_an_answer_of_another_shape_is_no_traceback(
     command: tuple[str, ...], capsys: Captured, monkeypatch: pytest.MonkeyPatch

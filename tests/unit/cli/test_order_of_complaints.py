@@ -76,6 +76,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return {"model": model, "empty": empty}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "wrong", "names"), WRONG, ids=[f"{c.split()[0]} {w}" for c, w, _ in WRONG])
 def test_a_wrong_setting_comes_before_a_port_that_is_taken(
     command: str, wrong: str, names: str, taken: int, places: dict[str, Path], capsys: pytest.CaptureFixture[str]

@@ -37,6 +37,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
+@pytest.mark.slow
 async def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "KEEPALIVE_SECONDS", IDLE_SECONDS / 4)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

@@ -83,6 +83,7 @@ def test_a_cached_checkpoint_may_have_a_description_of_mistrals(tmp_path: Path, 
     assert hub == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", ["hf_secret\n", "hf_sec\nret"])
 def test_a_line_end_in_a_token_is_left_out(token: str, monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
     """In the header it would be refused, with a complaint that says the token."""
@@ -113,12 +114,14 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         require_model(str(tmp_path / "empty"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["org/known", "org/broken"])
 def test_what_the_hub_has_or_cannot_tell_is_left_to_vllm(name: str, hub: list[str]) -> None:
     require_model(name)
     assert hub == [f"/api/models/{name}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -137,6 +137,7 @@ def test_a_killed_command_is_reported(parent: WarmParent) -> None:
     assert run.ends() == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_wants_it(parent: WarmParent) -> None:
     run = Run(parent.address, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS)
     run.line()

@@ -150,6 +150,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 """
 
 
+@pytest.mark.slow
 async def test_a_process_is_not_ready_because_another_one_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

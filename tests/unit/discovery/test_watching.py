@@ -278,6 +278,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, max_size=25))
 def test_whatever_happens_it_ends_with_what_the_server_has(steps: list[tuple[object, ...]]) -> None:

@@ -25,6 +25,7 @@ def rows(text: str) -> list[dict[str, str]]:
     return [dict(zip(head, line, strict=True)) for line in body if len(line) == len(head)]
 
 
+@pytest.mark.slow
 def test_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (program,) = (block.code for block in blocks("python") if block.place.startswith("docs/tutorial.md"))

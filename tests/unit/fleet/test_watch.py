@@ -48,6 +48,7 @@ async def until(holds: object, *args: object) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["api server", "core"])
 async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how: str) -> None:
     frozen, other = Answering("a"), Answering("b")

@@ -74,6 +74,7 @@ async def test_tokens_that_are_given_are_the_prompt() -> None:
     assert (await ByCharacters().tokens(call), call.max_tokens) == ((3, 1, 2), 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS)
 @pytest.mark.parametrize(
     "body",

@@ -147,6 +147,7 @@ async def test_whatever_a_tokenizer_raises_the_prompt_is_estimated(checkpoint: P
         assert await renderer.tokens(asked) == await ByCharacters().tokens(asked)
 
 
+@pytest.mark.slow
 async def test_nested_and_endless_messages_have_an_end(checkpoint: Path) -> None:
     nested: Any = "x"
     for _ in range(900):

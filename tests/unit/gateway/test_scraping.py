@@ -117,6 +117,7 @@ async def test_a_full_engine_has_no_room() -> None:
         assert await asyncio.wait_for(asked, 10) == address_of(there.engines[1].url)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "nonsense"])
 async def test_an_engine_whose_page_fails_is_not_picked_until_it_is_back(how: str) -> None:
     async with pool(2) as there:

@@ -148,6 +148,7 @@ async def test_a_connection_that_is_no_grpc_is_closed(said: bytes, monkeypatch: 
         writer.close()
 
 
+@pytest.mark.slow
 async def test_others_are_picked_for_between_the_pieces_of_a_long_body() -> None:
     pieces, piece = 1024, b"x" * 65_000
     async with asked("both") as (envoy, _), envoy.stream(DUPLEX) as long, asyncio.timeout(60):

@@ -50,6 +50,7 @@ async def regret(pickers: int, told: bool, seed: int) -> float:
     return missed / many
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_two_pickers_make_as_good_picks_as_one(seed: int) -> None:
     one, two, blind = [await regret(*case, seed) for case in ((1, True), (2, True), (2, False))]

@@ -25,6 +25,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_moving_the_context_follows_the_traffic(
     example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

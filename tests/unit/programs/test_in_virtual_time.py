@@ -45,6 +45,7 @@ def mean_jct(program: str, profile: str, fleet: str, rate: float, *phases: Phase
     return fmean(end - sent for end, sent in zip(outcome.ended, outcome.sent, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fleet", ["1P1D", "both=1", "prefill=2,decode=3"])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_program_serves_every_request(name: str, fleet: str) -> None:
@@ -58,6 +59,7 @@ def test_every_program_serves_every_request(name: str, fleet: str) -> None:
     assert not any(math.isnan(first) for first in outcome.first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "rate", "phases"),
     [
@@ -79,6 +81,7 @@ def test_auto_is_close_to_the_best_static_program(profile: str, rate: float, pha
     assert mean_jct("auto", profile, fleet, rate, *phases) <= 1.05 * best
 
 
+@pytest.mark.slow
 def test_auto_is_ahead_when_the_mix_changes_half_way() -> None:
     phases = [(200, 400), (3000, 50)]
     static = ("data_parallel", "disaggregated", "balanced")
@@ -86,6 +89,7 @@ def test_auto_is_ahead_when_the_mix_changes_half_way() -> None:
     assert mean_jct("auto", LLAMA, "both=2", 10, *phases) < best
 
 
+@pytest.mark.slow
 def test_auto_finds_engines_that_are_slower() -> None:
     """One engine of four is three times as slow: it gets the least."""
     assert _shares(slow=3.0)["engine-3"] < 0.6 * _shares(slow=1.0)["engine-3"]
@@ -131,6 +135,7 @@ async def _decisions(slow: float) -> list[tuple[RouteDecision, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_objective_for_the_first_token_is_kept_where_it_can_be() -> None:
     """Prompts among long answers: without an objective some wait so that decodes are spared."""
     plain = _first_tokens({})

@@ -234,6 +234,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "secret", "Basic secret", "Bearer ", "Bearer secret2"])
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_without_the_key_nothing_is_told_or_changed(

@@ -56,6 +56,7 @@ PAGES: list[Mapping[str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), ("admin",)])
 @pytest.mark.parametrize("page", PAGES)
 async def test_a_page_of_another_origin_is_refused_whatever_it_shows(

@@ -217,6 +217,7 @@ def test_garbage_is_refused_and_not_overwritten(tmp_path: Path, text: str) -> No
     assert file.path.read_text(encoding="latin-1") == text
 
 
+@pytest.mark.slow
 def test_writers_take_turns_and_readers_never_see_half_of_a_state(tmp_path: Path) -> None:
     file, times, wrong = StateFile(tmp_path / "state.json"), 40, list[Exception]()
     file.update(lambda state: state, FIRST)

@@ -202,6 +202,7 @@ async def test_a_reload_is_one_line_and_so_is_a_refused_one(door: Door, tmp_path
 # ---- engines -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_lost_and_found_is_two_lines(door: Door, told: Told) -> None:
     door.engine("d").gone = True
     for _ in range(2):

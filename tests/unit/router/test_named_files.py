@@ -72,6 +72,7 @@ async def test_links_and_dots_lead_out_of_no_folder(door: Door, tmp_path: Path) 
         assert (await client.put("/program", json=program_of(f"{inside}/mine.py"))).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [f"{SECRET}", f"{SECRET} = ", f"raise ValueError('{SECRET}')", f"import {SECRET}",

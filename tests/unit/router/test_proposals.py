@@ -118,6 +118,7 @@ async def world(metrics: Metrics, **moves: Any) -> AsyncGenerator[World]:
         await until(lambda: all(is_empty(engine) for engine in engines.values()))
 
 
+@pytest.mark.slow
 async def test_an_engine_passes_a_proposal_on_to_the_process_that_runs_the_sequence(metrics: Metrics) -> None:
     async with world(metrics) as found, HttpEngine("a", found.urls["a"]) as a, HttpEngine("b", found.urls["b"]) as b:
         task = await found.owner.run("s")
@@ -136,6 +137,7 @@ async def test_an_engine_passes_a_proposal_on_to_the_process_that_runs_the_seque
         assert found.owner.tokens["s"] == found.whole("s")
 
 
+@pytest.mark.slow
 async def test_a_process_that_does_not_run_a_sequence_has_the_engines_pass_it_on(metrics: Metrics) -> None:
     async with world(metrics) as found:
         task = await found.owner.run("cmpl-a/b?c d-0")  # a client may have had a say in its id
@@ -167,6 +169,7 @@ async def test_what_nobody_can_move_is_refused(metrics: Metrics) -> None:
             assert (plain.status_code, plain.json()["error"]["code"]) == (409, "conflict")
 
 
+@pytest.mark.slow
 async def test_what_is_over_a_limit_is_dropped_and_on_record(metrics: Metrics) -> None:
     async with world(metrics, ceiling=0.001) as found, HttpEngine("a", found.urls["a"]) as a:
         loads = found.owner.fleet.knowledge.loads
@@ -193,6 +196,7 @@ async def test_what_is_over_a_limit_is_dropped_and_on_record(metrics: Metrics) -
         assert found.owner.tokens["s"] == found.whole("s")
 
 
+@pytest.mark.slow
 async def test_a_proposal_for_what_is_not_there_any_more_moves_nothing(metrics: Metrics) -> None:
     async with world(metrics) as found:
         task = await found.owner.run("s")

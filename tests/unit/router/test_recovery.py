@@ -300,6 +300,7 @@ async def answer(service: Service, request: Request) -> list[int]:
     return [token async for output in service.run(request, Trace()) for token in output.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["disaggregated", "balanced", "data_parallel"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_an_engine_killed_at_any_moment_costs_no_token(program: str, victim: int, metrics: Metrics) -> None:
@@ -358,6 +359,7 @@ async def test_while_no_engine_answers_a_sequence_waits_for_one(door: Door, metr
     assert (await asking)[1] == ANSWER
 
 
+@pytest.mark.slow
 async def test_engines_that_were_not_reached_do_not_spend_the_budget(door: Door, metrics: Metrics) -> None:
     """Four of six are gone, and nobody knows it yet."""
     door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
@@ -370,6 +372,7 @@ async def test_engines_that_were_not_reached_do_not_spend_the_budget(door: Door,
     assert (await door.ask())[1] == ANSWER
 
 
+@pytest.mark.slow
 async def test_an_engine_that_stood_still_before_it_was_asked_does_not_spend_the_budget(
     door: Door, metrics: Metrics
 ) -> None:
@@ -392,6 +395,7 @@ async def test_an_engine_that_stood_still_before_it_was_asked_does_not_spend_the
     assert door.engine("p").verbs == ["start_generate"] * 2
 
 
+@pytest.mark.slow
 async def test_it_does_not_wait_for_ever(door: Door, metrics: Metrics) -> None:
     door.service = Service(door.fleet, "data_parallel", {}, metrics, wait_for_engine=0.2)
     for name in "pd":

@@ -63,6 +63,7 @@ async def test_a_changed_file_is_used(door: Door, file: Path) -> None:
         assert (await door.ask())[1] == [number]
 
 
+@pytest.mark.slow
 async def test_a_change_that_another_worker_has_taken_up_is_not_taken_up_again(
     door: Door, file: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ async def test_a_state_that_is_gone_is_written_again(door: Door, other: Other) -
     assert (other.shared.state.version, other.fleet.member("d").draining) == (before.version + 1, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", [False, True])
 async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(door: Door, other: Other, edited: bool) -> None:
     file = door.directory / "state.json"
@@ -299,6 +300,7 @@ async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has
 # ---- paths that hang -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ["pipe", "device", "directory"])
 async def test_a_path_that_is_no_file_stops_nobody(
     door: Door, other: Other, programs: str, odd: str, caplog: pytest.LogCaptureFixture
@@ -325,6 +327,7 @@ async def test_a_path_that_is_no_file_stops_nobody(
     assert other.program == (2, f"{programs}:good")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["stamp_of", "read", "tell"])
 async def test_a_file_system_that_hangs_stops_no_process(
     door: Door, other: Other, call: str, monkeypatch: pytest.MonkeyPatch

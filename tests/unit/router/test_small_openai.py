@@ -190,5 +190,6 @@ import tercet.cluster.built_in_tokenizer
 """
 
 
+@pytest.mark.slow
 def test_neither_vllm_nor_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", NEEDS_NOTHING], check=True, timeout=120)

@@ -212,6 +212,7 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
     assert door.service.routing.current.number <= 201
 
 
+@pytest.mark.slow
 async def test_unreachable_engines_are_no_reason_to_return(door: Door, programs: str) -> None:
     await door.use(Plan(program=f"{programs}:good"))
     for name in ("p", "d"):

@@ -128,6 +128,7 @@ def tokens_of(answer: httpx.Response) -> list[int]:
     return answer.json()["choices"][0]["token_ids"]
 
 
+@pytest.mark.slow
 async def test_an_answer(house: House) -> None:
     assert tokens_of(await house.complete()) == ANSWER
 
@@ -141,6 +142,7 @@ async def test_a_decode_engine_that_dies_costs_no_token(house: House, after: int
     assert "".join(e["choices"][0]["text"] for e in await house.events()) == "".join(expected)
 
 
+@pytest.mark.slow
 async def test_what_no_engine_can_serve_is_an_error_in_openais_words(house: House) -> None:
     for engine in house.engines.values():
         engine.failures["start_generate"] = NoSpace("full")
@@ -279,6 +281,7 @@ async def test_what_a_program_refuses_names_the_field(house: House) -> None:
     assert (answer.status_code, answer.json()["error"]) == (400, expected)
 
 
+@pytest.mark.slow
 async def test_a_request_that_takes_too_long(house: House) -> None:
     house.engines["d"].pause.clear()
     answer = await house.complete()
@@ -461,6 +464,7 @@ async def test_a_request_of_many_ends_with_its_client(house: House, fields: dict
     assert not started
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three_at_once")
 @pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": [PROMPT] * 8}])
 async def test_a_client_may_leave_while_its_sequences_begin(house: House, fields: dict[str, Any]) -> None:

@@ -98,6 +98,7 @@ sys.exit(workers.supervise(RouterConfig(engines=engines, workers=2, host="127.0.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signals, code: int) -> None:
     port = free_ports("127.0.0.1", 1)[0]

@@ -97,6 +97,7 @@ def test_what_is_stale_gets_the_middle(scorer: Scorer, middle: float) -> None:
     assert new == 2 * middle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scorer", ALL, ids=lambda scorer: type(scorer).__name__)
 @given(
     waiting=st.lists(st.integers(0, 10**6), min_size=1, max_size=6),

@@ -43,6 +43,7 @@ def test_the_pages_are_what_is_declared() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [r"TERCET_[A-Z_]+[A-Z]", r"x-tercet-[a-z-]+"])
 def test_every_name_that_the_code_uses_is_there(pattern: str) -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))

@@ -74,6 +74,7 @@ async def test_the_named_engine_prefills() -> None:
         assert verbs((await found.ask(1, "p"))[1]["tercet"])[:1] == [("prep_recv", "")]
 
 
+@pytest.mark.slow
 async def test_the_next_one_is_asked_and_then_nobody() -> None:
     async with world() as found:
         _, said = await found.ask(1, NOBODY, "p")
@@ -112,6 +113,7 @@ async def test_a_full_engine_prefills_as_it_can() -> None:
         assert (status, verbs(said["tercet"])) == (200, [("fallback", "no_space")])
 
 
+@pytest.mark.slow
 async def test_the_time_of_others_is_bounded() -> None:
     slow = config_of("p", options=EngineOptions(stream_every=1, prefill_scale=10))
     brief = config_of("d", prefill_budget=PrefillBudget(timeout_s=0.3, stuck_after_s=5))
@@ -120,6 +122,7 @@ async def test_the_time_of_others_is_bounded() -> None:
         assert (status, verbs(said["tercet"])[-1]) == (200, ("fallback", "deadline_exceeded"))
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_ends_what_runs_for_it() -> None:
     slow = config_of("p", options=EngineOptions(stream_every=1, prefill_scale=10))
     async with world(config_of("d"), slow) as found:
@@ -176,6 +179,7 @@ async def test_silence_is_a_failure_and_who_was_lost_has_to_answer_first() -> No
     assert await attempts.watched("p", work, silent) == "done"
 
 
+@pytest.mark.slow
 async def test_what_fails_on_both_sides_is_raised_once() -> None:
     complaints = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))

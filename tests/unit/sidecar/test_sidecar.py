@@ -205,6 +205,7 @@ async def test_parameters_that_nobody_can_use_are_not_passed_on(params: Any) -> 
         assert "kv_transfer_params" in said  # the trace says why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fails", "stands_still", "breaks_off"])
 async def test_a_first_leg_that_fails_is_done_here(way: str) -> None:
     async with house(prefill_timeout=1.0) as found:
@@ -265,6 +266,7 @@ async def test_kv_that_cannot_be_fetched_is_computed(path: str, fails: Any) -> N
         assert "disaggregated -> data_parallel" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [False, True], ids=["no answer", "an empty stream"])
 @pytest.mark.parametrize("health", [Played.stands_still, Played.gone], ids=["stopped", "killed"])
 async def test_kv_of_an_engine_that_is_gone_is_not_waited_for(health: Any, begun: bool) -> None:
@@ -415,6 +417,7 @@ async def test_an_answer_that_is_no_stream_breaks_off_where_the_engine_does() ->
                 await answer.read()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_silent_for_too_long() -> None:
     async with house(idle_timeout_s=1.0) as found:
         found.decode.answer = found.decode.stands_still
@@ -581,6 +584,7 @@ async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_wh
         may_end.set()
 
 
+@pytest.mark.slow
 async def test_a_hurried_sidecar_waits_for_no_client_that_does_not_read() -> None:
     async with house() as found:
         full, hurried = asyncio.Event(), asyncio.Event()
@@ -668,6 +672,7 @@ async def test_by_the_verbs_what_others_computed_is_not_computed_again() -> None
         assert decode.counters.prefill_tokens == 200 - 199 // block * block
 
 
+@pytest.mark.slow
 async def test_by_the_verbs_the_engine_is_told_what_the_other_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by clients, and not of what it prefills by itself."""
     told = list[str | None]()
@@ -690,6 +695,7 @@ async def test_by_the_verbs_the_engine_is_told_what_the_other_one_had(monkeypatc
         assert "x" != cold[0] != warm[0]
 
 
+@pytest.mark.slow
 async def test_by_the_verbs_clients_with_one_id_do_each_other_no_harm() -> None:
     async with AsyncExitStack() as stack, by_the_verbs(stack) as (_, prefill, ask):
         prompts = [prompt_of(number) for number in range(6)]
@@ -708,6 +714,7 @@ async def test_kv_that_the_engine_does_not_book_is_computed(monkeypatch: pytest.
         assert prefill.counters.prefill_tokens == 199
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [("model", 7), ("model", ["m"]), ("model", {"m": 1}), ("model", ""), ("cache_salt", 7), ("cache_salt", ["s"]),

@@ -94,6 +94,7 @@ async def test_kv_and_tokens_are_of_one_adapter() -> None:
     assert is_empty(receiver)
 
 
+@pytest.mark.slow
 def test_affinity_saves_loads_and_waiting() -> None:
     """examples/lora_affinity.py, made small."""
     example = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "lora_affinity.py"))

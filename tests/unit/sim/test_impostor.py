@@ -23,6 +23,7 @@ def with_other_weights(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, profile=msgspec.structs.replace(config.profile, model=model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("other", [with_other_weights, lambda config: config])
 async def test_an_engine_that_was_replaced(streaming: bool, other: Callable[[ServerConfig], ServerConfig]) -> None:

@@ -66,6 +66,7 @@ def _run(seed: int, every: int, schedule: Schedule, blocks: int) -> Ends:
     return run_virtual(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["chunked", "prefill_first"])
 @pytest.mark.parametrize("blocks", [40, 1000])
 @pytest.mark.parametrize("seed", range(8))

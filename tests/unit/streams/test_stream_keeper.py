@@ -168,6 +168,7 @@ async def test_a_stream_that_falls_silent_ends_its_sequences(clock: Clock, answe
                 await waiting
 
 
+@pytest.mark.slow
 async def test_an_idle_stream_that_reports_is_left_alone(clock: Clock) -> None:
     engine, outputs = FakeEngine(), stream_fed_here()
     engine.alive = engine.hang

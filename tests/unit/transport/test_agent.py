@@ -90,6 +90,7 @@ def reports(inbox: Edge, count: int) -> tuple[list[SendDone], list[LeaseFilled]]
 # ---- KV ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kv_of_a_step_arrives_and_both_edges_hear_of_it(source: Rank, target: Rank, inbox: Edge) -> None:
     lease, backwards = target.grant(inbox.address), tuple(reversed(ALL))
     expected = expected_after(content(target.region), source.region, backwards, ALL)
@@ -242,6 +243,7 @@ def test_closing_the_control_channel_in_the_middle_of_an_order_waits_for_it_and_
     client.close()
 
 
+@pytest.mark.slow
 async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_goes_on(target: Rank) -> None:
     client = AsyncControlClient(target.agent.ready.control, target.agent.ready.secret)
     lease = new_lease()
@@ -268,6 +270,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
 # ---- beginning and ending ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -342,6 +345,7 @@ def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_w
     before.require_back()
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -378,6 +382,7 @@ def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank,
     assert target.order(RevokeLease(lease)) == END
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_process, "BACKLOG_BYTES", 100_000)
     with rank(3) as ours:
@@ -396,6 +401,7 @@ def stopped_and_killed(worker: Worker) -> None:
     killed(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [killed, stopped_and_killed, Worker.leave])
 def test_an_agent_goes_with_its_worker(how: Callable[[Worker], None]) -> None:
     with worker() as found:
@@ -405,6 +411,7 @@ def test_an_agent_goes_with_its_worker(how: Callable[[Worker], None]) -> None:
         assert found.status() == (0 if how is Worker.leave else -signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_worker_goes_with_its_agent(number: signal.Signals) -> None:
     with worker() as found:

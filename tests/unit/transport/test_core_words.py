@@ -122,6 +122,7 @@ class Interrupted:
         monkeypatch.setattr(owner, name, interrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("at", [0, 1, 3, 10])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -152,6 +153,7 @@ def test_a_core_that_goes_on_at_any_step_spoils_nothing(
         idle(sender, receiver)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_core_that_goes_on_at_random_moments(backend: str) -> None:
     """Threads of both sides run freely; whatever is acknowledged is what the core vouched for."""

@@ -101,6 +101,7 @@ Stage = Callable[[RankProcess, RankTransport, str], None]
 SENDER_STAGES: list[Stage] = [_before_hello, _after_welcome, _after_two_layers, _before_finish, _after_finish]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", SENDER_STAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_of_a_killed_sender_whole_blocks_are_kept(backend: str, reach: Stage) -> None:
@@ -141,6 +142,7 @@ def _reach(child: RankProcess, send: Send, stage: str) -> None:
         send.finish(END)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["before it was welcome", "after welcome", "after two layers", "before finish", "claimed"]
 )
@@ -196,6 +198,7 @@ def test_of_many_sends_only_those_to_a_killed_receiver_fail(backend: str) -> Non
 # ---- SIGSTOP -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), [("host", BYTES), ("tcp", BYTES), ("tcp", LARGE)])
 def test_a_stopped_receiver_fails_its_own_sends_and_writes_nothing_under_a_revoked_lease(
     backend: str, size: int
@@ -225,6 +228,7 @@ def test_a_stopped_receiver_fails_its_own_sends_and_writes_nothing_under_a_revok
         transfer(ours, region, receiver, ALL, ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), [("host", BYTES), ("tcp", BYTES), ("tcp", LARGE)])
 def test_what_a_stopped_sender_sends_later_is_refused(backend: str, size: int) -> None:
     region = filled(LAYERS, BLOCKS, size, 1)
@@ -248,6 +252,7 @@ def test_what_a_stopped_sender_sends_later_is_refused(backend: str, size: int) -
         assert ours.counters()["receives_active"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_cancel_towards_a_stopped_receiver_is_bounded_and_a_fence(backend: str) -> None:
     region = filled(LAYERS, BLOCKS, LARGE, 1)

@@ -172,6 +172,7 @@ def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped
             assert "something that was not complete" in outcome.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [b"", MAGIC], ids=["nothing", "half a header"])
 def test_a_receiver_that_says_nothing_fails_its_send_in_time(words: bytes) -> None:
     source = region()

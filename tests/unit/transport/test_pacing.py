@@ -54,6 +54,7 @@ def test_without_a_limit_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     Pace().took(10**15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["host", "tcp"])
 def test_a_limited_receiver_takes_its_time(backend: str) -> None:
     limit, layers, size = 4e6, 5, 16 * 1024

@@ -94,6 +94,7 @@ def test_a_connection_that_takes_nothing_times_out() -> None:
     wire.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_takes_nothing_is_waited_for_while_something_else_moves() -> None:
     wire = Wire(timeout=0.2)
     wire.post.send(bytes(1_000_000))

@@ -53,6 +53,7 @@ def settings(backend: str = "tcp", **changes: Any) -> TransportSettings:
 # ---- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [16, 64, 256])
@@ -74,6 +75,7 @@ def test_kv_arrives_byte_for_byte_and_nothing_else_changes(
         idle(sender, receiver)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer_larger_than_a_frame_is_cut_and_put_together(backend: str) -> None:
     ours, theirs = filled(2, 24, 512 * KIB, 1), filled(2, 24, 512 * KIB, 2)
@@ -160,6 +162,7 @@ def head_of(region: KVRegion, layer: int, block: int, head: int) -> bytes:
     return bytes(region.blocks(layer, block)[head * HEAD_BYTES : (head + 1) * HEAD_BYTES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 1), (2, 2), (1, 1), (4, 1), (1, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_head_finds_its_rank(backend: str, degrees: tuple[int, int]) -> None:
@@ -224,6 +227,7 @@ def tokens_of(region: KVRegion, shape: BlockShape, layer: int, blocks: Sequence[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 128), (128, 16), (48, 32)], ids=str)
 @pytest.mark.parametrize(("backend", "streams"), [("host", 1), ("tcp", 1), ("tcp", 4)])
 def test_blocks_of_another_size_arrive_token_for_token(sizes: tuple[int, int], streams: int, backend: str) -> None:

@@ -46,6 +46,7 @@ def settings(backend: str = "tcp", **changes: Any) -> TransportSettings:
     return TransportSettings(backend, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "half-way", "claimed", "after"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_after_a_cancel_the_kv_is_not_read(backend: str, when: str) -> None:
@@ -85,6 +86,7 @@ def test_after_a_cancel_the_kv_is_not_read(backend: str, when: str) -> None:
         idle(receiver)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_after_a_revocation_nothing_is_written_and_the_sender_hears_of_it(backend: str) -> None:
     layers, blocks = 8, range(32)

@@ -42,6 +42,7 @@ def listener(serve: Callable[[socket.socket], None]) -> Generator[str]:
         thread.join(SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [b"", framed(Challenge(bytes(NONCE_BYTES)))], ids=["challenge", "welcome"])
 def test_a_receiver_that_answers_byte_by_byte_gains_no_time(before: bytes) -> None:
     over = threading.Event()

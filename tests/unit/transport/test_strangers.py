@@ -105,6 +105,7 @@ def test_who_leaves_in_the_middle_is_forgotten(words: bytes) -> None:
         before.require_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [b"", MAGIC, HALF], ids=len)
 def test_who_says_too_little_is_closed_in_time(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "GREETING_SECONDS", 0.3)
@@ -133,6 +134,7 @@ def test_saying_it_byte_by_byte_gains_no_time(monkeypatch: pytest.MonkeyPatch) -
         assert ended
 
 
+@pytest.mark.slow
 def test_of_many_strangers_those_that_waited_longest_go_and_senders_go_on() -> None:
     source, theirs = region(), region(2)
     with rank(source, TCP) as sender, rank(theirs, TCP) as ours, ExitStack() as stack:
