@@ -1,8 +1,7 @@
 """All parts of `make test`: one that fails does not stop the others; at the end, what failed and what took longest.
 
-Two lanes run at the same time: engines and unit tests, which compute, and Envoy and charts, which mostly wait. A test
-that fails, other than one of `make check`, is run once more. One that passes then is flaky: it is named at the end and
-in build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
+Two lanes run at the same time: real engines, and the rest. A test that fails is run once more. One that passes then is
+flaky: it is named at the end and in build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
 
     python -m scripts.run_tests                  all parts
     python -m scripts.run_tests engines envoy    these
@@ -48,14 +47,14 @@ class Part:
     command: Sequence[str] = ()
 
 
-COMPUTING = (
-    Part("check", command=("make", "--no-print-directory", "check")),
-    Part("processes", ("-m", "processes or slow", *UNIT)),
+ENGINE_LANE = (
     Part("engines", (*ENGINES, "tests/engines")),
     # Layers that look back at all tokens, and states; `make test-models` has the other families.
     Part("models", (*ENGINES, "tests/models", "-k", "granite_hybrid")),
 )
-WAITING = (
+OTHER_LANE = (
+    Part("style", command=("make", "--no-print-directory", "lint", "docs")),
+    Part("unit", ("-q", "--hypothesis-profile", "quick", *UNIT)),
     Part("charts", (*STUCK, "faulthandler_timeout=600", "tests/kubernetes")),
     Part("envoy", (*STUCK, "faulthandler_timeout=600", "tests/envoy")),
 )
@@ -74,19 +73,19 @@ class Outcome:
 
 def main(names: Sequence[str]) -> int:
     """Run the parts with these names, or all; returns the exit code."""
-    known = [part.name for part in (*COMPUTING, *WAITING)]
+    known = [part.name for part in (*ENGINE_LANE, *OTHER_LANE)]
     if unknown := sorted({*names} - {*known}):
         print(f"run_tests: {', '.join(unknown)}: unknown part; parts are {', '.join(known)}", file=sys.stderr)
         return 2
     shutil.rmtree(RESULTS, ignore_errors=True)
     RESULTS.mkdir(parents=True)
-    lanes = [[part for part in lane if not names or part.name in names] for lane in (COMPUTING, WAITING)]
+    lanes = [[part for part in lane if not names or part.name in names] for lane in (ENGINE_LANE, OTHER_LANE)]
     outcomes: list[Outcome] = []
-    waiting = threading.Thread(target=lambda: outcomes.extend(_run(part, aside=True) for part in lanes[1]))
-    waiting.start()
-    computed = [_run(part, aside=False) for part in lanes[0]]
-    waiting.join()
-    outcomes[:0] = computed
+    others = threading.Thread(target=lambda: outcomes.extend(_run(part, aside=True) for part in lanes[1]))
+    others.start()
+    of_engines = [_run(part, aside=False) for part in lanes[0]]
+    others.join()
+    outcomes[:0] = of_engines
     flaky = [test for outcome in outcomes for test in outcome.flaky]
     (RESULTS / "flaky.txt").write_text("".join(f"{test}\n" for test in flaky))
     print(report(outcomes), flush=True)
@@ -97,7 +96,7 @@ def _run(part: Part, *, aside: bool) -> Outcome:
     """Run a part; the output of one that runs ``aside`` is printed when it has ended."""
     outcome, began = Outcome(part), time.monotonic()
     if part.command:
-        if subprocess.run(part.command, cwd=ROOT, check=False).returncode != 0:
+        if _said(part.name, part.command, aside=aside) != 0:
             outcome.failed.append(part.name)
     else:
         first = _pytest(part, (), aside=aside)
@@ -129,13 +128,18 @@ def judge(name: str, first: Iterable[str], code: int, second: Iterable[str]) -> 
 def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={RESULTS / part.name}",
                f"--junitxml={_report_of(part)}", *part.pytest, *more]  # fmt: skip
-    print(f"\n== {part.name}{', output follows when it has ended' if aside else ''}", flush=True)
+    return _said(part.name, command, aside=aside)
+
+
+def _said(name: str, command: Sequence[str], *, aside: bool) -> int:
+    """Run a command of a part; returns its exit code."""
+    print(f"\n== {name}{', output follows when it has ended' if aside else ''}", flush=True)
     if not aside:
         return run_bounded(command, MOST_SECONDS)
-    output = RESULTS / f"{part.name}.log"
+    output = RESULTS / f"{name}.log"
     with output.open("wb") as log:
         code = run_bounded(command, MOST_SECONDS, log)
-    print(f"\n== {part.name}\n{output.read_text(errors='replace')}", flush=True)
+    print(f"\n== {name}\n{output.read_text(errors='replace')}", flush=True)
     return code
 
 
@@ -152,9 +156,11 @@ def run_bounded(command: Sequence[str], seconds: float, log: IO[bytes] | None = 
 
 def _kill_all(pid: int) -> None:
     top = psutil.Process(pid)
-    for process in (*top.children(recursive=True), top):
+    below = top.children(recursive=True)
+    for process in (*below, top):
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(below, timeout=30)
 
 
 def _report_of(part: Part) -> Path:

@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -20,6 +21,23 @@ settings.load_profile("tercet")
 # A shell lets what it runs in the background ignore Ctrl-C, and whoever is started from here would ignore it, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Their files import vLLM, and `make check` does not read them.
+IMPORT_VLLM = ("tests/unit/vllm_plugin", "tests/fuzz", "tests/unit/router/test_with_vllm.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether a path has only tests that the expression of `make check` leaves out."""
+    if "not vllm" not in config.option.markexpr:
+        return None
+    return collection_path.relative_to(config.rootpath).as_posix() in IMPORT_VLLM or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what imports vLLM."""
+    if item.nodeid.startswith(IMPORT_VLLM):
+        item.add_marker(pytest.mark.vllm)
 
 
 @pytest.hookimpl(wrapper=True)
