@@ -13,26 +13,10 @@ import typer
 import typer.main
 
 from tercet import __version__
-from tercet.cli.adapters import adapters
-from tercet.cli.bench import bench
-from tercet.cli.chaos import chaos
-from tercet.cli.chat import chat
-from tercet.cli.demo import demo
-from tercet.cli.detached import down
-from tercet.cli.doctor import doctor
-from tercet.cli.epp import epp
-from tercet.cli.fleet_commands import engines, scheduling
-from tercet.cli.moves import moves
-from tercet.cli.profile import profile
-from tercet.cli.program import program
+from tercet.cli.commands import LazyGroup
 from tercet.cli.renamed_options import RENAMED
-from tercet.cli.servers import engine, rescheduler, router
-from tercet.cli.sidecar import sidecar
-from tercet.cli.sim import sim
-from tercet.cli.status import status
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.cli.unknown_variables import unknown_variables
-from tercet.cli.up import up
 from tercet.protocol import TercetError
 from tercet.settings.declaration import near
 
@@ -47,13 +31,10 @@ _NoSuchOption: Any = next(each for each in _UsageError.__subclasses__() if each.
 
 app = typer.Typer(
     name="tercet",
+    cls=LazyGroup,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (up, down, status, chat, engine, router, epp, sidecar, rescheduler, demo, chaos, doctor):
-    app.command()(command)
-for group in (program, engines, adapters, scheduling, moves, bench, sim, profile):
-    app.add_typer(group)
 
 
 def _version(wanted: bool) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
 from tercet.cli import app, fleet_commands
 from tercet.cli.terminal import printable, write
@@ -66,14 +65,6 @@ def liar() -> Iterator[Liar]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built_once() -> Iterator[None]:
-    """typer makes all commands anew for each command line."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "app", typer.main.get_command(app.app))
-        yield
 
 
 def one_complaint(code: int, said: str) -> bool:

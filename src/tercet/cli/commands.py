@@ -1,0 +1,58 @@
+"""The commands of ``tercet``, each imported when it is used: one imports a quarter of what all of them do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import typer
+import typer.core
+import typer.main
+
+# In the order of `tercet --help`; each is a function of its module, or a group of commands.
+MODULES: Mapping[str, str] = {
+    "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
+    "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "demo": "demo", "chaos": "chaos", "doctor": "doctor",
+    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "scheduling": "fleet_commands",
+    "moves": "moves", "bench": "bench", "sim": "sim", "profile": "profile",
+}  # fmt: skip
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name; reading one imports and builds it."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in MODULES:
+            raise KeyError(name)
+        return _built(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in MODULES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODULES)
+
+    def __len__(self) -> int:
+        return len(MODULES)
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """The ``tercet`` command itself."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = LazyCommands()
+
+
+@cache
+def _built(name: str) -> Any:
+    found: Any = getattr(import_module(f"tercet.cli.{MODULES[name]}"), name)
+    around = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    if isinstance(found, typer.Typer):
+        around.add_typer(found)
+    else:
+        around.command(name)(found)
+    group: Any = typer.main.get_group(around)
+    return group.commands[name]
