@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .pages import ROOT
+from .pages import ROOT, WRITTEN_BY_HAND
 from .test_commands import COMMAND_LINE
 
 # What is found, and what to write instead.
@@ -31,7 +31,17 @@ RULES = (
 WRONG_BEGINNING = re.compile(
     r"(?:Of|Whose|So|None|Without|For which|Until|From|To|After|Beside|Its|Their|Who|How|What|Where|As)\b"
 )
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/stability.md")
+# In pages: one name for one thing, and a subject that a reader can find.
+PAGE_RULES = (
+    (r"\bfront[ -]doors?\b", "router"),
+    (r"\b(anybody|everybody)\b", "name the subject: every client, every process"),
+)
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *(path.relative_to(ROOT).as_posix() for path in WRITTEN_BY_HAND),
+)
 # Packages whose docstrings, comments, help texts, errors and log lines are clean.
 CLEAN_ROOMS = ("cli", "settings", "programs")
 # Modules of the other packages that are clean already.
@@ -48,10 +58,10 @@ CLEAN = (
 EXEMPT = {"src/tercet/cli/demo.py"}
 
 
-def found_in(text: str) -> list[str]:
+def found_in(text: str, rules: tuple[tuple[str, str], ...] = RULES) -> list[str]:
     """What breaks a rule, with the remedy."""
-    plain = " ".join(re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL).split())
-    return [f"{match[0]!r}: {remedy}" for rule, remedy in RULES for match in re.finditer(rule, plain, re.IGNORECASE)]
+    plain = " ".join(re.sub(r"```.*?```|`[^`]*`|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL).split())
+    return [f"{match[0]!r}: {remedy}" for rule, remedy in rules for match in re.finditer(rule, plain, re.IGNORECASE)]
 
 
 def commands(command: Any = COMMAND_LINE, path: str = "tercet") -> Iterator[tuple[str, Any]]:
@@ -75,7 +85,12 @@ def modules_of_rooms() -> list[str]:
     return [name for name in (path.relative_to(ROOT).as_posix() for path in found) if name not in EXEMPT]
 
 
-@pytest.mark.parametrize("name", [*PAGES, *CLEAN, *modules_of_rooms()])
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_have_one_name_for_one_thing(name: str) -> None:
+    assert found_in((ROOT / name).read_text(encoding="utf-8"), PAGE_RULES) == []
+
+
+@pytest.mark.parametrize("name", sorted({*PAGES, *CLEAN, *modules_of_rooms()}))
 def test_pages_and_modules(name: str) -> None:
     assert found_in((ROOT / name).read_text(encoding="utf-8")) == []
 
