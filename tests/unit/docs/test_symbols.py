@@ -176,6 +176,41 @@ def test_what_a_page_names_exists(page: Path) -> None:
         assert missing_flags(text) == []
 
 
+# Messages that pages quote: this part of each is what the code prints.
+QUOTED = [
+    ("operations.md", "must be greater than"),
+    ("scheduling.md", "there is no such field here"),
+    ("tutorial.md", "has no function"),
+    ("howto/gpu.md", "auto goes on without"),
+    ("howto/gpu.md", "the device does nothing more for this process"),
+    ("howto/gpu.md", "a worker's KV cannot be mapped"),
+    ("howto/gpu.md", "KV of this sender comes over"),
+    *(("troubleshooting.md", message) for message in (
+        "cannot listen at", "has no function", "is Tercet's own; give it before the --",
+        "is not supported", "is not as Tercet needs it", "no engine that may be picked answers",
+        "this engine's KV cannot be shared with the process that moves it (CUDA IPC)", "there is no program",
+        "every engine of this fleet is drained or stops", "this client was slow",
+        "no engine serves what this front door has promised its clients",
+    )),
+]  # fmt: skip
+
+
+@cache
+def texts() -> str:
+    """Every string of the package, those of f-strings by parts."""
+    found: list[str] = []
+    for path in (ROOT / "src" / "tercet").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        found += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize(("page", "message"), QUOTED)
+def test_quoted_messages_are_what_the_code_prints(page: str, message: str) -> None:
+    assert message in " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    assert message in texts(), f"{page} quotes a message that the code does not print: {message}"
+
+
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
 def test_figures_name_what_exists_and_read_in_light_and_dark(figure: Path) -> None:
     text = figure.read_text(encoding="utf-8")
