@@ -22,7 +22,7 @@ KEY: Any = cast(Any, SimpleNamespace(host="10.0.0.1", port=8001, ssl=True, is_ss
         (aiohttp.ClientConnectorError(KEY, OSError(errno.ECONNREFUSED, "Connect call failed ('10.0.0.1', 8001)")),
          "Connection refused"),
         (aiohttp.ClientConnectorError(KEY, socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
-         "its name is not known"),
+         "cannot resolve its host name"),
         (aiohttp.ClientConnectorCertificateError(KEY, ssl.SSLCertVerificationError("no")), "TLS: no secure connection"),
         (aiohttp.ServerTimeoutError(), "it took too long"),
         (TimeoutError(), "it took too long"),

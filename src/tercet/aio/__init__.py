@@ -1,4 +1,4 @@
-"""What asynchronous code of every room needs, from the standard library alone."""
+"""Helpers for asynchronous code of every package, made of the standard library alone."""
 
 from tercet.aio.signals import signals_to
 from tercet.aio.task_groups import keep_cancellation_counts

@@ -1,4 +1,4 @@
-"""Deadlines that are all equally far away: any number of them costs one timer, and a few bytes each."""
+"""Deadlines that are all equally far in the future: any number of them costs one timer, and a few bytes each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Expires(Protocol):
-    """Whatever waits for something until a deadline."""
+    """An object that waits for something until a deadline."""
 
     def expired(self) -> None:
         """The deadline has passed."""
@@ -15,7 +15,7 @@ class Expires(Protocol):
 
 
 class Deadlines:
-    """Calls :meth:`Expires.expired` on what was not discarded within ``seconds``, on the running event loop."""
+    """Calls :meth:`Expires.expired` on objects that are not discarded within ``seconds``, on the running event loop."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -27,14 +27,14 @@ class Deadlines:
         return len(self._at)
 
     def set(self, waiting: Expires) -> None:
-        """Its deadline is ``seconds`` from now, whatever it was before."""
+        """Set its deadline to ``seconds`` from now, replacing an earlier one."""
         self._at.pop(waiting, None)
         self._at[waiting] = at = self._loop.time() + self._seconds
         if self._timer is None:
             self._timer = self._loop.call_at(at, self._look)
 
     def discard(self, waiting: Expires) -> None:
-        """It has no deadline any more."""
+        """Remove its deadline."""
         self._at.pop(waiting, None)
 
     def _look(self) -> None:
@@ -47,7 +47,7 @@ class Deadlines:
                 break
             over.append(waiting)
         for waiting in over:
-            # One that expires may discard others, or set them again.
+            # An object that expires may discard others, or set them again.
             if self._at.get(waiting, now + 1) <= now:
                 del self._at[waiting]
                 waiting.expired()

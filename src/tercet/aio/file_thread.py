@@ -1,4 +1,4 @@
-"""File I/O next to an event loop, with a bound: a file system that does not answer holds up one thread alone.
+"""File I/O outside the event loop, with a timeout: a file system that hangs blocks only one thread.
 
 The thread is a daemon: a process whose file system hangs can still end.
 """
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 BOUND_SECONDS = 5.0
-"""For one call, which takes a millisecond where a file system is well."""
+"""Timeout of one call, which takes about a millisecond on a working file system."""
 STUCK_SECONDS = 1.0
 
 
 class FileThread:
-    """Runs calls one after the other, each for ``bound_s``; from ``stuck_s`` on others are not begun. To be closed."""
+    """Runs calls one after the other, each for ``bound_s`` at most; after ``stuck_s`` no further calls are started."""
 
     def __init__(self, bound_s: float = BOUND_SECONDS, stuck_s: float = STUCK_SECONDS) -> None:
         self._bound_s = bound_s
@@ -31,12 +31,12 @@ class FileThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call has not returned for so long that others had better not be made, here or elsewhere."""
+        """Whether a call hangs for such a long time that no others should be started, here or elsewhere."""
         began = self._began
         return began is not None and time.monotonic() - began > self._stuck_s
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
-        """The result of ``function``, which goes on if the caller is cancelled.
+        """Return the result of ``function``, which continues if the caller is cancelled.
 
         Raises ``TimeoutError`` if it takes too long, and at once while an earlier call does.
         """
@@ -48,9 +48,9 @@ class FileThread:
         def call() -> None:
             try:
                 answer = _setter(result, function(*args))
-            except BaseException as error:  # it is the caller's
+            except BaseException as error:  # raised to the caller
                 answer = _failing(result, error)
-            with suppress(RuntimeError):  # the loop has ended before the call
+            with suppress(RuntimeError):  # the loop ended before the call
                 loop.call_soon_threadsafe(answer)
 
         self._calls.put(call)
@@ -61,7 +61,7 @@ class FileThread:
             return await result
 
     def close(self) -> None:
-        """What was asked for is still done, and nothing else."""
+        """Finish the calls that were requested, and accept no others."""
         self._calls.put(None)
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""Has a warm parent fork children, and waits for their ends: the requester's end of :mod:`.warm_parent`."""
+"""Lets a warm parent fork children, and waits for their ends: the client side of :mod:`.warm_parent`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from contextlib import suppress
 from tercet.aio.warm_parent import FORK, MOST_BYTES
 
 UNKNOWN = 1
-"""The exit code of a child whose parent has ended before it, so that it cannot say the code."""
+"""The exit code of a child whose parent ended first, so that its real code is unknown."""
 
 
 class NoFork(Exception):
-    """The warm parent is gone, or refuses; the message says why."""
+    """The warm parent has ended, or refuses; the message has the reason."""
 
 
 class ForkedChild:
-    """A child of the warm parent, with what of :class:`asyncio.subprocess.Process` its owner needs."""
+    """A child of the warm parent, with the part of :class:`asyncio.subprocess.Process` that its owner needs."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -29,7 +29,7 @@ class ForkedChild:
         self._code = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
-        """Its exit code, -N if signal N ended it."""
+        """Return its exit code, -N if signal N ended it."""
         return await asyncio.shield(self._code)
 
     def terminate(self) -> None:
@@ -39,14 +39,14 @@ class ForkedChild:
         self._signal(signal.SIGKILL)
 
     def ended(self, code: int) -> None:
-        """It has; gives back its descriptor."""
+        """Record its exit code, and close its descriptor."""
         if self.returncode is None:
             self.returncode = code
             os.close(self._pidfd)
             self._code.set_result(code)
 
     def orphaned(self) -> None:
-        """Its parent is gone: from now on its pidfd says when it ends."""
+        """The parent has ended: from now on the pidfd tells when the child ends."""
         loop = asyncio.get_running_loop()
 
         def over() -> None:
@@ -66,13 +66,13 @@ class Forks:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._children = dict[int, ForkedChild]()
-        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order of the answers
+        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order in which answers come
         self._gone = False
         channel.setblocking(False)
         asyncio.get_running_loop().add_reader(channel, self._receive)
 
     async def fork(self, descriptors: Sequence[int]) -> ForkedChild:
-        """A new child that has copies of ``descriptors``; raises :class:`NoFork`."""
+        """Fork a child that has copies of ``descriptors``; raises :class:`NoFork`."""
         if self._gone:
             raise NoFork("the process that forks them has ended")
         try:
@@ -88,8 +88,8 @@ class Forks:
             raise
 
     def close(self) -> None:
-        """The warm parent ends when it sees this."""
-        self._lose("the front door stops")
+        """Close the channel; the warm parent ends when it sees this."""
+        self._lose("the front door is shutting down")
         self._channel.close()
 
     def _receive(self) -> None:

@@ -1,7 +1,7 @@
-"""What one HTTP connection sends to a server: heads have a size and a time, bodies a pace.
+"""Limits on what one HTTP connection sends to a server: heads have a size and a time limit, bodies a minimum rate.
 
-A connection that says nothing, one that never ends its head, and one that drips its body cost their client little and a
-server memory for as long as it waits. The server's protocol says what it has read; :class:`Incoming` decides.
+A connection that sends nothing, never ends its head, or sends its body very slowly costs its client little, and takes
+the server's memory as long as it lasts. The server's protocol reports what it has read; :class:`Incoming` decides.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 from tercet.aio.deadlines import Deadlines
 
 LONGEST_HEAD = 64 * 1024
-"""Bytes of a request's head, and of what may be between two pieces of its body: chunk extensions, trailers."""
+"""Most bytes of a request's head, and of other data between two pieces of its body: chunk extensions, trailers."""
 SECONDS = 10.0
-"""For a whole head from its first byte, for the first byte of a connection, and between two looks at a body."""
+"""Time limit of a whole head from its first byte, of a connection's first byte, and the interval of body checks."""
 LEAST_OF_BODY = 32 * 1024
-"""Bytes of a body in :data:`SECONDS`, unless it ends before."""
+"""Fewest bytes of a body in :data:`SECONDS`, unless it ends before."""
 
 Part = Literal["nothing", "head", "body"]
 
@@ -40,12 +40,12 @@ class ServedConnection(Protocol):
         ...
 
     def is_held(self) -> bool:
-        """Whether the server itself has stopped reading: time counts against nobody then."""
+        """Whether the server itself has stopped reading; that time does not count against the client."""
         ...
 
 
 class Incoming:
-    """The part of a request that a ``connection`` sends now; it is refused if that takes too long, or is too long."""
+    """The part of a request that a ``connection`` sends now; it is refused if it takes too long or is too large."""
 
     __slots__ = ("_connection", "_deadlines", "_part", "_seen", "unfinished")
 
@@ -58,9 +58,9 @@ class Incoming:
         deadlines.set(self)
 
     def fed(self, size: int, part: Part, progressed: bool) -> None:
-        """So many bytes were read, after which ``part`` is the unfinished one.
+        """Record that ``size`` bytes were read, after which ``part`` is the unfinished one.
 
-        ``progressed``: a head or a request ended among them, or they had some of a body.
+        ``progressed``: a head or a request ended among them, or they contained a part of a body.
         """
         if part == "nothing":
             self.unfinished = 0
@@ -78,19 +78,19 @@ class Incoming:
             self._seen += size
 
     def answered(self) -> None:
-        """The request is answered: what its client still sends of a body is dropped, for a while."""
+        """The request is answered: the rest of its body is dropped, for a limited time."""
         if self._part == "body":
             self._part = "rest"
             self._deadlines.set(self)
 
     def closed(self) -> None:
-        """Nothing is waited for: the request is whole, or the connection is not the server's any more."""
+        """Stop waiting: the request is whole, or the connection does not belong to the server any more."""
         if self._part != "nothing":
             self._part = "nothing"
             self._deadlines.discard(self)
 
     def expired(self) -> None:
-        """:data:`SECONDS` have passed."""
+        """Called when :data:`SECONDS` have passed."""
         if self._connection.is_held() or (self._part == "body" and self._seen >= LEAST_OF_BODY):
             self._seen = 0
             self._deadlines.set(self)
@@ -113,7 +113,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Deadlines] = WeakKeyDict
 
 
 def deadlines_of_connections() -> Deadlines:
-    """Those of all connections on the running event loop."""
+    """The deadlines of all connections on the running event loop."""
     loop = asyncio.get_running_loop()
     found = _of_loops.get(loop)
     if found is None:

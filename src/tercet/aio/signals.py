@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: the first one kindly, the second one at once."""
+"""Signals that ask a process to end: the first one politely, the second one at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_to(first: Callable[[], object], second: Callable[[], object]) -> Generator[list[int]]:
-    """While entered the ``first`` and the ``second`` such signal are calls on the event loop, others change nothing.
+    """Call ``first`` and ``second`` on the event loop at the first and second such signal while entered.
 
-    Gives the list of those that came. Afterwards the process just ends by one. A signal that is ignored when this is
-    entered stays so: that is how ``nohup`` keeps a process from ending with its terminal.
+    Later signals change nothing. Yields the list of the signals received. Afterwards a signal ends the process as
+    usual. A signal that is ignored when this is entered stays ignored: that is how ``nohup`` keeps a process from
+    ending with its terminal.
     """
     loop = asyncio.get_running_loop()
     handled = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]

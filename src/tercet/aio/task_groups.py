@@ -1,4 +1,4 @@
-"""What CPython's task groups leave behind, before 3.13."""
+"""A correction for CPython's task groups before 3.13."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MENDED = "_tercet_mended"
 
 
 def keep_cancellation_counts() -> None:
-    """Have :class:`asyncio.TaskGroup` take back each cancellation that it has asked for itself, in this process.
+    """Make :class:`asyncio.TaskGroup` take back each cancellation that it has requested itself, in this process.
 
-    Before CPython 3.13 a group cancels the task that waits for it at its end when one of its tasks fails, and does not
-    take that back: the task counts as cancelled by somebody ever after (:meth:`asyncio.Task.cancelling`), though it
-    goes on. Programs of users run in tasks in which that count tells a client that has left from any other failure.
+    Before CPython 3.13, when a task of a group fails, the group cancels the task that waits for it, and does not take
+    that back: the task counts as cancelled ever after (:meth:`asyncio.Task.cancelling`), although it continues. Users'
+    programs run in tasks in which that count distinguishes a client's disconnect from any other failure.
     """
     group: Any = asyncio.TaskGroup
     if sys.version_info >= FIXED or hasattr(group, _MENDED):
@@ -25,7 +25,7 @@ def keep_cancellation_counts() -> None:
 
     @wraps(leave)
     async def leave_and_take_back(self: Any, *failure: Any) -> Any:
-        asked_before = self._parent_cancel_requested  # those the group takes back by itself
+        asked_before = self._parent_cancel_requested  # requests that the group takes back by itself
         try:
             return await leave(self, *failure)
         finally:

@@ -1,4 +1,4 @@
-"""Work that goes on beside its caller."""
+"""Work that continues in the background."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ T = TypeVar("T")
 
 
 def is_cancelled() -> bool:
-    """Whether somebody has asked the running task to end, and not taken it back."""
+    """Whether the running task was asked to end, and that request was not taken back."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 async def repeat(work: Callable[[], Awaitable[object]], pause_s: float) -> None:
-    """Do it again and again, with a pause after each time, until cancelled or until it raises."""
+    """Run ``work`` again and again, with a pause after each time, until cancelled or until it raises."""
     while True:
         await work()
         await asyncio.sleep(pause_s)
 
 
 class TaskSet:
-    """Tasks that nobody awaits, each held until it ends: the event loop itself keeps only weak references.
+    """Background tasks, each referenced until it ends: the event loop itself keeps only weak references.
 
-    A failure that is nobody's to handle is logged. Awaiting a spawned task is allowed; its failure is then raised to
-    the one who awaits, and logged too.
+    The failure of a task is logged. A spawned task may be awaited; its failure is then raised there, and logged too.
     """
 
     __slots__ = ("_tasks",)
@@ -47,18 +46,18 @@ class TaskSet:
         return task
 
     def cancel(self) -> None:
-        """Ask all of them to end now."""
+        """Ask all tasks to end now."""
         for task in self._tasks:
             task.cancel()
 
     async def wait(self, seconds: float | None = None) -> bool:
-        """Let them end by themselves, for at most ``seconds``; whether all have. Cancels nothing."""
+        """Wait at most ``seconds`` for the tasks to end by themselves; returns whether all have. Cancels nothing."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         return not self._tasks
 
     async def close(self, seconds: float = 5.0) -> bool:
-        """Cancel all and wait for their clean-up, for at most ``seconds``; whether all have ended."""
+        """Cancel all tasks, wait at most ``seconds`` for their clean-up, and return whether all have ended."""
         self.cancel()
         return await self.wait(seconds)
 

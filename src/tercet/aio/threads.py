@@ -1,4 +1,4 @@
-"""Threads beside an event loop that may have no rest."""
+"""Threads next to an event loop that may be busy without pause."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# Of the time until the thread has ended, in parts of those that the loop waits for it: four are the loop's own.
+# While the loop waits for the thread, the loop's share of the time: this many parts, to one part for the thread.
 LOOP_PARTS = 4
 
 
 async def run_in_thread(function: Callable[..., T], *args: object) -> T:
-    """The result of ``function``, which a busy loop leaves time for; if the caller is cancelled, it goes on.
+    """Return the result of ``function``; a busy loop leaves time for it. If the caller is cancelled, it continues.
 
-    Each call of the operating system gives the interpreter's lock up. A thread that wants it back is woken whenever the
-    loop looks for events, finds the lock taken again, and begins to wait anew: a loop without rest keeps it away for
-    tens of turns, and each call costs as long. So the loop waits for the thread without the lock, for no longer at
-    a time than the interpreter leaves it to any other thread.
+    Each system call releases the interpreter's lock. A thread that wants the lock back is woken whenever the loop polls
+    for events, finds the lock taken, and waits again: a busy loop delays it by tens of turns at each call. So the loop
+    waits for the thread without the lock, each time no longer than the interpreter's switch interval.
     """
     ended = threading.Event()
 

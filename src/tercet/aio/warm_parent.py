@@ -1,9 +1,9 @@
-"""A process that has imported once and forks a child on request: each child has the modules and pays for no import.
+"""A process that has imported modules once and forks children on request, which need not import them again.
 
-The requests come over Unix sockets of packets: one channel, or as many as connect to a listening socket. A request
-carries descriptors, and the answer carries the child's pidfd, so that its signals cannot reach another process that has
-its number by then. The parent has one thread and no event loop. What a fork must not share is in :func:`unforkable`,
-which is asked before each fork.
+Requests arrive over Unix packet sockets: one channel, or all that connect to a listening socket. A request carries
+descriptors, and the answer carries the child's pidfd, so that signals cannot reach another process that got the child's
+number later. The parent has one thread and no event loop. :func:`unforkable` checks before each fork that nothing is
+open which a fork must not share.
 
 Messages, one a packet: ``fork GROUP`` with descriptors, where the child joins that process group (0: the parent's);
 then ``forked PID`` with a pidfd, or ``refused REASON``; and, when a child has ended, ``ended PID CODE``.
@@ -29,11 +29,12 @@ MOST_BYTES = 4096
 
 
 def unforkable(own: Iterable[int]) -> str | None:
-    """Why this process may not fork, or None. Of its sockets it may have those in ``own``.
+    """Return why this process may not fork, or None. It may have the sockets in ``own``.
 
-    A child has a copy of every lock but only the thread that forked, so a lock that another thread holds is held in it
-    for ever. Two processes that read one socket take each other's bytes. CUDA does not work in a fork of a process
-    that has initialised it. Prometheus' files are opened when a metric is first made, and belong to one process.
+    A child has a copy of every lock but only the thread that forked, so a lock that another thread holds stays locked
+    in it for ever. Two processes that read one socket take each other's bytes. CUDA does not work in a fork of a
+    process that has initialised it. Prometheus' files are opened when a metric is first made, and belong to one
+    process.
     """
     tasks = len(os.listdir("/proc/self/task"))
     if threading.active_count() != 1 or tasks != 1:
@@ -45,7 +46,7 @@ def unforkable(own: Iterable[int]) -> str | None:
         return f"it has open sockets: {sockets}"
     metrics = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if metrics and any(path.startswith(f"{metrics}/") for path in opened.values()):
-        return "it has opened files of metrics"
+        return "it has open metrics files"
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "it has initialised CUDA"
@@ -53,14 +54,14 @@ def unforkable(own: Iterable[int]) -> str | None:
 
 
 def serve_forks(requests: socket.socket, child: Callable[[list[int]], int]) -> None:
-    """Fork at each request a process that runs ``child`` with the descriptors it got and ends with the code returned.
+    """Fork a process at each request. It runs ``child`` with the received descriptors and ends with the code returned.
 
-    ``requests`` is a channel, and this returns when its other end is closed; or it listens, and each connection to it
-    is a channel. The children go on: they have to see by themselves that they are not needed.
+    ``requests`` is a channel, and this returns when its other end is closed; or it is a listening socket, and each
+    connection to it is a channel. The children continue: each must notice by itself that it is not needed.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the whole group, and the requester decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group, and the requester decides
     gc.collect()
-    gc.freeze()  # no collector writes to the pages that were imported, so they stay shared
+    gc.freeze()  # the collector writes to no imported pages then, so they stay shared
     parent = _Parent(child)
     try:
         if requests.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -74,7 +75,7 @@ def serve_forks(requests: socket.socket, child: Callable[[list[int]], int]) -> N
 
 
 class _Parent:
-    """The channels, and the children by their pidfds, each with the channel that asked for it."""
+    """The channels, and the children by their pidfds, each with the channel that requested it."""
 
     def __init__(self, child: Callable[[list[int]], int]) -> None:
         self._child = child
@@ -146,7 +147,7 @@ class _Parent:
         try:
             socket.send_fds(channel, [f"forked {pid}".encode()], [pidfd])
         except OSError:
-            os.kill(pid, signal.SIGKILL)  # its requester has gone, and would not see it end
+            os.kill(pid, signal.SIGKILL)  # its requester has disconnected, and would not see it end
             raise
 
     def _report_end(self, pidfd: int) -> None:
@@ -162,7 +163,7 @@ class _Parent:
                 self._drop(channel)
 
     def _drop(self, channel: socket.socket) -> None:
-        """Its children's ends are reported to no other channel that gets its number."""
+        """Close a channel; ends of its children are not reported to another channel that reuses its number."""
         fd = channel.fileno()
         self._poll.unregister(fd)
         del self._channels[fd]
@@ -173,9 +174,9 @@ class _Parent:
 
 
 def _be_child(group: int, others: Collection[int], descriptors: list[int], child: Callable[[list[int]], int]) -> None:
-    """Run ``child`` in a process that has just been forked; it ends here, and never returns.
+    """Run ``child`` in a process that has just been forked; the process ends here, and this never returns.
 
-    ``others`` are the descriptors of the parent's that it must not keep open.
+    ``others`` are the parent's descriptors that the child must close.
     """
     code = 1
     try:
@@ -210,7 +211,7 @@ def _unjoinable(group: int) -> str | None:
 
 
 def _reseed() -> None:
-    """Children must not draw the same numbers."""
+    """Reseed random generators: children must not draw the same numbers."""
     random.seed()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
@@ -218,10 +219,10 @@ def _reseed() -> None:
 
 
 def _opened() -> dict[int, str]:
-    """What this process has open beside its standard streams, by descriptor."""
+    """The open descriptors of this process except its standard streams, with what they refer to."""
     found = dict[int, str]()
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(FileNotFoundError):  # the descriptor that lists them is closed by now
+        with suppress(FileNotFoundError):  # the descriptor that was used to list them is closed by now
             if fd > 2:
                 found[fd] = os.readlink(f"/proc/self/fd/{fd}")
     return found

@@ -1,4 +1,4 @@
-"""The engine protocol over HTTP: :class:`HttpEngine` speaks to a vLLM server that runs Tercet's plugin."""
+"""The engine protocol over HTTP: :class:`HttpEngine` calls a vLLM server that runs Tercet's plugin."""
 
 from tercet.client.engine_tls import engine_tls
 from tercet.client.http_engine import Admit, HttpEngine

@@ -1,4 +1,4 @@
-"""Asking a front door about itself, and changing it."""
+"""Requests to a front door's admin API."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import PREFIX, UNREADABLE
 
-# Adding an engine waits for its answer, loading a program for the user's module.
+# Adding an engine waits for the engine's answer, loading a program for the user's module.
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
 async def ask_front_door(url: str, method: str, path: str, body: Any = None, admin_key: str = "") -> Any:
-    """The front door's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
+    """Return the front door's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
 
-    Raises the :class:`~tercet.protocol.TercetError` that it answered with, and
-    :class:`~tercet.protocol.EngineUnreachable` if no front door answers there.
+    Raises the :class:`~tercet.protocol.TercetError` in the answer, and :class:`~tercet.protocol.EngineUnreachable` if
+    no front door answers there.
     """
     headers = {"content-type": "application/json", **bearer(admin_key), **PLAIN}
     data = None if body is None else msgspec.json.encode(body)
@@ -37,9 +37,9 @@ async def ask_front_door(url: str, method: str, path: str, body: Any = None, adm
     try:
         found = msgspec.json.decode(answer)
     except UNREADABLE as error:
-        raise EngineUnreachable(f"what answers at {url} is no front door: HTTP {status}", "url") from error
+        raise EngineUnreachable(f"the server at {url} is not a front door: HTTP {status}", "url") from error
     if status < 400:
         return found
     if not isinstance(found, dict) or "error" not in found:
-        raise EngineUnreachable(f"what answers at {url} is no front door: HTTP {status}", "url")
+        raise EngineUnreachable(f"the server at {url} is not a front door: HTTP {status}", "url")
     raise from_wire(status, found)  # pyright: ignore[reportUnknownArgumentType]

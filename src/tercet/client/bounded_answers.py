@@ -1,7 +1,7 @@
-"""Answers of HTTP servers that may be anybody's: not compressed, not from somewhere else, and of bounded size.
+"""Reads answers of untrusted HTTP servers: not compressed, without redirects, and of limited size.
 
-Whoever answers may be named by a client. A megabyte of gzip becomes gigabytes, a redirect leads out of the list of
-those that may be named, and to where a secret must not go.
+A client may name the server. A megabyte of gzip becomes gigabytes, and a redirect leaves the list of allowed servers,
+to where a secret must not go.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ REDIRECTS = range(300, 400)
 
 
 class AnswerRefused(aiohttp.ClientPayloadError):
-    """The answer is not read, or not to its end; callers treat it as one that broke off."""
+    """The answer is not read, or not to its end; callers treat it as one that was cut off."""
 
 
 def require_plain(response: aiohttp.ClientResponse) -> None:
-    """Raises :class:`AnswerRefused` for a redirect, and for a body that is compressed, before any of it is read.
+    """Raise :class:`AnswerRefused` for a redirect, and for a compressed body, before any of it is read.
 
     The session must have ``auto_decompress=False``, and its requests ``allow_redirects=False``.
     """
@@ -27,14 +27,14 @@ def require_plain(response: aiohttp.ClientResponse) -> None:
     if response.status in REDIRECTS:
         refusal = f"it redirects (HTTP {response.status}), which is not followed"
     elif (encoding := response.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
-        refusal = f"it answers in {encoding[:20]!r}, which was not asked for"
+        refusal = f"it answers in {encoding[:20]!r}, which was not requested"
     if refusal is not None:
         response.close()
         raise AnswerRefused(refusal)
 
 
 async def read_answer(response: aiohttp.ClientResponse, longest: int | None = None) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     Raises :class:`AnswerRefused` for one of more than ``longest`` bytes, and what :func:`require_plain` raises.
     """

@@ -1,4 +1,4 @@
-"""What went wrong with a connection, in words for people: without addresses, and without a library's own words."""
+"""Causes of connection errors as text for people: without addresses, and without a library's wording."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import aiohttp
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call got no answer, such as ``Connection refused``; nothing in it tells where the call went."""
+    """Why a call got no answer, such as ``Connection refused``; it does not contain the address of the call."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, aiohttp.ServerDisconnectedError):
         return "it closed the connection"
@@ -20,7 +20,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(cause, TimeoutError):
         return "it took too long"
     if isinstance(cause, socket.gaierror):
-        return "its name is not known"
+        return "cannot resolve its host name"
     if isinstance(cause, OSError) and cause.errno:
         return os.strerror(cause.errno)
     return str(cause) or type(cause).__name__

@@ -1,4 +1,4 @@
-"""What a caller of ``https://`` engines believes, and what it shows of itself."""
+"""TLS settings of a caller of ``https://`` engines: trusted CAs, and the caller's certificate."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tercet.protocol import BadRequest
 
 
 def engine_tls(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """TLS for the given PEM files; None, which is TLS as the system does it, for no file at all.
+    """Return TLS for the given PEM files; None (the system's TLS) without any file.
 
-    ``ca`` holds the certificates of those who sign the engines' own, in the place of the system's; ``certificate`` is
-    the caller's, with its ``key`` unless that is in the same file. Raises :class:`~tercet.protocol.BadRequest` for what
-    cannot be used.
+    ``ca`` has the CA certificates that engines' certificates are checked with, instead of the system's; ``certificate``
+    is the caller's, with its ``key`` unless that is in the same file. Raises :class:`~tercet.protocol.BadRequest` for
+    unusable files.
     """
     if key is not None and certificate is None:
-        raise BadRequest("engine-key: goes with engine-cert", "engine-key")
+        raise BadRequest("engine-key: requires engine-cert", "engine-key")
     if ca is None and certificate is None:
         return None
     try:
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise BadRequest(f"engine-ca: {ca} is no file of certificates (PEM): {error}", "engine-ca") from error
+        raise BadRequest(f"engine-ca: {ca} is not a file of certificates (PEM): {error}", "engine-ca") from error
     if certificate is not None:
         try:
-            # Without a password of its own OpenSSL would ask the terminal for one.
+            # Without a password OpenSSL would ask for one on the terminal.
             context.load_cert_chain(certificate, key, password="")
         except (OSError, ssl.SSLError) as error:
             files = certificate if key is None else f"{certificate} with the key {key}"

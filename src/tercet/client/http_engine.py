@@ -1,4 +1,4 @@
-"""An engine behind HTTP."""
+"""An engine that is called by HTTP."""
 
 from __future__ import annotations
 
@@ -68,30 +68,32 @@ DATA = b"data: "
 UNAUTHORIZED = 401
 # An output with the log probabilities of a long prompt is one line.
 LONGEST_LINE = 16 * 1024 * 1024
-# Between two outputs of a stream an engine may run one long prefill of others; silence past this is a dead engine.
+# Between two outputs of a stream an engine may run one long prefill of others; a longer silence means a dead engine.
 SILENCE_SECONDS = 300.0
-# A verb that only books or frees waits for one engine step at most.
+# A verb that only reserves or frees waits for one engine step at most.
 QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
-# vLLM closes a connection that was idle for 5 s. A call that is on its way then is lost, and looks like a dead engine.
+# vLLM closes a connection that was idle for 5 s. A call that is sent at that time is lost, and looks like a dead
+# engine.
 KEEPALIVE_SECONDS = 2.0
 
 
 Admit = Callable[[EngineStatus], object]
-"""Raises :class:`~tercet.protocol.TercetError` for an engine that must not be asked for anything."""
+"""Raises :class:`~tercet.protocol.TercetError` for an engine that must not be used."""
 
 
 class HttpEngine:
-    """Implements :class:`~tercet.protocol.Engine`, which says what its methods do, for a server at ``url``.
+    """Implements :class:`~tercet.protocol.Engine`, where its methods are documented, for a server at ``url``.
 
-    Use as an async context manager. With a ``listener`` outputs come by the engine's token stream, ``on_load`` is told
-    how busy the engine is, ten times a second, ``on_proposal`` which moves it passes on, and ``on_lost`` that the
-    stream has closed; without one, or where the engine cannot connect to it, they come as server-sent events.
+    Use as an async context manager. With a ``listener`` outputs arrive by the engine's token stream, ``on_load``
+    receives the engine's load ten times a second, ``on_proposal`` the moves that it passes on, and ``on_lost`` is
+    called when the stream has closed. Without one, or if the engine cannot connect to it, outputs arrive as server-sent
+    events.
 
-    The engine is asked who it is before anything else, and must pass ``admit``. From then on every call is meant for
-    that start of it. Another one refuses and is asked who it is; ``on_new`` is told that what the old one held is void.
-    ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is for an ``https://``
-    engine.
+    The first call is ``status``, whose answer must pass ``admit``. Every later call carries that incarnation. A
+    restarted engine refuses the call; then its status is requested, and ``on_new`` is called, since nothing is left of
+    the old one. ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is for an
+    ``https://`` engine.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class HttpEngine:
         self._incarnation: str | None = None
         self._is_known = False
         self._refusal: TercetError | None = None
-        # Leases of sequences whose context is still open here; start_generate takes them over.
+        # Leases of sequences whose context is still open; start_generate takes them over.
         self._held: dict[str, str] = {}
         self._releasing = TaskSet()
         self._ending: dict[str, asyncio.Task[None]] = {}
@@ -146,11 +148,11 @@ class HttpEngine:
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         ending = self._ending.get(request.seq_id)
-        if ending is not None:  # the engine gives a sequence one lease at a time; the call that ends one has a bound
+        if ending is not None:  # an engine has one lease per sequence; the call that ends one has a timeout
             await asyncio.wait({ending})
         reserving = asyncio.ensure_future(self._reserve(request, end))
         try:
-            # Shielded: the engine reserves whether or not we still listen, so we must learn the lease to end it.
+            # Shielded: the engine reserves even if we are cancelled, so we must learn the lease to end it.
             reservation = await asyncio.shield(reserving)
         except asyncio.CancelledError:
             reserving.add_done_callback(lambda done: self._release_reserved(request.seq_id, done))
@@ -180,7 +182,7 @@ class HttpEngine:
         return Reservation(answer.kv_addr_info, answer.matched_len)
 
     def _release_soon(self, seq_id: str, lease: str) -> None:
-        """End a lease beside the way: whoever leaves a reservation never waits for an engine that does not answer."""
+        """End a lease in the background: leaving a reservation never waits for an engine that does not answer."""
         task = self._ending[seq_id] = self._releasing.spawn(self._release(lease))
         task.add_done_callback(lambda done: self._ending.pop(seq_id) if self._ending.get(seq_id) is done else None)
 
@@ -192,7 +194,7 @@ class HttpEngine:
         try:
             await self._post("release", ReleaseCall(lease=lease), dict[str, Any])
         except (UnknownSequence, LeaseEnded, EngineUnreachable):
-            return  # over already, or its engine is, and then the lease's time to live ends it
+            return  # it has ended already, or its engine has, and then the lease's time to live ends it
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
@@ -234,7 +236,8 @@ class HttpEngine:
             if connection is None:
                 await self._receive_events(call, stream)
                 return
-            with connection.sequence(len(call.output), stream) as number:  # leaving early cancels it on the engine
+            # leaving early cancels the sequence on the engine
+            with connection.sequence(len(call.output), stream) as number:
                 door = Destination(address=connection.address, key=connection.key, number=number)
                 connection.start(msgspec.structs.replace(call, door=door))
                 await stream.until_over()
@@ -249,7 +252,7 @@ class HttpEngine:
             raise EngineNotReached(error.message) from error
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
-        """The outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
+        """Receive outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
         async with self._call("start_generate", call, PATIENT) as response:
             try:
                 async for line in response.content:
@@ -288,22 +291,22 @@ class HttpEngine:
         return status
 
     async def sequences(self) -> list[SequenceReport]:
-        """What the engine generates, for whomever; of one that stands still as it was last known."""
+        """Return the sequences that the engine generates, for any client; for a stuck engine the last known ones."""
         async with self._call("sequences", None, QUICK) as response:
             return await self._decode(response, list[SequenceReport])
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
-        """Have the engine pass on, to the front door that runs the sequence, that it should be on another engine.
+        """Ask the engine to pass a proposal to move a sequence to the front door that runs it.
 
-        ``seq_id`` is the engine's id for it, or its client's. Returns when it is on its way; what the front door makes
-        of it is on record there. Raises :class:`~tercet.protocol.UnknownSequence` if the engine does not generate it,
-        and :class:`~tercet.protocol.Conflict` if its tokens go to no front door.
+        ``seq_id`` is the engine's id for it, or its client's. Returns when the proposal was sent; the front door
+        records its result. Raises :class:`~tercet.protocol.UnknownSequence` if the engine does not generate it, and
+        :class:`~tercet.protocol.Conflict` if no front door receives its tokens.
         """
         path = f"sequences/{quote(seq_id, safe='')}/move"
         await self._post(path, MoveCall(destination=destination, reason=reason), dict[str, Any])
 
     def _meet(self, status: EngineStatus) -> None:
-        """Whether it may be asked is checked each time; what a start before it held is void."""
+        """Check each time whether the engine may be used, and drop what an earlier incarnation held."""
         self._refusal = None
         try:
             self._admit(status)
@@ -315,20 +318,18 @@ class HttpEngine:
         if before is not None and before != status.incarnation:
             self._held.clear()
             if self._keeper is not None:
-                self._keeper.connection.drop("it was started anew")
+                self._keeper.connection.drop("it was restarted")
             self._on_new()
 
     async def _addressed(self) -> dict[str, str]:
-        """The headers of a call: it is meant for that start of the engine which was met."""
+        """Return the headers of a call, with the incarnation that it is for."""
         if not self._is_known:
             try:
                 await self.status()
             except EngineUnreachable as error:
                 raise EngineNotReached(error.message) from error
         if self._refusal is not None:
-            raise EngineNotReached(
-                f"{self.name} is not asked for anything: {self._refusal.message.removeprefix('url: ')}"
-            )
+            raise EngineNotReached(f"{self.name} is not used: {self._refusal.message.removeprefix('url: ')}")
         return {INCARNATION_HEADER: self._incarnation} if self._incarnation else {}
 
     async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK) -> T:
@@ -346,7 +347,7 @@ class HttpEngine:
             except Conflict as error:
                 if error.param != INCARNATION_HEADER:
                     raise
-                self._is_known = False  # it refused before it did anything: it is met, and asked again
+                self._is_known = False  # it refused before it did anything: meet it, and call again
                 where = await self._addressed()
                 response = await stack.enter_async_context(self._exchange(verb, call, timeout, where, method))
             yield response
@@ -382,7 +383,7 @@ class HttpEngine:
             return response
 
         response = await ask()
-        # It has done nothing yet but ask who we are.
+        # It has only sent a challenge so far.
         if response.status == UNAUTHORIZED and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
             response.release() if response.content.at_eof() else response.close()
             response = await ask()
@@ -394,7 +395,7 @@ class HttpEngine:
                     raise self._too_large(error, call) from error
             yield response
         finally:
-            # Closing an unfinished answer is how the engine learns that nobody waits for it any more.
+            # Closing an unfinished answer tells the engine that the client has left.
             response.release() if response.content.at_eof() else response.close()
 
     async def _decode(self, response: aiohttp.ClientResponse, kind: type[T]) -> T:
@@ -407,7 +408,7 @@ class HttpEngine:
         return self._understood(body, kind)
 
     def _too_large(self, error: RequestTooLarge, call: msgspec.Struct | None) -> RequestTooLarge:
-        """An engine that has not read a body cannot say what in it is too much."""
+        """Name the large field: an engine that has not read a body cannot know it."""
         if error.param is not None or call is None:
             return error
         large = large_field_of(call)

@@ -1,6 +1,6 @@
-"""One engine after another is asked to prefill for a request, until one has, or the time that others get is over.
+"""Asks engines, one after another, to prefill for a request, until one has, or until a timeout.
 
-Whoever fails, refuses or falls silent is passed over; one that was lost is not asked again before it answers.
+An engine that fails, refuses or is silent is skipped; one that was lost is not used again before it answers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ REMOTE, HERE = "disaggregated", "data_parallel"
 LOOK_SECONDS = 0.5
 PROBE_SECONDS = 1.0
 REST_SECONDS = 2.0
-"""For so long an engine that was lost is not asked for anything; then it has to answer first, and soon."""
+"""Seconds for which a lost engine is not used; after that it has to answer a poll first."""
 MOST_LOST = 256
 Look = Callable[[], Awaitable[object]]
-"""Asks an engine how it is; raises :class:`~tercet.protocol.TercetError` for one that is not well."""
+"""Polls an engine; raises :class:`~tercet.protocol.TercetError` for one that is not healthy."""
 
 
 class _Lost(NamedTuple):
@@ -36,7 +36,7 @@ class _Lost(NamedTuple):
 
 
 class PrefillAttempts:
-    """Asks engines that requests name, and remembers whom it has lost. ``clock`` gives seconds that never go back."""
+    """Calls engines that requests name, and remembers lost ones. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, budget: PrefillBudget, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = budget
@@ -50,12 +50,12 @@ class PrefillAttempts:
         trace: VerbTrace,
         ask: Callable[[str], Awaitable[T]],
     ) -> T:
-        """What the first of ``hosts`` answers that does not fail; raises what the last one failed by.
+        """Return the result of the first of ``hosts`` that does not fail; raises the error of the last one.
 
-        ``ask`` asks one, by :meth:`watched`; when the time is over it is cancelled.
+        ``ask`` calls one, by :meth:`watched`; it is cancelled at the timeout.
         """
         began = self.clock()
-        failure: TercetError = DeadlineExceeded("nobody was asked")
+        failure: TercetError = DeadlineExceeded("no engine was called")
         for host in hosts:
             left = began + self.budget.timeout_s - self.clock()
             if left <= 0:
@@ -76,9 +76,9 @@ class PrefillAttempts:
         raise failure
 
     async def watched(self, host: str, work: Callable[[], Coroutine[Any, Any, T]], look: Look) -> T:
-        """The result of ``work`` at ``host``, whom ``look`` asks how it is meanwhile.
+        """Return the result of ``work`` at ``host``, which ``look`` polls in the meantime.
 
-        Raises what either of them raises. Whatever happens, the work has ended, or has been cancelled, then.
+        Raises what either of them raises. In any case, the work has ended, or was cancelled, when this returns.
         """
         self._require_rested(host)
         tasks = set[asyncio.Future[Any]]()
@@ -101,10 +101,10 @@ class PrefillAttempts:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # what the other one raises is nobody's to handle
+            await asyncio.gather(*tasks, return_exceptions=True)  # the other one's exception is not needed
 
     def _require_rested(self, host: str) -> None:
-        """Raises :class:`~tercet.protocol.EngineUnreachable` for one that was lost a moment ago."""
+        """Raise :class:`~tercet.protocol.EngineUnreachable` for an engine that was lost a moment ago."""
         lost = self._lost.get(host)
         if lost is not None and self.clock() < lost.at + REST_SECONDS:
             raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
@@ -121,14 +121,14 @@ async def _answered(host: str, look: Look, patience: float) -> None:
             await look()
     except EngineUnreachable:
         raise
-    except TercetError as error:  # it answers, so it is there
+    except TercetError as error:  # it answers, so it is alive
         logger.debug("%s answers: %s", host, error)
     except TimeoutError:
-        raise EngineUnreachable(f"{host} has said nothing for {patience:g} s") from None
+        raise EngineUnreachable(f"{host} has sent nothing for {patience:g} s") from None
 
 
 def prefill_here(decode: str, seq_id: str, error: TercetError, trace: VerbTrace) -> None:
-    """Tell why a request that named engines to prefill is prefilled where it came."""
+    """Record why a request that named engines to prefill is prefilled on this engine."""
     prefill_metrics.prefills.labels(prefill_metrics.LOCAL, error.code).inc()
     said = {"seq_id": seq_id, "engine": decode, "code": error.code, "reason": error.message}
     log_events.FALLBACK.tell(program=REMOTE, to=HERE, tokens=0, **said)

@@ -1,4 +1,4 @@
-"""What a decode engine, or the sidecar in front of it, counts of prefills that it has others do."""
+"""Metrics of prefills on other engines, for a decode engine or its sidecar."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PULLED, CACHED, LOCAL = "remote", "cached", "local"
 prefills = Counter(
     "tercet_prefills",
     "Requests that named engines to prefill: `remote` was done by one of them, `cached` was here, `local` is done here "
-    "since nobody named could; the last one's error is the code.",
+    "since none of them could; the code is that of the last error.",
     ["outcome", "code"],
 )
 failures = Counter("tercet_prefill_failures", "Engines that were named and did not prefill, by error.", ["code"])
 seconds = Histogram(
     "tercet_prefill_seconds",
-    "For how long a request waited for others to prefill, whatever came of it.",
+    "Seconds that requests waited for other engines to prefill, with any result.",
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
 ALL = (prefills, failures, seconds)

@@ -1,7 +1,7 @@
 """Decode-side coordination: an engine has a prompt's KV computed elsewhere, by the verbs, before it generates.
 
-When nobody can, it prefills by itself: a request never fails by this. What is taken is given back: the reservation ends
-with its context, and leaving a call ends the send.
+If no engine can, it prefills by itself: a request never fails because of this. All resources are given back: the
+reservation ends with its context, and cancelling a call ends the send.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tercet.protocol import Conflict, EngineStatus, EngineUnreachable, Request, 
 from tercet.protocol.trace import TraceEvent, VerbTrace
 
 MIN_SEND = 32
-"""With fewer tokens missing, a transfer is not worth a second engine."""
+"""With fewer missing tokens, a transfer is not worth a second engine."""
 MOST_PEERS = 256
-"""Connections to engines that nobody names any more are closed when there are more."""
+"""Beyond this number, connections to engines that are not used now are closed."""
 
 
 class Receiver(Protocol):
-    """The engine that decodes, as far as its KV is concerned."""
+    """The decode engine as a receiver of KV."""
 
     @property
     def name(self) -> str: ...
@@ -39,18 +39,18 @@ class Receiver(Protocol):
 
 @dataclass(eq=False)
 class _Peer:
-    """An engine that prefills, and how many requests are at it."""
+    """An engine that prefills, and the number of requests there."""
 
     engine: HttpEngine
     in_use: int = 0
 
 
 class RemotePrefill:
-    """Has prompts prefilled by engines that requests name, for engines with these weights.
+    """Has prompts prefilled by engines that requests name, for a decode engine with the same weights.
 
-    ``fingerprint`` asks for those of the engine that decodes; KV of others is never taken. ``secret`` and ``tls`` are
-    as for :class:`~tercet.client.HttpEngine`; with ``tls``, or ``https``, others are called by TLS. Use as an async
-    context manager.
+    ``fingerprint`` returns that of the decode engine; KV of others is never accepted. ``secret`` and ``tls`` are as for
+    :class:`~tercet.client.HttpEngine`; with ``tls``, or ``https``, engines are called by TLS. Use as an async context
+    manager.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RemotePrefill:
         self._secret = secret
         self._scheme = "https" if https or tls is not None else "http"
         self._tls = tls
-        # By address and our weights: this engine may come back with others, and wants KV of these then.
+        # By address and our weights: this engine may be restarted with others, and then needs KV of those.
         self._peers: OrderedDict[tuple[str, str], _Peer] = OrderedDict()
 
     async def __aenter__(self) -> Self:
@@ -86,16 +86,16 @@ class RemotePrefill:
     async def prefilled(
         self, decode: Receiver, request: Request, hosts: Sequence[str], trace: VerbTrace
     ) -> AsyncGenerator[int]:
-        """While entered, ``decode`` holds under a lease what others have computed: how many tokens, 0 for none.
+        """Yield, while entered, how many tokens of KV ``decode`` holds under a lease that others computed; 0 for none.
 
-        The lease is given back at the exit unless ``decode`` has begun to generate on it. ``trace`` gets what happens.
+        The lease is given back at the exit unless ``decode`` has begun to generate with it. ``trace`` gets the events.
         """
         trace.program = REMOTE
         began = self._clock()
         async with AsyncExitStack() as stack:
             begin = 0
             try:
-                # The last token is computed by whoever generates: from it comes the first one of the output.
+                # The generating engine computes the last token: it gives the first output token.
                 space = await stack.enter_async_context(decode.prep_recv(request, -1))
                 event = self._event("prep_recv", decode.name, began, end=space.end)
                 event.cached = begin = space.matched_len
@@ -113,7 +113,7 @@ class RemotePrefill:
     async def _fill(
         self, decode: str, request: Request, space: Reservation, hosts: Sequence[str], trace: VerbTrace
     ) -> int:
-        """Have the first of ``hosts`` that can fill the reservation; how far it is filled then."""
+        """Let the first of ``hosts`` that can fill the reservation; returns how far it is filled."""
 
         async def ask(host: str) -> int:
             started = self._clock()
@@ -132,7 +132,7 @@ class RemotePrefill:
             async def look() -> None:
                 status = await engine.status()
                 if status.stalled_s > self._attempts.budget.stuck_after_s:
-                    raise EngineUnreachable(f"{host} has stood still for {status.stalled_s:.1f} s")
+                    raise EngineUnreachable(f"{host} has made no progress for {status.stalled_s:.1f} s")
 
             send = partial(engine.remote_send, request, space, space.matched_len)
             return await self._attempts.watched(host, send, look)
@@ -170,8 +170,8 @@ def _with_weights(fingerprint: str) -> Callable[[EngineStatus], None]:
     def admit(status: EngineStatus) -> None:
         if status.fingerprint != fingerprint:
             raise Conflict(
-                f"{status.engine} serves other weights (fingerprint {status.fingerprint or 'not said'}) than this "
-                f"engine ({fingerprint or 'not said'})"
+                f"{status.engine} serves other weights (fingerprint {status.fingerprint or 'not reported'}) than "
+                f"this engine ({fingerprint or 'not reported'})"
             )
 
     return admit

@@ -1,4 +1,4 @@
-"""An engine without Tercet's plugin, as far as an endpoint picker needs one: its load, read from ``/metrics``."""
+"""An engine without Tercet's plugin, for an endpoint picker: its load is read from ``/metrics``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tercet.protocol import (
 )
 
 TOGETHER_SECONDS = 2.0
-"""For one reading; then the engine counts as one that does not answer."""
+"""Timeout of one reading; after it the engine counts as one that does not answer."""
 # Shorter than the 5 s after which vLLM closes an idle connection.
 KEEPALIVE_SECONDS = 4.0
 
@@ -34,8 +34,8 @@ KEEPALIVE_SECONDS = 4.0
 class ScrapedEngine:
     """Reads the page of the engine at ``url`` every ``interval`` seconds while entered.
 
-    ``on_load`` is told each reading, ``on_new`` that the process behind the page is another one. ``kv_events`` says
-    where the engine publishes them, if it does. It has none of the verbs: they are Tercet's plugin's.
+    ``on_load`` receives each reading; ``on_new`` is called when the process behind the page was replaced. ``kv_events``
+    is the address of the engine's events, if it publishes them. The verbs are not available: Tercet's plugin has them.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ScrapedEngine:
             await self._session.close()
 
     async def status(self) -> EngineStatus:
-        """By a reading of now."""
+        """Return the status by a new reading."""
         found = await self._reading()
         return EngineStatus(
             engine=self.name,
@@ -98,7 +98,7 @@ class ScrapedEngine:
 
     async def _read_on(self) -> None:
         while True:
-            with suppress(EngineUnreachable):  # the fleet's watch asks those of which it hears nothing, and says why
+            with suppress(EngineUnreachable):  # the fleet's watch polls engines without reports, and logs the reason
                 await self._reading()
             await asyncio.sleep(self._interval)
 

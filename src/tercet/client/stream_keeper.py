@@ -1,4 +1,4 @@
-"""One engine's token stream, kept up from the front door's side."""
+"""Keeps one engine's token stream connected, from the front door's side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tercet.streams import EngineConnection, StreamListener
 logger = logging.getLogger(__name__)
 CHECK_SECONDS = 0.5
 STALE_AFTER = 1.0
-"""Seconds without a report after which the engine is asked whether it still lives."""
+"""Seconds without a report after which the engine is polled."""
 STALLED_AFTER = 15.0
 ANSWER_SECONDS = 10.0
 ASK_AGAIN_SECONDS = 30.0
@@ -24,11 +24,11 @@ ATTEMPT_SECONDS = 0.05
 
 
 class StreamKeeper:
-    """Gets an engine to connect to ``listener`` by ``connection``, again when that is lost.
+    """Makes an engine connect to ``listener`` by ``connection``, and again when that is lost.
 
-    ``connect`` makes the engine connect to a door, ``alive`` asks it for any answer; both raise
-    :class:`~tercet.protocol.EngineUnreachable` if there is none. An engine that cannot connect is served by
-    server-sent events, which is logged, and asked again every half minute.
+    ``connect`` makes the engine connect to a door, ``alive`` polls it; both raise
+    :class:`~tercet.protocol.EngineUnreachable` if it does not answer. An engine that cannot connect is served by
+    server-sent events, which is logged; connecting is retried every half minute.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class StreamKeeper:
         self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Keep the stream up from now on."""
+        """Start to keep the stream connected."""
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     async def close(self) -> None:
-        """Give the engine up; sequences that it still runs for us end."""
+        """Disconnect; sequences that the engine still runs for us end."""
         for task in (self._keeping, self._connecting):
             if task is not None:
                 task.cancel()
@@ -62,7 +62,7 @@ class StreamKeeper:
         self._listener.forget(self.connection)
 
     async def ready(self) -> EngineConnection | None:
-        """The connection, once the engine is connected; None if it has to be served by server-sent events.
+        """Return the connection, once the engine is connected; None if it has to be served by server-sent events.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if the engine does not answer.
         """
@@ -79,7 +79,7 @@ class StreamKeeper:
     def _tried(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
         if not task.cancelled():
-            task.exception()  # those who wait for it get it
+            task.exception()  # retrieved; those that wait for it get it
 
     async def _try(self) -> None:
         try:
@@ -88,7 +88,7 @@ class StreamKeeper:
                 await self._connect(Door(address=self.connection.address, key=self.connection.key))
                 if self.connection.connected:
                     break
-                # The engine has not noticed yet that the connection before is lost.
+                # The engine has not noticed yet that the last connection is lost.
                 await asyncio.sleep(ATTEMPT_SECONDS)
         except EngineUnreachable:
             raise
@@ -99,7 +99,7 @@ class StreamKeeper:
             self._falls_back_until = time.monotonic() + ASK_AGAIN_SECONDS
             return
         if not self.connection.connected:
-            raise EngineUnreachable(f"{self._name} has connected its token stream and gone again")
+            raise EngineUnreachable(f"{self._name} has connected its token stream and disconnected again")
         if self._falls_back_until is not None:
             STREAM_BACK.tell(engine=self._name, reason="it has connected")
         self._falls_back_until = None
@@ -109,13 +109,13 @@ class StreamKeeper:
             try:
                 await self.ready()
             except EngineUnreachable as error:
-                logger.debug("%s", error)  # it may still be loading, or gone for good; membership says so
+                logger.debug("%s", error)  # it may still be loading, or ended; membership logs that
             await asyncio.sleep(CHECK_SECONDS)
             if self.connection.connected and self._silence() > STALE_AFTER:
                 await self._check()
 
     async def _check(self) -> None:
-        """Give the stream up if the engine is gone, or if it answers and still says nothing there."""
+        """Disconnect if the engine is dead, or if it answers but sends nothing on the stream."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._alive()

@@ -1,4 +1,4 @@
-"""What vLLM's own ``/metrics`` page says of an engine's load, as the Gateway API's model server protocol has it."""
+"""An engine's load on vLLM's own ``/metrics`` page, by the Gateway API's model server protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 WAITING, RUNNING, USAGE = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
 OLD_USAGE, CONFIG, STARTED = "vllm:gpu_cache_usage_perc", "vllm:cache_config_info", "process_start_time_seconds"
-# Of a page of thousands of lines a few are wanted: they are found without reading the others.
+# A few lines of a page of thousands: found without parsing the others.
 _WANTED = re.compile(
     "^({})(?:{{(.*)}})? (\\S+)$".format("|".join((WAITING, RUNNING, USAGE, OLD_USAGE, CONFIG, STARTED))), re.MULTILINE
 )
@@ -20,7 +20,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class VllmMetrics:
     """One reading. Data parallel ranks behind one page count as one engine: requests are summed, usage is the mean.
 
-    ``block_size`` and ``total_blocks`` are 0 where the page does not say them, ``started`` is empty.
+    ``block_size`` and ``total_blocks`` are 0 if the page lacks them, ``started`` is empty then.
     """
 
     waiting: int
@@ -33,7 +33,7 @@ class VllmMetrics:
 
 
 def parsed(page: str) -> VllmMetrics:
-    """What a page says. Raises ``ValueError`` for one that is none of vLLM's."""
+    """Parse a page. Raises ``ValueError`` for one that is not vLLM's."""
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     started = ""
     for name, labels, value in _WANTED.findall(page):

@@ -1,4 +1,4 @@
-"""What serving costs: learned from what engines are seen to do, and the route of least cost. Pure, without I/O."""
+"""Cost of serving: learned by observing engines, and the route of least cost. Pure, without I/O."""
 
 from tercet.cost.costs import Costs
 from tercet.cost.routes import RouteDecision, RouteOption, Targets

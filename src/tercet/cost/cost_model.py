@@ -1,14 +1,4 @@
-"""What serving costs, in seconds: prefills, decode steps and transfers, learned from what engines were seen to do.
-
-Formulas, with coefficients that are never negative:
-
-- a prefill of ``n`` tokens behind ``cached`` ones: ``a0 + a1 n + a2 n (cached + n / 2) + a3 batch``, where the third
-  term is causal attention's (query, key) pairs and ``batch`` the decodes that run beside it;
-- what sending ``m`` tokens adds to it: ``c0 + c1 m``, little, since layers leave while they are computed;
-- a decode step: ``b0 + b1 batch + b2 contexts``, where ``contexts`` are the KV tokens that all its decodes read.
-
-An engine's own *pace* multiplies them: the fits are the fleet's, so that hundreds of engines learn from one another.
-"""
+"""Cost of serving, in seconds: prefills, decode steps and transfers, learned by observing engines."""
 
 from __future__ import annotations
 
@@ -18,7 +8,7 @@ from operator import mul
 
 SWEEPS = 8
 WILD = 3.0
-# The first observations change much; later ones are solved for several at a time.
+# The first observations change much; later ones are solved for in groups.
 FIRST, EVERY = 32, 4
 
 
@@ -27,9 +17,9 @@ class OnlineFit:
 
     Minimises the sum over observations of ``weight * ((theta . x - y) / scale)^2`` by coordinate descent on the normal
     equations; each observation multiplies the weight of those before by ``forgetting``. A weak pull towards ``prior``
-    (all positive) decides what no observation tells. The first observation sets the scale of the whole prior: engines
-    differ in speed by orders of magnitude, and much less in the shares of what their time goes into. An observation
-    further off than three times the usual error counts in inverse proportion (Huber's weights).
+    (all positive) decides coefficients without observations. The first observation sets the scale of the whole prior:
+    engines differ in speed by orders of magnitude, but much less in the proportions of their coefficients. An
+    observation further off than three times the usual error counts in inverse proportion (Huber's weights).
     """
 
     def __init__(self, prior: Sequence[float], forgetting: float = 0.99, pull: float = 1e-3) -> None:
@@ -44,11 +34,11 @@ class OnlineFit:
         self._products = [0.0] * size
 
     def predict(self, features: Sequence[float]) -> float:
-        """Never negative, and never less for larger features."""
+        """Predict a value: never negative, and never less for larger features."""
         return sum(map(mul, self.theta, features))
 
     def observe(self, features: Sequence[float], value: float) -> None:
-        """Learn that ``features`` came with ``value``; features are not negative, values are positive."""
+        """Learn from an observation: ``features`` are not negative, ``value`` is positive."""
         predicted = self.predict(features)
         if self.count == 0 and predicted > 0:
             self._prior = [coefficient * value / predicted for coefficient in self._prior]
@@ -75,8 +65,8 @@ class OnlineFit:
         return 1.0 if error <= limit else limit / error
 
     def _solve(self) -> None:
-        # Coordinate descent from the last solution costs 26 us for six coefficients and 13 us for three, on
-        # the front door's event loop; SciPy's NNLS, with the Cholesky factor it needs, 28 us for either.
+        # Coordinate descent from the last solution costs 26 us for six coefficients and 13 us for three, on the front
+        # door's event loop; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
         theta = self.theta
         for _ in range(SWEEPS):
             for index, row in enumerate(self._squares):
@@ -93,10 +83,10 @@ SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class EnginePace:
-    """By what factor one engine is slower than the fleet's fit; moves slowly, and less the more it has seen.
+    """Factor by which one engine is slower than the fleet's fit; changes slowly, and less with more observations.
 
-    It counts as far as it stands out from what the engine's observations vary by: an engine that is used when others
-    are busy is mostly seen while it shares memory and cores with them, and would look slower than it is.
+    It counts only as far as it exceeds the variation of the engine's observations: an engine that is used when others
+    are busy is mostly observed while it shares memory and cores with them, and would look slower than it is.
     """
 
     def __init__(self) -> None:
@@ -106,12 +96,12 @@ class EnginePace:
 
     @property
     def factor(self) -> float:
-        """1 is the fleet's own; what is hardly different counts as equal, since the fit is off by as much."""
+        """The factor; 1 is the fleet's. Small differences count as 1, since the fit has an error of that size."""
         alike = max(ALIKE, self._varies)
         return math.exp(self._log * min(1.0, (self._log / alike) ** 2))
 
     def observe(self, seconds: float, predicted: float) -> None:
-        """``seconds`` were seen where the fleet's fit says ``predicted``."""
+        """Learn that ``seconds`` were observed where the fleet's fit predicts ``predicted``."""
         self._count += 1
         ratio = max(-PACE_LIMIT, min(PACE_LIMIT, math.log(max(seconds, 1e-6) / max(predicted, 1e-6))))
         rate = max(0.05, 1 / (self._count + 10))
@@ -120,7 +110,7 @@ class EnginePace:
 
 
 class ArrivalRate:
-    """How often prefills begin on an engine of the fleet, and so how far back one must look to know how busy it is."""
+    """Rate at which prefills begin on an engine, and so the length of the window that tells how busy it is."""
 
     def __init__(self) -> None:
         self.engines = 0
@@ -133,7 +123,7 @@ class ArrivalRate:
         return max(SHORT_MEMORY, PREFILLS_REMEMBERED * self._gap * self.engines)
 
     def note(self, now: float) -> None:
-        """A prefill begins somewhere."""
+        """Record that a prefill begins on some engine."""
         if self._last is not None:
             gap = now - self._last
             self._gap += (gap - self._gap) * (0.1 if self._gap else 1.0)
@@ -151,49 +141,49 @@ class CostModel:
         self.transfers = 0
 
     def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:
-        """Seconds to compute ``tokens`` behind ``cached`` ones, and to have ``sent`` tokens in place elsewhere."""
+        """Seconds to compute ``tokens`` after ``cached`` ones, and to have ``sent`` of them in place elsewhere."""
         return self._prefills.predict(features_of(tokens, cached, batch, sent))
 
     def step(self, batch: float, contexts: float) -> float:
-        """Seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in all."""
+        """Seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
         return self._steps.predict((1.0, batch, contexts))
 
     def output_of(self, max_tokens: int | None) -> float:
-        """Tokens that a request with this limit is expected to produce: the mean of those with one like it."""
+        """Expected output tokens of a request with this limit: the mean of requests with a similar one."""
         limit = math.inf if max_tokens is None else max_tokens
         _, mean = self._outputs.get(_size_of(max_tokens), (0, UNTOLD_OUTPUT))
         return max(1.0, min(mean, limit))
 
     def prefilled(self, seconds: float, features: Sequence[float]) -> None:
-        """Prefills whose :func:`features_of` have this sum were seen to take so long together."""
+        """Learn that prefills with this sum of :func:`features_of` took ``seconds`` together."""
         self.transfers += features[-1] > 0
         self._prefills.observe(features, seconds)
 
     @property
     def prefills_seen(self) -> int:
-        """How many observations of prefills it has been told of."""
+        """Number of observed prefills."""
         return self._prefills.count
 
     def predicted(self, features: Sequence[float]) -> float:
-        """Seconds of prefills whose :func:`features_of` have this sum."""
+        """Seconds of prefills with this sum of :func:`features_of`."""
         return self._prefills.predict(features)
 
     def stepped(self, seconds: float, batch: float, contexts: float) -> None:
-        """Decode steps were seen to take so long, on average."""
+        """Learn that decode steps took ``seconds`` each, on average."""
         self._steps.observe((1.0, batch, contexts), seconds)
 
     def ended(self, max_tokens: int | None, tokens: int) -> None:
-        """A request was answered with so many tokens."""
+        """Learn the number of output tokens of a request."""
         size = _size_of(max_tokens)
         count, mean = self._outputs.get(size, (0, 0.0))
         self._outputs[size] = count + 1, mean + (tokens - mean) * max(0.05, 1 / (count + 1))
 
 
 def _size_of(max_tokens: int | None) -> int:
-    """Limits within a factor of two are alike."""
+    """Limits within a factor of two count as equal."""
     return 0 if max_tokens is None else max_tokens.bit_length()
 
 
 def features_of(tokens: int, cached: int, batch: float, sent: int) -> tuple[float, ...]:
-    """What a prefill's time is linear in; see the formulas above."""
+    """Terms in which a prefill's time is linear; see the formulas above."""
     return 1.0, tokens, tokens * (cached + tokens / 2), batch, float(sent > 0), sent

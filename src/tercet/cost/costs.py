@@ -1,4 +1,4 @@
-"""What serving costs on a fleet: one model, the work of each engine, and the routes chosen by them."""
+"""Cost of serving on a fleet: one model, the work of each engine, and the routes chosen by them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HARMLESS = 1.25
 
 
 class Costs:
-    """Shared by all views of a fleet. ``clock`` gives seconds that never go back."""
+    """State shared by all views of a fleet. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float], random: Random) -> None:
         self.model = CostModel()
@@ -28,11 +28,11 @@ class Costs:
         self._watches = True
 
     def watch_once_asked(self) -> None:
-        """Look at nothing until a route is asked for: where none ever is, nobody would know what was learned."""
+        """Start observing only when a route is first requested: without routes the results are not used."""
         self._watches = False
 
     def work(self, name: str) -> EngineWork:
-        """The work of an engine."""
+        """Return the work of an engine."""
         found = self._works.get(name)
         if found is None:
             found = self._works[name] = EngineWork(self.model, self.clock)
@@ -40,7 +40,7 @@ class Costs:
         return found
 
     def forget(self, name: str) -> None:
-        """An engine left; what still runs on it is not counted any more."""
+        """Forget an engine that left; its running work is not counted any more."""
         self._works.pop(name, None)
         self.model.arrivals.engines = len(self._works)
 
@@ -49,7 +49,7 @@ class Costs:
     def decide(
         self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float
     ) -> RouteDecision:
-        """The route over these engines, at least one; ``matched`` tokens are believed to be cached on some."""
+        """Choose a route over these engines (at least one); ``matched`` has their estimated cached tokens."""
         self._watches = True
         now = self.clock()
         wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
@@ -65,7 +65,7 @@ class Costs:
         )
 
     def _closest(self, names: Sequence[str], matched: Mapping[str, int]) -> Iterable[str]:
-        """The engines worth a closer look: those with the least to do, and those that have most of the prompt."""
+        """Engines worth a full estimate: those with the least work, and those that have most of the prompt."""
         if len(names) <= CLOSEST:
             return names
         idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
@@ -73,7 +73,7 @@ class Costs:
         return dict.fromkeys((*idlest, *holders))
 
     def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:
-        """A pair to learn from, while nobody waits for it and it is not believed to cost much more."""
+        """A pair to learn from, while no request waits for it and its estimated cost is not much higher."""
         if self.model.transfers >= ENOUGH_TRANSFERS and self._random.random() >= explore:
             return None
         best = options[0]
@@ -84,7 +84,7 @@ class Costs:
 
     @contextmanager
     def promised(self, request: Request, decision: RouteDecision, matched: Mapping[str, int]) -> Generator[None]:
-        """The chosen route's work counts from now on, before its verbs are called."""
+        """Count the chosen route's work from now on, before its verbs are called."""
         chosen, works = decision.chosen, [self.work(decision.chosen.decode)]
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
         here.output, here.context = decision.output, request.num_tokens
@@ -111,7 +111,7 @@ class Costs:
 
     @contextmanager
     def sending(self, name: str, request: Request, begin: int, end: int) -> Generator[Callable[[Usage], None]]:
-        """An engine prefills ``prompt[:end)`` and sends ``[begin, end)``; call what is given when it has."""
+        """Count a prefill of ``prompt[:end)`` that sends ``[begin, end)``; call the yielded function at its end."""
         if not self._watches:
             yield lambda _: None
             return
@@ -125,9 +125,9 @@ class Costs:
             work.leave(request.seq_id)
 
     def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost | None:
-        """An engine shall generate; ``prompt[:begin)`` is there, and ``given`` tokens of output.
+        """Observe an engine that will generate; it has ``prompt[:begin)``, and ``given`` tokens of output.
 
-        None if nobody watches.
+        None if nothing is observed.
         """
         if not self._watches:
             return None
@@ -138,7 +138,7 @@ class Costs:
 
 
 class GenerationCost:
-    """What a sequence costs that one engine generates: an observer of its outputs."""
+    """The cost of a sequence that one engine generates: an observer of its outputs."""
 
     def __init__(self, work: EngineWork, seq_id: str, job: Job) -> None:
         self._work = work
@@ -147,11 +147,11 @@ class GenerationCost:
         self._tokens = 0
 
     def on_start(self, stream: OutputStream) -> None:
-        """The engine has it now."""
+        """The engine has the sequence now."""
         self._job = self._work.begin(self._seq_id, self._job)
 
     def on_output(self, output: Output) -> None:
-        """Its next output has come."""
+        """Its next output arrived."""
         if not self._tokens:
             job, usage = self._job, output.usage
             computed = usage.computed if usage is not None else job.missing
@@ -162,11 +162,11 @@ class GenerationCost:
             self._work.decoded(self._job, self._tokens)
 
     def on_end(self, error: BaseException | None) -> None:
-        """The engine has it no more."""
+        """The engine no longer has the sequence."""
         self._work.leave(self._seq_id)
 
 
 def max_tokens_of(request: Request) -> int | None:
-    """The request's own limit of its answer, in tokens."""
+    """The request's limit of output tokens."""
     wanted = request.sampling_params.get("max_tokens")
     return wanted if isinstance(wanted, int) and wanted > 0 else None

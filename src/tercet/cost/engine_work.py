@@ -1,8 +1,8 @@
-"""What one engine has to do for this front door: prefills in line, decodes under way, and what is to come.
+"""The work of one engine for this front door: prefills in line, running decodes, and promised work.
 
-A state machine without I/O, told what begins and what ends. Engines prefill first come, first served, so the time
-between two ends in succession, or from an arrival at an empty line to its end, is what a prefill took: that holds under
-any load, where the time from call to answer is mostly waiting.
+A state machine without I/O that is notified of begins and ends. Engines prefill first come, first served, so the
+duration of a prefill is the time between two successive ends, or from an arrival at an empty line to its end. That
+holds under any load, while the time from call to answer is mostly waiting.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal
 from tercet.cost.cost_model import CostModel, EnginePace, features_of
 
 FEW = 2
-"""Tokens that are computed as part of a decode step, and so wait in no line."""
+"""Tokens that are computed as part of a decode step, and so do not wait in line."""
 MOSTLY_PREFILL = 0.7
 MOST_INTERFERENCE = 0.8
 TOGETHER = 0.2
-"""Prefills that end within this share of a prefill's time after another one belong to the same step."""
+"""Prefills that end within this share of a prefill's time after another one were in the same step."""
 
 
 @dataclass(eq=False)
@@ -27,9 +27,9 @@ class Job:
     """One sequence on one engine: ``missing`` tokens to compute behind ``cached`` ones, ``sent`` to push elsewhere.
 
     ``output`` are the tokens that it is expected to produce here, after the ``given`` ones from elsewhere; 0 where it
-    only prefills. ``context`` is what its decode reads at first. ``seconds`` is what its
-    prefill was predicted to take. ``promised``: a route leads here, and the verb has not been called yet.
-    ``ready`` is when its decode is expected to begin.
+    only prefills. ``context`` is the number of tokens that its decode reads at first. ``seconds`` is the predicted time
+    of its prefill. ``promised``: a route leads here, and the verb has not been called yet. ``ready`` is when its decode
+    is expected to begin.
     """
 
     missing: int
@@ -73,61 +73,61 @@ class EngineWork:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing."""
+        """Whether there is no work."""
         return not self._jobs
 
     @property
     def coming(self) -> int:
-        """Decodes that will run here, and do not yet."""
+        """Number of decodes that will run here, but do not yet."""
         return len(self._coming)
 
     @property
     def backlog(self) -> float:
-        """A rough measure of the work, in seconds, that costs nothing to read."""
+        """A rough measure of the work, in seconds, that is cheap to read."""
         return self._line_seconds + self._promised_seconds + 0.01 * self.decoding
 
     def waiting(self, now: float) -> float:
-        """Seconds of prefill that are ahead of whatever comes now."""
+        """Seconds of prefill ahead of a new arrival."""
         return max(0.0, self._line_seconds - self._progress(now)) + self._promised_seconds
 
     def under_way(self, now: float) -> float:
-        """Seconds that the prefill in service still takes."""
+        """Seconds until the running prefill ends."""
         head = next(iter(self._line.values()), None)
         return 0.0 if head is None else max(0.0, head.seconds - self._progress(now))
 
     def interference(self, now: float) -> float:
-        """The share of recent time in which prefills ran here: what decodes had to share the engine with."""
+        """The share of recent time in which prefills ran here and slowed decodes."""
         faded = math.exp((self._at - now) / self._model.arrivals.memory)
         return self._recent * faded + (1 - faded if self._line else 0.0)
 
     def stall(self, now: float, seconds: float) -> float:
-        """By how much decodes here end later, in sum, if a prefill that comes now keeps the engine for ``seconds``.
+        """Total delay of decodes here if a prefill that arrives now occupies the engine for ``seconds``.
 
-        Those that are to come are held up by what is left of it when they are ready.
+        Later decodes are delayed by the part that is left when they are ready.
         """
         end = self.waiting(now) + seconds
         later = (min(seconds, max(0.0, now + end - job.ready)) for job in self._coming.values())
         return seconds * self.decoding + sum(later)
 
     def seconds_left(self, now: float) -> float:
-        """How long a decode under way still lasts, on average."""
+        """Average remaining time of a running decode."""
         return max(0.0, self._expected_ends / self.decoding - now) if self.decoding else 0.0
 
     def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        """Seconds per token of such a decode, when prefills take this share of the time between its steps."""
+        """Seconds per token of a running decode, when prefills take this share of the time between its steps."""
         step = self._model.step(batch, contexts) * self.decode_pace.factor
         return step / (1 - min(MOST_INTERFERENCE, interference))
 
     # ---- what happens ----------------------------------------------------------------------------------------
 
     def promise(self, seq_id: str, job: Job) -> None:
-        """A route leads here."""
+        """Record that a route leads here."""
         self._pass_time()
         self._enter(seq_id, job)
         self._promised_seconds += job.seconds
 
     def begin(self, seq_id: str, job: Job) -> Job:
-        """A verb is called: the job that was promised takes its place in line, or this one if there is none."""
+        """Record that a verb was called: the promised job takes its place in line, or this one if there is none."""
         now = self._pass_time()
         found = self._jobs.get(seq_id)
         if found is None or found.stage != "promised":
@@ -148,7 +148,7 @@ class EngineWork:
         return job
 
     def prefilled(self, seq_id: str, job: Job, computed: int, cached: int, sent: int) -> None:
-        """Its prefill is over, and what it had to send is in place; learn from it."""
+        """Record that its prefill ended and what it sent is in place; learn from it."""
         now = self._pass_time()
         if job.stage == "prefill":
             took = now - max(job.began, self._served_until)
@@ -163,7 +163,7 @@ class EngineWork:
                 self._begin_decode(seq_id, job, now)
 
     def decoded(self, job: Job, tokens: int) -> None:
-        """It has produced its last token, ``tokens`` here; learn from it."""
+        """Record that it produced its last token, ``tokens`` here; learn from it."""
         now = self._pass_time()
         self._model.ended(job.max_tokens, job.given + tokens)
         busy, batches, contexts, prefills = job.marks
@@ -177,7 +177,7 @@ class EngineWork:
         self._model.stepped(seconds, batch, read)
 
     def leave(self, seq_id: str) -> None:
-        """It is over here, however it ended; a job that has left already is fine."""
+        """Record that it ended here, however it ended; a job that has left already is ignored."""
         job = self._jobs.pop(seq_id, None)
         if job is None:
             return
@@ -209,7 +209,7 @@ class EngineWork:
         self._expected_ends += job.expected_end
 
     def _note_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
-        """One more end; those that come (nearly) together were computed together, and are one observation."""
+        """Record an end; ends that come (nearly) together were computed together, and are one observation."""
         features = features_of(computed, cached, self.decoding, sent)
         if took > TOGETHER * self._model.predicted(features):
             self._learn_prefills()
@@ -225,7 +225,7 @@ class EngineWork:
         self._seen_seconds, self._seen = 0.0, []
 
     def _progress(self, now: float) -> float:
-        """Seconds that the first in line was in service, at most nearly all of what it was predicted to take."""
+        """Seconds that the first in line has run, limited to a little less than its predicted time."""
         head = next(iter(self._line.values()), None)
         return 0.0 if head is None else min(now - self._served_until, 0.95 * head.seconds)
 

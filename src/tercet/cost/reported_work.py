@@ -1,7 +1,7 @@
-"""What one engine has to do, by its reports alone: for whoever sees no request begin or end there.
+"""The work of one engine, by its reports alone: for processes that do not see requests begin or end there.
 
-Reports come in intervals, and say how many tokens of prompts have no first token yet. So the time of a prefill is
-learned only where it ran alone: from its pick to the middle of the interval in which its tokens went.
+Reports come in intervals, and tell how many tokens of prompts have no first token yet. So the time of a prefill is
+learned only if it ran alone: from its pick to the middle of the interval in which its tokens disappeared.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tercet.cost.engine_work import MOST_INTERFERENCE
 from tercet.protocol import EngineLoad
 
 LEAST_TOKENS = 256
-"""Prefills of fewer are over within a report or two: nothing is to be learned from them."""
+"""Prefills of fewer tokens end within a report or two, which is too short to learn from."""
 LONGEST_PREFILL = 120.0
 SETTLED = 8
-"""Prefills after which the fleet's own fit tells the pace of one engine from another's."""
+"""Number of prefills after which the fleet's fit distinguishes the paces of engines."""
 STEPS_EVERY = 2.0
-"""Seconds between two steps of one engine that are learned from: a step time is a mean, and changes slowly."""
+"""Seconds between two learned steps of one engine: a step time is a mean, and changes slowly."""
 MEMORY = 10.0
 UNKNOWN_CONTEXT = 1024
 
 
 class _Alone:
-    """The one prefill that runs, as far as is known: ``features`` of it, and when it was picked."""
+    """The only running prefill, as far as known: its ``features``, and when it was picked."""
 
     def __init__(self, at: float, tokens: int, features: tuple[float, ...]) -> None:
         self.at = at
@@ -35,9 +35,9 @@ class _Alone:
 
 
 class ReportedWork:
-    """One engine; ``kv_tokens`` gives for how many its cache has room. For :class:`~tercet.cost.routes.RouteCandidate`.
+    """One engine; ``kv_tokens`` returns the capacity of its cache. For :class:`~tercet.cost.routes.RouteCandidate`.
 
-    Times are ``clock``'s, in seconds. ``learned`` counts prefills that ``model`` was told of.
+    Times are ``clock``'s, in seconds. ``learned`` counts prefills that ``model`` has learned from.
     """
 
     def __init__(self, model: CostModel, clock: Callable[[], float], kv_tokens: Callable[[], int]) -> None:
@@ -56,7 +56,7 @@ class ReportedWork:
     # ---- what happens ----------------------------------------------------------------------------------------
 
     def picked(self, tokens: int, cached: int) -> None:
-        """A prompt is on its way here, of whose ``tokens`` so many are believed to be ``cached``."""
+        """Record a prompt of ``tokens`` that was routed here; ``cached`` is its estimated cached part."""
         missing = max(1, tokens - cached)
         is_first = self._backlog == 0 and self._alone is None
         features = features_of(missing, cached, self.decoding, 0)
@@ -64,7 +64,7 @@ class ReportedWork:
         self._backlog += tokens
 
     def reported(self, load: EngineLoad) -> None:
-        """The engine says how busy it is."""
+        """Record the engine's load report."""
         now = self._clock()
         passed, before, backlog = now - self._at, self._backlog, load.tokens or 0
         self._at = now
@@ -82,19 +82,19 @@ class ReportedWork:
         if alone is None:
             return
         if backlog > alone.tokens or now - alone.at > LONGEST_PREFILL:
-            self._alone = None  # somebody else's prompt is there, too
+            self._alone = None  # a prompt of another process is there, too
         elif backlog:
             alone.seen = True
         elif alone.seen:
             self._alone = None
             seconds = now - passed / 2 - alone.at
             if seconds > 0:
-                if self._model.prefills_seen >= SETTLED:  # before, whoever is seen first would look slow
+                if self._model.prefills_seen >= SETTLED:  # before that, the engines observed first would look slow
                     self.prefill_pace.observe(seconds, self._model.predicted(alone.features))
                 self._model.prefilled(seconds, alone.features)
                 self.learned += 1
         elif now - alone.at > 2 * passed:
-            self._alone = None  # it was over between two reports, or went elsewhere
+            self._alone = None  # it ended between two reports, or went elsewhere
 
     def _learn_step(self, now: float, load: EngineLoad) -> None:
         if load.step_time and load.running and now - self._stepped_at >= STEPS_EVERY:
@@ -105,11 +105,11 @@ class ReportedWork:
     # ---- what there is to do ---------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> float:
-        """Seconds of prefill that are ahead of whatever comes now."""
+        """Seconds of prefill ahead of a new arrival."""
         return self._model.prefill(self._backlog, 0, self.decoding) * self.prefill_pace.factor if self._backlog else 0.0
 
     def under_way(self, now: float) -> float:
-        """Seconds that the prefill in service still takes: it is not known which of those that wait it is."""
+        """Seconds until all waiting prefills end: reports do not tell which of them is running."""
         return self.waiting(now)
 
     def interference(self, now: float) -> float:
@@ -117,17 +117,17 @@ class ReportedWork:
         return self._interference
 
     def stall(self, now: float, seconds: float) -> float:
-        """By how much decodes here end later, in sum, if a prefill that comes now keeps the engine for ``seconds``."""
+        """Total delay of decodes here if a prefill that arrives now occupies the engine for ``seconds``."""
         return seconds * self.decoding
 
     def seconds_left(self, now: float) -> float:
-        """How long a decode under way still lasts, on average: as if half of each were over."""
+        """Average remaining time of a running decode: half of its time."""
         if not self.decoding:
             return 0.0
         tpot = self.pace_of_tokens(self._interference, self.decoding, self.contexts)
         return self._model.output_of(None) / 2 * tpot
 
     def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        """Seconds per token of such a decode, when prefills take this share of the time between its steps."""
+        """Seconds per token of a running decode, when prefills take this share of the time between its steps."""
         step = self._model.step(batch, contexts) * self.decode_pace.factor
         return step / (1 - min(MOST_INTERFERENCE, interference))

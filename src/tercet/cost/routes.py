@@ -1,4 +1,4 @@
-"""Which route is cheapest: one engine alone, or a pair and where the prompt is split between them. Pure.
+"""Finds the cheapest route: one engine alone, or a pair and the split of the prompt between them. Pure.
 
 For a request of ``n`` tokens with ``L`` expected of the answer, on engine ``e`` alone:
 
@@ -10,7 +10,7 @@ For a request of ``n`` tokens with ``L`` expected of the answer, on engine ``e``
          + (step(batch + 1) - step(batch)) tokens     and, by the larger batch, the decodes again
 
 A pair ``p, d`` with a split at ``s`` pays for ``prompt[:s]`` on ``p``, for the transfer, and for the rest and the
-decode on ``d``. With objectives, what misses them least goes first, and the cost decides among equals.
+decode on ``d``. With objectives, the routes that miss them least come first; the cost decides between equals.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SPLITS = (0.9, 0.75, 0.5)
 PAIRED, SPLIT = 3, 2
 SHARPER = 3
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
-"""Engines take calls between steps: a call waits half a step on average, where decodes run."""
+"""Engines accept calls between steps: a call waits half a step on average if decodes run."""
 
 RouteKind = Literal["alone", "pair", "split"]
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """Service level objectives, in seconds; None is no objective.
+    """Service level objectives, in seconds; None means no objective.
 
     Raises :class:`~tercet.protocol.BadRequest` for one that is not positive.
     """
@@ -49,16 +49,16 @@ class Targets(msgspec.Struct, frozen=True):
                 raise BadRequest(f"{name}: is {seconds}, and must be more than 0 seconds", name)
 
     def missed_by(self, ttft: float, tpot: float) -> float:
-        """By what share of themselves the objectives are missed, in sum; 0 if they are met."""
+        """By what share the objectives are missed, in total; 0 if they are met."""
         missed = 0.0 if self.ttft is None else max(0.0, ttft / self.ttft - 1)
         return missed if self.tpot is None else missed + max(0.0, tpot / self.tpot - 1)
 
 
 class RouteOption(msgspec.Struct, omit_defaults=True):
-    """One way to serve a request, and what was predicted of it, in seconds.
+    """One way to serve a request, with its predictions, in seconds.
 
     ``decode`` alone, or ``prefill`` computes ``prompt[:split]`` for it. ``cost`` is the time until the last token, plus
-    the time by which everything else that runs, or will come, ends later.
+    the total delay of other running and future requests.
     """
 
     decode: str
@@ -70,17 +70,17 @@ class RouteOption(msgspec.Struct, omit_defaults=True):
     missed: float = 0.0
 
     def kind(self, num_tokens: int) -> RouteKind:
-        """One engine, two, or two that share the prompt."""
+        """Kind of route: one engine, two, or two that share the prompt."""
         if not self.prefill:
             return "alone"
         return "pair" if self.split == num_tokens else "split"
 
 
 class RouteDecision(msgspec.Struct, omit_defaults=True):
-    """What ``auto`` decided: the chosen option, and the cheapest others that it weighed.
+    """Decision of ``auto``: the chosen option, and the cheapest others that it considered.
 
-    ``explored``: the option was not the cheapest, and taken to learn what it costs. ``output`` is how many tokens were
-    expected of the answer. What came of it is the trace's own ``ttft`` and ``tpot``.
+    ``explored``: the option was not the cheapest, and taken to learn its cost. ``output`` is the expected number of
+    output tokens. The actual result is the trace's ``ttft`` and ``tpot``.
     """
 
     kind: RouteKind
@@ -92,7 +92,7 @@ class RouteDecision(msgspec.Struct, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RouteRequest:
-    """The request: ``tokens`` of prompt, and how many are expected of the answer."""
+    """The request: ``tokens`` of prompt, and the expected number of output tokens."""
 
     tokens: int
     output: float
@@ -100,7 +100,7 @@ class RouteRequest:
 
 
 class KnownWork(Protocol):
-    """What an engine has to do: see :class:`~tercet.cost.engine_work.EngineWork`."""
+    """The work of an engine: see :class:`~tercet.cost.engine_work.EngineWork`."""
 
     prefill_pace: EnginePace
     decode_pace: EnginePace
@@ -124,7 +124,7 @@ class KnownWork(Protocol):
 
 
 class RouteCandidate:
-    """One engine at the moment of a decision; ``matched`` tokens of the prompt are believed to be cached there."""
+    """One engine at the time of a decision; ``matched`` is the estimated number of cached prompt tokens."""
 
     def __init__(self, name: str, work: KnownWork, model: CostModel, now: float, matched: int) -> None:
         self.name = name
@@ -138,12 +138,12 @@ class RouteCandidate:
         self.work, self.model, self.now = work, model, now
 
     def prefill(self, begin: int, end: int, sent: int = 0) -> float:
-        """Seconds to compute ``prompt[begin:end)`` here, less what is cached, and to send ``sent`` tokens of it."""
+        """Seconds to compute ``prompt[begin:end)`` here, less the cached part, and to send ``sent`` tokens of it."""
         cached = max(begin, min(self.matched, end - 1))
         return self.model.prefill(end - cached, cached, self.batch, sent) * self.work.prefill_pace.factor
 
     def delay(self, seconds: float) -> float:
-        """By how much others end later, in sum, when a prefill takes ``seconds`` here.
+        """Total delay of other requests when a prefill takes ``seconds`` here.
 
         The steps that run it give each decode a token too.
         """
@@ -152,7 +152,7 @@ class RouteCandidate:
         return self.work.stall(self.now, max(0.0, seconds - step)) + behind
 
     def decode(self, context: int, output: float) -> tuple[float, float]:
-        """Seconds per token of one more decode, and by how much it makes the others end later."""
+        """Seconds per token of one more decode, and the delay that it causes for the others."""
         contexts = self.contexts + context
         tpot = self.work.pace_of_tokens(self.interference, self.batch + 1, contexts)
         if not self.batch:
@@ -163,14 +163,14 @@ class RouteCandidate:
 
 
 def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequest, gain: float = 0.0) -> bool:
-    """Whether ``prefill`` should compute the whole prompt for ``decode``: it costs less, by that share at least."""
+    """Whether ``prefill`` should compute the whole prompt: it costs less, by the share ``gain`` at least."""
     if wanted.tokens <= decode.matched:
         return False
     return _pair(prefill, decode, wanted.tokens, wanted).cost < (1 - gain) * _alone(decode, wanted).cost
 
 
 def options_of(candidates: Sequence[RouteCandidate], wanted: RouteRequest) -> list[RouteOption]:
-    """The routes over these engines that are worth a look, the best first.
+    """Routes over these engines that are worth an estimate, the best first.
 
     Every engine alone; pairs of the few that prefill at the least cost and the few that decode at the least cost; and
     for the best of these pairs, other splits.
@@ -209,10 +209,10 @@ def _cost_of_decode(candidate: RouteCandidate, wanted: RouteRequest) -> float:
 
 
 def _expect_order(candidates: Sequence[RouteCandidate]) -> None:
-    """Expect of the engines' future that they differ more than in the recent past.
+    """Assume that engines will differ more in the future than in the recent past.
 
-    Prefills go where few decodes run, and decodes where few prefills do, so engines that differ by chance are drawn
-    apart. Predictions that take the past for the future would miss that, and leave all engines alike.
+    Prefills go where few decodes run, and decodes where few prefills do, so chance differences between engines grow.
+    Predictions that assume the past would miss that, and keep all engines alike.
     """
     total = sum(candidate.interference for candidate in candidates)
     sharper = sum(candidate.interference**SHARPER for candidate in candidates)
@@ -233,7 +233,7 @@ def _pair(prefill: RouteCandidate, decode: RouteCandidate, split: int, wanted: R
     ready = max(decode.under_way, STEPS_TO_RESERVE * step) + prefill.waiting
     first = prefill.prefill(0, split, split - min(decode.matched, split))
     ready += first
-    # What still waits on the decode engine when the KV is there delays the rest of the prompt, or the decode.
+    # Work that still waits on the decode engine when the KV has arrived delays the rest of the prompt, or the decode.
     still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
     others = prefill.delay(first) + slowed
     if split == wanted.tokens:
@@ -253,6 +253,6 @@ def _option(
 
 
 def _splits(decode: RouteCandidate, wanted: RouteRequest) -> Iterator[int]:
-    """Where a pair may split: past what the decode engine has, each place once."""
+    """Positions where a pair may split: after the decode engine's cached part, each position once."""
     places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
     return (place for place in places if decode.matched < place < wanted.tokens)

@@ -1,7 +1,7 @@
-"""Engines that are pods: found by their labels or by an InferencePool, and followed as they come and go.
+"""Engines in pods: found by their labels or by an InferencePool, and followed as they come and go.
 
-The watch on the API server is :class:`~tercet.discovery.watching.Watch`; what a pod is for a fleet,
-:func:`~tercet.discovery.pods.engines_of`; what a fleet's members become, :func:`~tercet.discovery.members.with_pods`.
+The watch on the API server is :class:`~tercet.discovery.watching.Watch`; :func:`~tercet.discovery.pods.engines_of`
+returns a pod's engines; :func:`~tercet.discovery.members.with_pods` computes the fleet's members.
 """
 
 from tercet.discovery.api_objects import PoolReference

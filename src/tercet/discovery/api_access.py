@@ -1,4 +1,4 @@
-"""Where the API server is and who we are: by the pod's own service account, or by a kubeconfig file."""
+"""Address and credentials of the API server: from the pod's service account, or from a kubeconfig file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _no_tls() -> ssl.SSLContext | None:
 
 @dataclass(frozen=True)
 class ApiAccess:
-    """The API server at ``url``. ``token`` and ``tls`` are asked for with every request: both change while we run.
+    """The API server at ``url``. ``token`` and ``tls`` are called for every request: both may change.
 
-    They raise ``OSError`` for files that cannot be read. ``namespace`` is the one that is meant where none is named.
+    They raise ``OSError`` for files that cannot be read. ``namespace`` is the default namespace.
     """
 
     url: str
@@ -41,12 +41,12 @@ class ApiAccess:
 
 
 def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str] = os.environ) -> ApiAccess:
-    """What Kubernetes gives every pod. Raises :class:`~tercet.protocol.BadRequest` outside of one."""
+    """Access by the files that Kubernetes gives every pod. Raises :class:`~tercet.protocol.BadRequest` elsewhere."""
     host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
     token, ca, namespace = directory / "token", directory / "ca.crt", directory / "namespace"
     if not host or not token.is_file():
         raise BadRequest(
-            "kubeconfig: this is no pod with a service account's token (automountServiceAccountToken); outside of one "
+            "kubeconfig: there is no service account token here (automountServiceAccountToken); outside of a pod, "
             "name a kubeconfig file",
             "kubeconfig",
         )
@@ -55,7 +55,7 @@ def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str]
 
 
 class _TrustedBy:
-    """TLS by the file of a CA, made anew when the file is another one."""
+    """TLS context for the file of a CA; made again when the file changes."""
 
     def __init__(self, ca: Path) -> None:
         self._ca = ca
@@ -75,7 +75,10 @@ class _TrustedBy:
 
 
 def from_kubeconfig(file: Path) -> ApiAccess:
-    """The current context of a kubeconfig file. Raises :class:`~tercet.protocol.BadRequest` for what is not served."""
+    """Access by the current context of a kubeconfig file.
+
+    Raises :class:`~tercet.protocol.BadRequest` if unsupported.
+    """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         context = _called(content, "contexts", "context", content["current-context"])
@@ -89,7 +92,7 @@ def from_kubeconfig(file: Path) -> ApiAccess:
     for unknown in ("exec", "auth-provider", "username"):
         if unknown in user:
             raise BadRequest(
-                f"kubeconfig: {file}: {unknown} is not understood; use a token or a client certificate, or run "
+                f"kubeconfig: {file}: {unknown} is not supported; use a token or a client certificate, or run "
                 "`kubectl proxy` and name its address as the server",
                 "kubeconfig",
             )
@@ -129,7 +132,7 @@ def _tls_of(cluster: Mapping[str, Any], user: Mapping[str, Any], file: Path) -> 
 
 
 def _content(of: Mapping[str, Any], what: str, file: Path) -> bytes | None:
-    """What a file holds that is named there, or that is there itself, in base64."""
+    """Content of an item: of a file that it names, or inline in base64."""
     if data := of.get(f"{what}-data"):
         return base64.b64decode(str(data))
     return (file.parent / str(of[what])).read_bytes() if of.get(what) else None

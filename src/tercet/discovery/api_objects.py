@@ -1,4 +1,4 @@
-"""The few fields of Kubernetes' objects that discovery reads; all others are passed over."""
+"""The few fields of Kubernetes' objects that discovery reads; all others are ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """Of any object. ``resource_version`` is opaque: it is handed back, and never compared."""
+    """Metadata of any object. ``resource_version`` is opaque: it is sent back, and never compared."""
 
     name: str = ""
     uid: str = ""
@@ -28,7 +28,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True):
-    """What the kubelet says of a pod."""
+    """The kubelet's status of a pod."""
 
     phase: str = ""
     conditions: list[Condition] | None = None
@@ -55,7 +55,7 @@ class PoolSelector(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class PoolSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """Which pods a pool has."""
+    """The selection of a pool's pods."""
 
     selector: PoolSelector = PoolSelector()
     target_ports: list[TargetPort] = []
@@ -69,12 +69,12 @@ class InferencePool(msgspec.Struct, frozen=True):
 
     @property
     def pods(self) -> tuple[dict[str, str], list[int]]:
-        """The labels that its pods have, and the ports on which they serve."""
+        """Return the labels of its pods, and the ports on which they serve."""
         return self.spec.selector.match_labels, [each.number for each in self.spec.target_ports]
 
 
 class EarlierPoolSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """Which pods a pool has, as it was said before ``v1``."""
+    """The selection of a pool's pods before ``v1``."""
 
     selector: dict[str, str] = {}
     target_port_number: int | None = None
@@ -88,13 +88,13 @@ class EarlierInferencePool(msgspec.Struct, frozen=True):
 
     @property
     def pods(self) -> tuple[dict[str, str], list[int]]:
-        """The labels that its pods have, and the port on which they serve."""
+        """Return the labels of its pods, and the port on which they serve."""
         port = self.spec.target_port_number
         return self.spec.selector, [] if port is None else [port]
 
 
 class PoolReference(msgspec.Struct, frozen=True):
-    """The pool that something is about, in its own namespace."""
+    """The pool that an object refers to, in the object's namespace."""
 
     name: str = ""
     kind: str = "InferencePool"
@@ -102,7 +102,7 @@ class PoolReference(msgspec.Struct, frozen=True):
 
 
 class ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """How much requests that name an objective matter; higher is more."""
+    """Priority of requests that name an objective; higher is more important."""
 
     priority: int | None = None
     pool_ref: PoolReference = PoolReference()
@@ -116,7 +116,7 @@ class InferenceObjective(msgspec.Struct, frozen=True):
 
 
 class ListMetadata(msgspec.Struct, frozen=True):
-    """Of a list: where a watch goes on from, and how to get the next page."""
+    """Metadata of a list: where a watch continues from, and how to get the next page."""
 
     resource_version: str = msgspec.field(default="", name="resourceVersion")
     next_page: str | None = msgspec.field(default=None, name="continue")
@@ -130,7 +130,7 @@ class ObjectList(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Why something was refused; ``code`` is as HTTP's."""
+    """Reason of a refusal; ``code`` is that of HTTP."""
 
     code: int = 0
     reason: str = ""
@@ -138,13 +138,13 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
-    """One line of a watch; what ``object`` is depends on ``type``."""
+    """One line of a watch; ``type`` decides what ``object`` is."""
 
     type: str
     object: msgspec.Raw
 
 
 class Marked(msgspec.Struct, frozen=True):
-    """What a bookmark has."""
+    """Content of a bookmark."""
 
     metadata: Metadata

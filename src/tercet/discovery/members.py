@@ -1,4 +1,4 @@
-"""What the members of a fleet become as pods come and go: a pure function, and those who have a fleet follow it."""
+"""Computes the members of a fleet as pods come and go, and lets a fleet follow them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ KNOWN_SECONDS = 60.0
 def with_pods(
     members: Sequence[MemberState], found: Sequence[PodEngine], told: Mapping[str, Role] | None = None
 ) -> tuple[MemberState, ...]:
-    """The members once pods are as ``found``; those that are no pods stay as they are.
+    """Return the members for the pods ``found``; members that are not pods stay unchanged.
 
-    A pod joins when it is ready. One that is not ready any more, or is being deleted, stays for as long as it exists,
-    and is picked for nothing new: what runs there can be followed, and moved. ``told`` are the roles as the pods had
-    them the last time: who has changed one since, keeps it until the pod's own label changes.
+    A pod joins when it is ready. A pod that is not ready any more, or is being deleted, stays as long as it exists, but
+    gets nothing new: its sequences can be followed, and moved. ``told`` are the pods' previous roles: a role that was
+    changed since is kept until the pod's label changes.
     """
     named = [each for each in members if not each.pod]
     names = {each.address.name for each in named}
@@ -43,7 +43,7 @@ def with_pods(
             continue
         joined[address.name] = _member(engine, before, told or {})
         urls.add(address.url)
-    # Those that were there keep their places, so that nobody sees a change where there is none.
+    # Existing members keep their places, so that an unchanged list compares equal.
     order = [*(name for name in known if name in joined), *sorted(joined.keys() - known.keys())]
     return (*named, *(joined[name] for name in order))
 
@@ -58,16 +58,16 @@ def _member(engine: PodEngine, before: MemberState | None, told: Mapping[str, Ro
 
 
 def roles_of(found: Sequence[PodEngine]) -> dict[str, Role]:
-    """The roles as pods have them."""
+    """The roles in the pods' labels."""
     return {each.address.name: each.address.role for each in found}
 
 
 async def follow_pods(
     discovery: PodDiscovery, membership: Membership, named: Sequence[EngineAddress], known: asyncio.Event
 ) -> None:
-    """Have a fleet's members be those that are ``named`` and the pods, until cancelled; what changes is logged.
+    """Keep a fleet's members equal to those ``named`` and the pods, until cancelled; changes are logged.
 
-    ``known`` is set once the pods are.
+    ``known`` is set once the pods are known.
     """
     members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
     told: dict[str, Role] = {}
@@ -83,11 +83,9 @@ async def follow_pods(
 
 
 async def until_known(known: asyncio.Event, seconds: float = KNOWN_SECONDS) -> None:
-    """Wait for the pods, for ``seconds``; then raises :class:`~tercet.protocol.EngineUnreachable`."""
+    """Wait at most ``seconds`` for the pods; then raise :class:`~tercet.protocol.EngineUnreachable`."""
     try:
         async with asyncio.timeout(seconds):
             await known.wait()
     except TimeoutError:
-        raise EngineUnreachable(
-            f"the API server of Kubernetes has not said within {seconds:g} s which pods there are"
-        ) from None
+        raise EngineUnreachable(f"the API server of Kubernetes has not listed the pods within {seconds:g} s") from None

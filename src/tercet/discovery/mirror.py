@@ -1,4 +1,4 @@
-"""What is known of a collection of the API server's: a machine without I/O, fed with lists and lines of a watch."""
+"""Copy of a collection of the API server: a state machine without I/O, fed with lists and lines of a watch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tercet.discovery.api_objects import Marked, Metadata, Status, WatchEvent
 from tercet.protocol.wire import UNREADABLE
 
 GONE = 410
-# A pod with everything that others have written on it is some ten kilobytes.
+# A pod with many annotations has some ten kilobytes.
 LONGEST_LINE = 8 * 1024 * 1024
 
 
 class HasMetadata(Protocol):
-    """An object of the API server's."""
+    """An object of the API server."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=HasMetadata)
 
 
 class WatchBroken(Exception):
-    """What came is not a watch's, or the server cannot go on: list again. ``code`` is the server's, or 0."""
+    """The input is not a watch's, or the server cannot continue: list again. ``code`` is the server's, or 0."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class WatchBroken(Exception):
 
 
 class Mirror(Generic[T]):
-    """Objects of one ``kind`` by name, as of ``version``, from which a watch goes on; empty before the first list."""
+    """Objects of one ``kind`` by name, as of ``version``, from which a watch continues; empty before the first list."""
 
     def __init__(self, kind: type[T]) -> None:
         self.version = ""
@@ -43,20 +43,20 @@ class Mirror(Generic[T]):
 
     @property
     def objects(self) -> Sequence[T]:
-        """All of them, by name."""
+        """All objects, by name."""
         return [self._objects[name] for name in sorted(self._objects)]
 
     def listed(self, objects: Iterable[T], version: str) -> None:
-        """These are all, as of ``version``."""
+        """Replace all objects by those of a list, as of ``version``."""
         self._objects = {each.metadata.name: each for each in objects}
         self.version = version
 
     def void(self) -> None:
-        """A watch cannot go on from here; what is known stays known until the next list."""
+        """Mark that a watch cannot continue from here; the objects stay until the next list."""
         self.version = ""
 
     def heard(self, line: bytes) -> bool:
-        """One event of a watch; whether objects may be others now. Raises :class:`WatchBroken`."""
+        """Apply one event of a watch; returns whether objects may have changed. Raises :class:`WatchBroken`."""
         try:
             event = msgspec.json.decode(line, type=WatchEvent)
             match event.type:
@@ -72,14 +72,14 @@ class Mirror(Generic[T]):
                     return False
                 case "ERROR":
                     status = msgspec.json.decode(event.object, type=Status)
-                    raise WatchBroken(status.message or status.reason or "an error without words", status.code)
+                    raise WatchBroken(status.message or status.reason or "an error without a message", status.code)
                 case other:
                     raise WatchBroken(f"an event of the unknown type {other!r}")
         except UNREADABLE as error:
-            raise WatchBroken(f"a line that is no event: {error}") from error
+            raise WatchBroken(f"a line that is not an event: {error}") from error
 
     def _deleted(self, gone: Metadata) -> bool:
-        """Another one of the same name may have come since: what is told again is not about that one."""
+        """Delete an object, unless another one of the same name has replaced it."""
         self.version = gone.resource_version
         known = self._objects.get(gone.name)
         if known is None or known.metadata.uid != gone.uid:
@@ -89,7 +89,7 @@ class Mirror(Generic[T]):
 
 
 class LineSplitter:
-    """Whole lines out of pieces; what is left of a line when a stream ends is forgotten with it."""
+    """Splits pieces into whole lines; an unfinished line is dropped when the stream ends."""
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
         self._longest = longest
@@ -97,7 +97,7 @@ class LineSplitter:
         self._size = 0
 
     def fed(self, piece: bytes) -> Iterator[bytes]:
-        """The lines that are whole now. Raises :class:`WatchBroken` for one that is too long."""
+        """Yield the lines that are complete now. Raises :class:`WatchBroken` for one that is too long."""
         *ends, rest = piece.split(b"\n")
         for end in ends:
             line = b"".join([*self._pieces, end])

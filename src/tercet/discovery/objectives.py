@@ -1,4 +1,4 @@
-"""Follows the InferenceObjectives of a pool: names that requests give, and their priorities."""
+"""Follows the InferenceObjectives of a pool: names in requests, and their priorities."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ async def follow_objectives(
     tell: Callable[[Mapping[str, int]], object],
     waits: Waits = WAITS,
 ) -> None:
-    """Until cancelled, ``tell`` the priorities of all objectives of the ``pool``, by name, whenever they may be others.
+    """Call ``tell`` with the priorities of all objectives of the ``pool``, by name, at each change, until cancelled.
 
-    While the API server does not answer, those that were told hold.
+    While the API server does not answer, the last ones stay valid.
     """
 
     def changed(found: Sequence[InferenceObjective]) -> None:
@@ -30,7 +30,7 @@ async def follow_objectives(
 
 
 def priorities_of(found: Sequence[InferenceObjective], pool: PoolReference) -> dict[str, int]:
-    """Of those that are for the pool and stay; 0 for one without a priority.
+    """Priorities of the objectives of the pool that are not being deleted; 0 for one without a priority.
 
     A pool of the same name in another API group is another pool.
     """

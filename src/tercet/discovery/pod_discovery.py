@@ -1,4 +1,4 @@
-"""Follows the pods that are engines, by their labels or by an InferencePool."""
+"""Follows the pods that run engines, by their labels or by an InferencePool."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ EARLIER_POOLS = f"/apis/{EARLIER_POOL_GROUP}/v1alpha2/namespaces/{{}}/inferencep
 PODS = "/api/v1/namespaces/{}/pods"
 PORT = 8000
 Wanted = tuple[str, Sequence[int]]
-"""Which pods, as a label selector; and the ports of their engines."""
+"""A label selector for pods, and the ports of their engines."""
 
 
 def discovery_of(settings: DiscoverySettings) -> PodDiscovery:
-    """What follows the pods that ``settings`` name; raises :class:`~tercet.protocol.BadRequest` if there is no API."""
+    """Return a discovery of the pods in ``settings``; raises :class:`~tercet.protocol.BadRequest` without an API."""
     return PodDiscovery(settings, access_of(settings))
 
 
 def access_of(settings: DiscoverySettings) -> ApiAccess:
-    """The API server that ``settings`` name; raises :class:`~tercet.protocol.BadRequest` if there is none."""
+    """The API server in ``settings``; raises :class:`~tercet.protocol.BadRequest` if there is none."""
     if settings.kubeconfig is None:
         return in_cluster()
     return from_kubeconfig(Path(settings.kubeconfig).expanduser())
@@ -55,15 +55,15 @@ class PodDiscovery:
 
     @property
     def source(self) -> str:
-        """What says which engines there are, in words."""
+        """Description of the source of engines."""
         if self._settings.pool_name is not None:
             return f"the pods of the InferencePool {self._namespace}/{self._settings.pool_name}"
         return f"the pods of {self._namespace} with {self._settings.endpoint_selector}"
 
     async def changes(self) -> AsyncGenerator[Sequence[PodEngine]]:
-        """The engines once the pods are known, and again whenever they change; of what comes fast, the newest.
+        """Yield the engines once the pods are known, and again at each change; of fast changes, the newest only.
 
-        Whoever iterates closes it (``aclosing``): its watches end then, and not when it is collected.
+        The caller closes the generator (``aclosing``): its watches end then, and not when it is collected.
         """
         if self._settings.pool_name is not None:
             self._tasks.spawn(self._pool_watch().run(), "watch on the pool")
@@ -78,7 +78,7 @@ class PodDiscovery:
             await self._tasks.close()
 
     def _pool_watch(self) -> Watch[InferencePool] | Watch[EarlierInferencePool]:
-        # By this selector a Role may allow one pool by its name.
+        # With this selector, a Role may allow one pool by its name.
         query = {"fieldSelector": f"metadata.name={self._settings.pool_name}"}
         told, waits = self._pool_changed, self._waits
         if self._settings.pool_group == EARLIER_POOL_GROUP:
@@ -95,7 +95,7 @@ class PodDiscovery:
             return
         labels, ports = pools[0].pods
         selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-        # A selector of nothing would be every pod of the namespace.
+        # An empty selector would match every pod of the namespace.
         self._want((selector, self._ports(ports)) if selector else None)
 
     def _ports(self, of_pool: Sequence[int]) -> Sequence[int]:
@@ -125,7 +125,7 @@ class PodDiscovery:
         except BadRequest as error:
             if (pod.metadata.uid, error.message) not in self._refused:
                 self._refused.add((pod.metadata.uid, error.message))
-                logger.warning("the pod %s is no engine: %s", pod.metadata.name, error.message)
+                logger.warning("the pod %s is not an engine: %s", pod.metadata.name, error.message)
             return ()
 
     def _tell(self, engines: Sequence[PodEngine]) -> None:

@@ -1,4 +1,4 @@
-"""What a pod is for a fleet: its engines, where they are, their role, and whether they may get requests."""
+"""A pod as seen by a fleet: its engines, their addresses and role, and whether they may get requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tercet.protocol import BadRequest, Role
 from tercet.settings import EngineAddress
 
 ROLE, LLM_D_ROLE, PORT, DRAIN = "tercet/role", "llm-d.ai/role", "tercet/port", "tercet/drain"
-"""Labels or annotations of a pod. With several, the label wins over the annotation, and ours over llm-d's."""
+"""Labels or annotations of a pod. A label overrides an annotation, and our names override llm-d's."""
 ROLES: Mapping[str, Role] = {
     "prefill": "prefill",
     "encode-prefill": "prefill",
@@ -26,9 +26,9 @@ OVER = ("Succeeded", "Failed")
 
 
 class PodEngine(msgspec.Struct, frozen=True):
-    """An engine in a pod. ``uid`` is the pod's: another pod may come to have its name.
+    """An engine in a pod. ``uid`` is the pod's: a later pod may have the same name.
 
-    ``serves``: the pod is ready and stays. ``withheld`` is why nothing new shall begin there; empty if it may.
+    ``serves``: the pod is ready and stays. ``withheld`` is the reason why nothing new may begin there, or empty.
     """
 
     address: EngineAddress
@@ -38,9 +38,9 @@ class PodEngine(msgspec.Struct, frozen=True):
 
 
 def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence[PodEngine]:
-    """The engines of a pod, one for each of ``ports``; none as long as it has no address, and once it is over.
+    """The engines of a pod, one for each of ``ports``; none before it has an address, and after it has ended.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a pod that says of itself what cannot be.
+    Raises :class:`~tercet.protocol.BadRequest` for a pod with invalid labels or annotations.
     """
     if not pod.status.pod_ip or pod.status.phase in OVER:
         return ()
@@ -57,20 +57,20 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
 
 
 def role_of(told: Mapping[str, str]) -> Role:
-    """By its labels; ``both`` if they do not say. Raises :class:`~tercet.protocol.BadRequest` for an unknown one."""
+    """The role in its labels; ``both`` without one. Raises :class:`~tercet.protocol.BadRequest` for an unknown role."""
     for label in (ROLE, LLM_D_ROLE):
         if label in told:
             role = ROLES.get(told[label])
             if role is None:
                 raise BadRequest(
-                    f"{label}: {told[label]!r} is no role that generates; the roles are {', '.join(ROLES)}"
+                    f"{label}: {told[label]!r} is not a role that generates; the roles are {', '.join(ROLES)}"
                 )
             return role
     return "both"
 
 
 def why_withheld(pod: Pod, told: Mapping[str, str]) -> str:
-    """Why nothing new shall begin in the pod; empty if it may."""
+    """Why nothing new may begin in the pod; empty if it may."""
     if pod.metadata.deletion_timestamp is not None:
         return "its pod is being deleted"
     if not _is_ready(pod):
@@ -83,13 +83,13 @@ def _is_ready(pod: Pod) -> bool:
 
 
 def _ports(told: Mapping[str, str]) -> Sequence[int]:
-    """The pod's own: a port, or several with commas."""
+    """The pod's ports: one, or several separated by commas."""
     text = told.get(PORT)
     if text is None:
         return ()
     found = text.replace(" ", "").split(",")
     if not all(_PORT.fullmatch(each) and 0 < int(each) < 65536 for each in found):
-        raise BadRequest(f"{PORT}: {text!r} is no port")
+        raise BadRequest(f"{PORT}: {text!r} is not a port")
     return [int(each) for each in found]
 
 

@@ -1,9 +1,8 @@
-"""Keeps a :class:`~tercet.discovery.mirror.Mirror` equal to a collection of the API server's: a list, then watches.
+"""Keeps a :class:`~tercet.discovery.mirror.Mirror` equal to a collection of the API server: a list, then watches.
 
-A watch that ends, breaks off, is silent, or is refused by a server that has too much to do (429, 503) goes on from the
-last version that was heard of; where the server cannot do that (410, or whatever else it refuses a watch with) the
-collection is listed again. While the server does not answer, what is known stays as it is, and it is asked again after
-pauses that grow.
+A watch that ends, fails, is silent, or is refused by an overloaded server (429, 503) continues from the last version
+received. If the server cannot do that (410, or another refusal of a watch) the collection is listed again. While the
+server does not answer, the copy stays as it is, and requests are retried after growing pauses.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ T = TypeVar("T", bound=HasMetadata)
 PAGE = 500
 BUSY = 429, 503
 HINTS = {
-    401: "; is the token still good?",
+    401: "; is the token still valid?",
     403: "; its Role must allow get, list and watch",
     404: "; is its resource definition (CRD) there?",
 }
@@ -41,9 +40,9 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Waits:
-    """Bounds, in seconds: of a list; of a watch, as the server is asked to end it; how much later we end it ourselves.
+    """Timeouts in seconds: of a list; of a watch, which the server should end; the extra time until we end it.
 
-    Then pauses: the first, and the longest; each is twice the one before, and up to half of it is cut off at random.
+    Then pauses: the first, and the longest; each is twice the one before, minus up to half of it at random.
     """
 
     list_s: float = 30.0
@@ -57,7 +56,7 @@ WAITS = Waits()
 
 
 class ApiRefused(Exception):
-    """The server answered with an error. ``retry_after`` is for how many seconds it wants to be left alone."""
+    """The server answered with an error. ``retry_after`` is the number of seconds for which it requests a pause."""
 
     def __init__(self, message: str, code: int, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -107,11 +106,11 @@ class Watch(Generic[T]):
                 return 0.0
             lasted = await self._watch(session)
         except WatchBroken as error:
-            logger.debug("%s is listed again: %s", self._path, error)
+            logger.debug("listing %s again: %s", self._path, error)
             self._mirror.void()
             return self._next_pause()
         except ApiRefused as error:
-            if error.code not in BUSY:  # a list would be more to do for it, and nothing was missed
+            if error.code not in BUSY:  # a list would cost the server more, and nothing was missed
                 self._mirror.void()
             if error.code != GONE:
                 self._is_lost(f"{error}{HINTS.get(error.code, '')}")
@@ -119,12 +118,12 @@ class Watch(Generic[T]):
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._is_lost(reason_of(error))
             return self._next_pause()
-        except Exception as error:  # whatever it is, the fleet is not left without eyes
-            logger.exception("%s is listed again", self._path)
+        except Exception as error:  # whatever happened, discovery must continue
+            logger.exception("listing %s again", self._path)
             self._mirror.void()
             self._is_lost(f"{type(error).__name__}: {error}")
             return self._next_pause()
-        if lasted < self._waits.first_pause_s:  # a server, or something before it, that ends every watch at once
+        if lasted < self._waits.first_pause_s:  # a server, or a proxy before it, that ends every watch at once
             return self._next_pause()
         self._pause_s = self._waits.first_pause_s
         return 0.0
@@ -166,7 +165,7 @@ class Watch(Generic[T]):
         try:
             return self._page.decode(body)
         except UNREADABLE as error:
-            raise ApiRefused(f"what answers is no API server of Kubernetes: {error}", 200) from error
+            raise ApiRefused(f"the server that answers is not an API server of Kubernetes: {error}", 200) from error
 
     # ---- watching --------------------------------------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class Watch(Generic[T]):
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not opened:
                 raise
-            logger.debug("the watch on %s goes on after a break: %s", self._path, reason_of(error))
+            logger.debug("the watch on %s continues after an interruption: %s", self._path, reason_of(error))
         return time.monotonic() - opened
 
     def _heard(self, splitter: LineSplitter, piece: bytes) -> None:
@@ -219,7 +218,7 @@ class Watch(Generic[T]):
             headers=headers,
             ssl=self._api.tls() or True,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-            allow_redirects=False,  # the token is for this server alone
+            allow_redirects=False,  # the token is for this server only
         )
 
     async def _require_ok(self, response: aiohttp.ClientResponse) -> None:

@@ -1,4 +1,4 @@
-"""The fleet: which engines there are, in which role, how busy they are, and what is cached where."""
+"""The fleet: its engines, their roles and loads, and what is cached where."""
 
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.knowledge import EngineObserver, FleetKnowledge

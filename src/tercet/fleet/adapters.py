@@ -1,4 +1,4 @@
-"""Which LoRA adapters a fleet has, made of what its engines say they have. Decides without I/O."""
+"""The LoRA adapters of a fleet, computed from its engines' reports. Decides without I/O."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Declared = Sequence[AdapterReport]
 
 
 def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ()) -> dict[str, AdapterReport]:
-    """What the fleet means by each name, of what its engines say; who means something else is not asked for it.
+    """Adapter that each name stands for in the fleet. An engine with other contents is not asked for that name.
 
-    A name that operators have ``declared`` with a digest means that; any other what most engines mean by it,
-    and of as many the one with the smallest digest: each front door finds the same.
+    If operators ``declared`` a name with a digest, that digest counts; else the digest that most engines report, and of
+    equally frequent ones the smallest: each front door reaches the same result.
     """
     found = {each.name: each for each in declared if each.digest}
     reports = [report for of_one in said for report in of_one.values() if report.name not in found]
@@ -25,7 +25,7 @@ def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ())
 
 
 def wanted_by(request: Request, means: Mapping[str, AdapterReport]) -> AdapterReport | None:
-    """The adapter that a request is for: of the contents that it was taken for, whatever its name ``means`` now."""
+    """The adapter of a request: its contents when the request was accepted, whatever its name ``means`` now."""
     if request.adapter is None:
         return None
     if request.adapter_digest:
@@ -34,7 +34,7 @@ def wanted_by(request: Request, means: Mapping[str, AdapterReport]) -> AdapterRe
 
 
 def has(adapters: Mapping[str, AdapterReport], wanted: AdapterReport | None) -> bool:
-    """Whether an engine with these adapters has the one that is meant; nobody has what nobody means."""
+    """True if an engine with these adapters has the ``wanted`` one (same name and digest), or if none is wanted."""
     if wanted is None:
         return False
     own = adapters.get(wanted.name)
@@ -44,7 +44,7 @@ def has(adapters: Mapping[str, AdapterReport], wanted: AdapterReport | None) -> 
 def differing(
     said: Mapping[str, Mapping[str, AdapterReport]], means: Mapping[str, AdapterReport]
 ) -> Iterator[tuple[str, AdapterReport]]:
-    """Engines that mean something else by a name, each with what it means."""
+    """Engines that report other contents for a name, each with its report."""
     for engine, adapters in said.items():
         for report in adapters.values():
             if report.name in means and not has(adapters, means[report.name]):

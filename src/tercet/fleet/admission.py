@@ -1,8 +1,8 @@
-"""Who may come in, who waits, and who is sent away when the fleet has enough to do.
+"""Admission of requests: which are admitted, which wait, and which are refused when the fleet is at its limits.
 
-:class:`Admission` decides, a state machine without I/O; :class:`Gate` does what it decides.
-A request waits while the fleet is *saturated*: while one of the limits is reached. Those that wait come in by priority
-(lower first, as in vLLM); among equals each flow has its turn, and within one they come in as they came.
+:class:`Admission` decides, as a state machine without I/O; :class:`Gate` carries its decisions out. A request waits
+while the fleet is *saturated*: while one of the limits is reached. Waiting requests are admitted by priority (lower
+first, as in vLLM); within one priority flows take turns, and within one flow requests keep their order.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from tercet.fleet.membership import LOOK_SECONDS
 from tercet.protocol import Saturated, TercetError
 from tercet.settings import Limits
 
-# What Retry-After is while nothing has finished yet, and its bounds, in seconds.
+# Retry-After while no request has finished yet, and its largest value, in seconds.
 SOON, LATEST = 1, 60
-# Flows whose turns are remembered beside as many as wait; clients name them.
+# Flows whose turns are remembered in addition to the waiting ones; clients choose the names of flows.
 SPARE_FLOWS = 1000
-# How much of the average gap between two ends is made of the last one.
+# Weight of the latest gap between two ends in the moving average.
 NEWEST = 0.1
 
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """``engines`` that decode and can be picked, and the prompt ``tokens`` of what runs on all engines.
+    """``engines`` that decode and can be picked, and the prompt ``tokens`` of everything that runs on all engines.
 
-    ``room`` is how many requests may be in at once by what engines say of their queues; None where nobody asks them.
+    ``room`` is the number of requests that may be admitted at once, by the queue lengths that engines report; None if
+    they are not used.
     """
 
     engines: int = 1
@@ -43,9 +44,10 @@ class FleetLoad:
 
 @dataclass(eq=False)
 class Ticket:
-    """One request; ``state`` goes from left to right. ``turn`` counts those of its flow that wait before it.
+    """One request; ``state`` only moves from left to right. ``turn``: waiting requests of its flow that precede it.
 
-    ``for_engines``: engines are to serve it, and it comes in as they have room; others count in ``in_flight`` alone.
+    ``for_engines``: engines serve the request, and it is admitted as they have room; others count in ``in_flight``
+    only.
     """
 
     priority: int
@@ -56,13 +58,13 @@ class Ticket:
     state: Literal["waiting", "in", "refused", "over"] = "waiting"
 
     def rank(self) -> tuple[int, int, int]:
-        """The lower one comes in first."""
+        """The ticket with the lower rank is admitted first."""
         return self.priority, self.turn, self.number
 
 
 @dataclass
 class Admission:
-    """The requests that are in, and those that wait. Methods return the tickets whose state they changed.
+    """The admitted and the waiting requests. Methods return the tickets whose state they changed.
 
     ``now`` is in seconds of one clock.
     """
@@ -81,7 +83,10 @@ class Admission:
     def arrive(
         self, priority: int, load: FleetLoad, flow: str = "", for_engines: bool = True
     ) -> tuple[Ticket, list[Ticket]]:
-        """A request's ticket: in, waiting or refused; a full queue sends away whoever ranks last."""
+        """Return a request's ticket: admitted, waiting or refused.
+
+        A full queue refuses the request of the last rank.
+        """
         self._number += 1
         ticket = Ticket(priority, self._number, self._turn(priority, flow), flow, for_engines)
         insort(self.waiting, ticket, key=Ticket.rank)
@@ -94,7 +99,7 @@ class Admission:
         return ticket, changed
 
     def _turn(self, priority: int, flow: str) -> int:
-        """Start-time fair queueing: a flow that comes late takes the turn that is served now, and none before it."""
+        """Start-time fair queueing: a new flow gets the turn that is served now, not an earlier one."""
         turn = max(self._turns.get(priority, 0), self._next_turns.get((priority, flow), 0))
         self._next_turns[priority, flow] = turn + 1
         if len(self._next_turns) > len(self.waiting) + SPARE_FLOWS:
@@ -102,14 +107,14 @@ class Admission:
         return turn
 
     def _forget_flows_but(self, newest: tuple[int, str]) -> None:
-        """Remember the turns of those that wait, and of this one: while somebody always waits there is no other end."""
+        """Drop the turns of flows that do not wait, except ``newest``: a queue that is never empty would keep all."""
         kept = {newest, *((ticket.priority, ticket.flow) for ticket in self.waiting)}
         priorities = {priority for priority, _ in kept}
         self._next_turns = {flow: turn for flow, turn in self._next_turns.items() if flow in kept}
         self._turns = {priority: turn for priority, turn in self._turns.items() if priority in priorities}
 
     def spare(self, priority: int, load: FleetLoad) -> Ticket | None:
-        """One more place for a request that is in, for nobody who waits and without waiting; None if there is none."""
+        """One more slot for an admitted request, without waiting; None if there is none or other requests wait."""
         if self.waiting or self.saturated(load):
             return None
         self._number += 1
@@ -119,14 +124,14 @@ class Admission:
         return ticket
 
     def look(self, load: FleetLoad) -> list[Ticket]:
-        """Let in whoever may, as the fleet is now."""
+        """Admit waiting requests that the present load allows."""
         changed: list[Ticket] = []
         at = 0
         while at < len(self.waiting) and not self._full:
             if self.waiting[at].for_engines and self.saturated(load):
                 if not self._others_waiting:
                     break
-                at += 1  # it keeps its rank among those that engines serve
+                at += 1  # it keeps its rank among those for engines
                 continue
             ticket = self._no_longer_waiting(at)
             ticket.state = "in"
@@ -140,7 +145,7 @@ class Admission:
         return changed
 
     def leave(self, ticket: Ticket, load: FleetLoad, now: float) -> list[Ticket]:
-        """A request ended, or does not wait any longer; one that was refused has nothing to give back."""
+        """End a request that ran or waited; a refused one has nothing to give back."""
         if ticket.state == "waiting":
             self._no_longer_waiting(bisect_left(self.waiting, ticket.rank(), key=Ticket.rank))
         elif ticket.state == "in":
@@ -151,14 +156,14 @@ class Admission:
         return self.look(load)
 
     def refuse_all(self) -> list[Ticket]:
-        """Nobody waits any longer."""
+        """Refuse all waiting requests."""
         changed, self.waiting, self._others_waiting = self.waiting, [], 0
         for ticket in changed:
             ticket.state = "refused"
         return changed
 
     def saturated(self, load: FleetLoad) -> bool:
-        """Whether a request for engines that came now would have to wait."""
+        """Whether a request for engines that arrived now would have to wait."""
         if self._full or (load.room is not None and self.on_engines >= load.room):
             return True
         limits, engines = self.limits, max(1, load.engines)
@@ -171,7 +176,7 @@ class Admission:
 
     @property
     def _full(self) -> bool:
-        """Whether nobody comes in, whoever is to serve it."""
+        """Whether no request at all is admitted, for engines or not."""
         return self.limits.in_flight is not None and self.in_flight >= self.limits.in_flight
 
     def _no_longer_waiting(self, at: int) -> Ticket:
@@ -181,7 +186,7 @@ class Admission:
 
     @property
     def retry_after(self) -> int:
-        """Seconds until a request that came then would come in, if requests end as often as they did lately."""
+        """Seconds until a request that came then would be admitted, if requests end at the recent rate."""
         if self._gap is None:
             return SOON
         return min(LATEST, max(SOON, math.ceil(self._gap * (len(self.waiting) + 1))))
@@ -198,10 +203,10 @@ class ClientLeft(Exception):
 
 
 class RefusalCounter(Protocol):
-    """Counts refusals by their reason."""
+    """Counts refusals by reason."""
 
     def labels(self, reason: str, /) -> Countable:
-        """The counter of one reason."""
+        """Return the counter of one reason."""
         ...
 
 
@@ -209,7 +214,7 @@ class Countable(Protocol):
     """A counter."""
 
     def inc(self) -> None:
-        """One more."""
+        """Add one."""
         ...
 
 
@@ -217,12 +222,12 @@ class Observing(Protocol):
     """A histogram."""
 
     def observe(self, amount: float) -> None:
-        """One more value."""
+        """Add one value."""
         ...
 
 
 class GateMetrics(Protocol):
-    """What a gate tells of itself: requests ``refused`` by reason, the seconds that others ``waited``."""
+    """Metrics of a gate: requests ``refused`` by reason, the seconds that others ``waited``."""
 
     @property
     def refused(self) -> RefusalCounter: ...
@@ -231,14 +236,14 @@ class GateMetrics(Protocol):
     def waited(self) -> Observing: ...
 
     def admission(self, in_flight: int, queued: int) -> None:
-        """So many requests are in, and so many wait."""
+        """Set the numbers of admitted and of waiting requests."""
         ...
 
 
 class Gate:
-    """Lets requests in, keeps them waiting, or refuses them, by ``limits`` and what ``fleet`` has to do.
+    """Admits requests, makes them wait, or refuses them, by ``limits`` and the load of ``fleet``.
 
-    ``room``, where it is given, says how many requests may hold a place at once, by what engines say of their queues.
+    ``room``, if given, returns how many requests may be in flight at once, by the queue lengths that engines report.
     """
 
     def __init__(
@@ -259,42 +264,42 @@ class Gate:
 
     @property
     def limits(self) -> Limits:
-        """How much may be under way."""
+        """Limits of the work in flight."""
         return self._admission.limits
 
     def close(self, error: TercetError) -> None:
-        """What waits is refused with ``error``; nothing new is expected to come."""
+        """Refuse waiting requests with ``error``; no new ones are expected."""
         self._closed_by = error
         self._wake(self._admission.refuse_all())
 
     def look(self) -> None:
-        """Let in whoever may: something has changed that the gate was not told of."""
+        """Admit requests after a change that the gate was not notified of."""
         if self._admission.waiting:
             self._wake(self._admission.look(self._load()))
 
     def require_engines(self) -> None:
-        """Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
+        """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
         self._fleet.require_answers()
 
     @property
     def is_open(self) -> bool:
-        """Whether every request comes in at once: there is no limit."""
+        """Whether every request is admitted at once: there is no limit."""
         return not self._admission.limits.any and self._room is None
 
     @property
     def saturated(self) -> bool:
-        """Whether a request that came now would have to wait."""
+        """Whether a request that arrived now would have to wait."""
         return bool(self._admission.waiting) or self._admission.saturated(self._load())
 
     @asynccontextmanager
     async def place(
         self, priority: int, left: Callable[[], asyncio.Future[Any]], flow: str = "", for_engines: bool = True
     ) -> AsyncGenerator[None]:
-        """A request's place, held while entered; ``flow`` is whom it shares its turns with.
+        """Hold a slot for a request while entered; requests of the same ``flow`` share its turns.
 
-        One that is not ``for_engines`` does not wait for room there.
+        A request that is not ``for_engines`` does not wait for their room.
 
-        ``left``, called only if it has to wait, is done when its client has closed the connection. Raises
+        ``left``, called only if the request has to wait, is done when its client has closed the connection. Raises
         :class:`~tercet.protocol.Saturated`, :class:`ClientLeft`, and the error of :meth:`close`.
         """
         ticket, changed = self._admission.arrive(priority, self._load(), flow, for_engines)
@@ -315,9 +320,9 @@ class Gate:
             self._tell()
 
     def spare(self, priority: int) -> Ticket | None:
-        """One more place for a request that has one; None while others wait, or the fleet has enough to do.
+        """One more slot for an admitted request; None while others wait, or the fleet is at its limits.
 
-        It is given back with :meth:`give_back`.
+        Return it with :meth:`give_back`.
         """
         ticket = self._admission.spare(priority, self._load())
         if ticket is not None:
@@ -325,12 +330,12 @@ class Gate:
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
-        """The place of :meth:`spare` is free again."""
+        """Return the slot of a :meth:`spare` ticket to the gate."""
         self._wake(self._admission.leave(ticket, self._load(), self._clock()))
         self._tell()
 
     async def _wait(self, ticket: Ticket, left: asyncio.Future[Any]) -> None:
-        """Until the ticket is in or refused. Raises when the client leaves or has waited for too long."""
+        """Wait until the ticket is admitted or refused. Raises if the client leaves or has waited for too long."""
         woken = self._woken[ticket] = asyncio.Event()
         self._tell()
         begun = self._clock()
@@ -341,8 +346,8 @@ class Gate:
                 seconds = until - self._clock()
                 if seconds <= 0:
                     seconds = self._admission.limits.queue_timeout_s
-                    raise self._refusal("queue_timeout", f"no place came free within {seconds:g} s")
-                # Engines join and tokens go without telling the gate.
+                    raise self._refusal("queue_timeout", f"no slot was available within {seconds:g} s")
+                # Engines join and tokens are done without a notice to the gate, so it polls.
                 await asyncio.wait({waking, left}, timeout=min(seconds, LOOK_SECONDS), return_when="FIRST_COMPLETED")
                 if left.done() and ticket.state == "waiting":
                     self._metrics.refused.labels("client_left").inc()
@@ -355,7 +360,7 @@ class Gate:
     def _refusal(self, reason: str, why: str) -> Saturated:
         self._metrics.refused.labels(reason).inc()
         after = self._admission.retry_after
-        error = Saturated(f"the fleet is saturated: {why}; try again in {after} s", retry_after=after)
+        error = Saturated(f"the fleet is saturated: {why}; retry after {after} s", retry_after=after)
         error.waited = reason == "queue_timeout"
         return error
 

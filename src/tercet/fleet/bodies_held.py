@@ -1,7 +1,7 @@
-"""Request bodies that are kept for clients who have not come in yet: all of them together have a bound.
+"""Request bodies that are buffered before their requests are admitted: their total size is limited.
 
-Each body may be as large as the largest that is taken, and a client may begin many and end none. When there are more
-bytes than one process keeps, the largest body is let go, with 429: small requests pass, whoever else sends.
+One body may be as large as the largest that is accepted, and a client may begin many and end none. When the bodies
+exceed the limit of one process, the largest one is dropped, with 429: small requests pass, whatever other clients send.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.protocol import Saturated
 
 LARGEST_AT_ONCE = 4
-"""Of the largest bodies that are taken, so many are kept at once."""
+"""Bodies of the largest accepted size that fit into the limit together."""
 RETRY_SECONDS = 10
 
 
 class HeldBody:
-    """The bytes of one body that are kept."""
+    """The buffered bytes of one body."""
 
     def __init__(self, bodies: BodiesHeld) -> None:
         self.size = 0
@@ -27,7 +27,7 @@ class HeldBody:
         self._refusal: Saturated | None = None
 
     def add(self, size: int) -> None:
-        """So many more. Raises :class:`~tercet.protocol.Saturated` if this body is let go."""
+        """Add ``size`` bytes. Raises :class:`~tercet.protocol.Saturated` if this body is dropped."""
         if self._refusal is None:
             self.size += size
             self._bodies.require_room(self, size)
@@ -36,24 +36,24 @@ class HeldBody:
 
     @asynccontextmanager
     async def until_let_go(self) -> AsyncGenerator[None]:
-        """What is awaited inside ends with :class:`~tercet.protocol.Saturated` once the body is let go."""
+        """Raise :class:`~tercet.protocol.Saturated` inside the context once the body is dropped."""
         if self._refusal is not None:
             raise self._refusal
         async with until_lost(self.calls):
             yield
 
     def forget(self) -> None:
-        """Its bytes are not kept any more."""
+        """Stop counting its bytes."""
         self._bodies.forget(self)
 
     def let_go(self, refusal: Saturated) -> None:
-        """It is kept no longer."""
+        """Drop the body."""
         self._refusal = refusal
         self.calls.lose(refusal)
 
 
 class BodiesHeld:
-    """All of them in one process, of at most ``most`` bytes together."""
+    """All buffered bodies of one process, of at most ``most`` bytes together."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -65,7 +65,7 @@ class BodiesHeld:
 
     @contextmanager
     def one(self) -> Generator[HeldBody]:
-        """A body that is kept while entered; it costs nothing until it has bytes."""
+        """Register a body while entered; it counts nothing until it has bytes."""
         body = HeldBody(self)
         try:
             yield body
@@ -73,7 +73,7 @@ class BodiesHeld:
             self.forget(body)
 
     def require_room(self, body: HeldBody, size: int) -> None:
-        """``body`` has so many bytes more; the largest ones are let go for it, or it is."""
+        """Count ``size`` more bytes of ``body``; if they exceed the limit, drop the largest bodies, maybe this one."""
         self._bodies.add(body)
         self.size += size
         while self.size > self._most:
@@ -81,14 +81,14 @@ class BodiesHeld:
             self.forget(largest)
             largest.let_go(
                 Saturated(
-                    f"clients send more than {self._most} bytes of requests at once, which is all that is kept, and "
-                    f"this is the largest one; try again in {RETRY_SECONDS} s",
+                    f"clients send more than {self._most} bytes of requests at once, the limit of this process, and "
+                    f"this request is the largest; retry after {RETRY_SECONDS} s",
                     retry_after=RETRY_SECONDS,
                 )
             )
 
     def forget(self, body: HeldBody) -> None:
-        """The bytes of ``body`` are not kept any more."""
+        """Stop counting the bytes of ``body``."""
         if body in self._bodies:
             self._bodies.discard(body)
             self.size -= body.size

@@ -1,4 +1,4 @@
-"""What a front door has an engine do now, so that all of it can be ended when the engine is lost."""
+"""A front door's calls to one engine, so that all can be ended when the engine is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fail = Callable[[TercetError], object]
 
 
 class CallsInFlight:
-    """The calls and streams that wait for one engine, each with what makes it fail."""
+    """The calls and streams that wait for one engine, each with the function that makes it fail."""
 
     def __init__(self) -> None:
         self._fails: dict[object, Fail] = {}
@@ -21,13 +21,13 @@ class CallsInFlight:
         return len(self._fails)
 
     def lose(self, error: TercetError) -> None:
-        """Nobody waits for the engine any longer: everything ends with ``error``."""
+        """End everything that waits for the engine with ``error``."""
         for fail in list(self._fails.values()):
             fail(error)
 
     @contextmanager
     def noted(self, fail: Fail) -> Generator[None]:
-        """While entered, :meth:`lose` calls ``fail``."""
+        """Register ``fail``, which :meth:`lose` calls, while entered."""
         key = self.note(fail)
         try:
             yield
@@ -35,19 +35,19 @@ class CallsInFlight:
             self.forget(key)
 
     def note(self, fail: Fail) -> object:
-        """From now on :meth:`lose` calls ``fail``, until what is returned is given to :meth:`forget`."""
+        """Register ``fail``, which :meth:`lose` calls, until the returned value is passed to :meth:`forget`."""
         key = object()
         self._fails[key] = fail
         return key
 
     def forget(self, noted: object) -> None:
-        """:meth:`lose` does not call it any more."""
+        """Unregister a function."""
         del self._fails[noted]
 
 
 @asynccontextmanager
 async def until_lost(*engines: CallsInFlight) -> AsyncGenerator[None]:
-    """What is awaited inside is given up as soon as one of the engines is lost; raises the error that says so."""
+    """Cancel what is awaited inside as soon as one of the engines is lost, and raise the error of that engine."""
     loop = asyncio.get_running_loop()
     losses: list[TercetError] = []
     patience = asyncio.timeout(None)

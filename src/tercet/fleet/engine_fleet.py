@@ -1,4 +1,4 @@
-"""Engines by role, and the one way for a program to get one."""
+"""Engines by role, and the only way for a program to get one."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from tercet.settings import log_events
 class EngineFleet:
     """The engines of this process, as :class:`~tercet.protocol.Fleet` shows them to programs.
 
-    A fleet handed to a program is a view of the shared one: members and counts are shared, so that a change of
-    membership is seen by programs that run already; the trace is the request's own, and so is what failed it: engines
-    that did are not picked for this request again while there are others.
+    A fleet handed to a program is a view of the shared one: members and counts are shared, so programs that run already
+    see a change of membership. The trace belongs to the request, and so do its failures: an engine that failed it is
+    not picked for it again while there are others.
 
-    ``scheduling`` has the profiles that picks may name. ``clock`` gives seconds that never go back; what engines
-    reported more than ``stale_after`` seconds ago counts as unknown, and who made no progress for ``stuck_after_s`` is
-    stuck. ``seed`` makes random picks repeatable. ``knowledge`` is what is known of the engines, told by whoever hears
-    from them; ``costs`` what serving costs here, as far as it was seen, and the work that is under way. ``on_proposal``
-    is told of each move that an engine passes on, with the engine's name, and ``on_report`` of each of its reports.
+    ``scheduling`` has the profiles that picks may name. ``clock`` is monotonic, in seconds. An engine's report older
+    than ``stale_after`` seconds counts as unknown, and an engine without progress for ``stuck_after_s`` is stuck.
+    ``seed`` makes random picks repeatable. ``knowledge`` holds the engines' reports and events, which their connections
+    pass to it; ``costs`` the observed cost of serving, and the work in flight. ``on_proposal`` receives each move that
+    an engine passes on, with the engine's name, and ``on_report`` each of its reports.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class EngineFleet:
 
     @property
     def members(self) -> Sequence[Member]:
-        """Every engine, those that are being drained included."""
+        """All engines, including those that are being drained."""
         return list(self._members.values())
 
     @property
     def open(self) -> Sequence[Member]:
-        """Those that may be picked, as they are now: what is given is not to be kept."""
+        """Engines that may be picked now; the returned list changes, so do not keep it."""
         return self._open
 
     def traced(
@@ -101,20 +101,20 @@ class EngineFleet:
         on_generate: Callable[[Generation], object] = lambda _: None,
         request: Request | None = None,
     ) -> EngineFleet:
-        """A view of this fleet whose engines note in ``trace`` what they do.
+        """Return a view of this fleet whose engines record their calls in ``trace``.
 
-        ``on_generate`` is told of each generation that begins on one of them. ``request`` is the view's:
-        roles are offered by those that have the adapter that it asks for.
+        ``on_generate`` is called with each generation that begins on one of them. ``request`` is the view's request: a
+        role is offered only by engines with its adapter.
         """
         view = EngineFleet.__new__(EngineFleet)
-        view.__dict__.update(self.__dict__)  # as copy() does, at a tenth of its cost
+        view.__dict__.update(self.__dict__)  # as copy() does, but ten times faster
         view._trace, view._failed, view._on_generate = trace, {}, on_generate
         view._request = request
         return view
 
     @property
     def scheduling(self) -> Scheduling:
-        """The profiles that picks may name; set it to change them for picks from now on."""
+        """Profiles that picks may name; set it to change them for later picks."""
         return self._picking.scheduling
 
     @scheduling.setter
@@ -124,7 +124,7 @@ class EngineFleet:
 
     @property
     def without_role(self) -> WithoutRole:
-        """What becomes of picks while no engine of their role answers."""
+        """What happens to picks while no engine of their role answers."""
         return self._picking.without_role
 
     @without_role.setter
@@ -132,7 +132,7 @@ class EngineFleet:
         self._picking.without_role = without_role
 
     def report(self, name: str, load: EngineLoad) -> None:
-        """An engine said how busy it is; that of an engine which is not here (any more) is ignored."""
+        """Record an engine's load report; a report of an engine that is not a member is ignored."""
         self.knowledge.loads.report(name, load)
         self.heard(name, load.stalled_s)
         self._note_stopping(name, load.stopping)
@@ -143,7 +143,7 @@ class EngineFleet:
 
     @property
     def model_dtype(self) -> str:
-        """In what all engines compute that have said it; empty if they differ."""
+        """The dtype in which all engines that reported it compute; empty if they differ."""
         said = {member.model_dtype for member in self._members.values() if member.model_dtype}
         return said.pop() if len(said) == 1 else ""
 
@@ -151,12 +151,12 @@ class EngineFleet:
 
     @property
     def adapters(self) -> Mapping[str, AdapterReport]:
-        """The LoRA adapters that this fleet serves, by name: what its engines have, and what operators declared."""
+        """LoRA adapters that this fleet serves, by name: those of its engines, and those that operators declared."""
         return self._picking.adapters
 
     @property
     def declared(self) -> Declared:
-        """The adapters that every engine of this fleet is to have; set it to change them."""
+        """The adapters that every engine of this fleet should have; set it to change them."""
         return self._declared
 
     @declared.setter
@@ -165,19 +165,19 @@ class EngineFleet:
         self._agree_on_adapters()
 
     def has_adapters(self, member: Member, status: EngineStatus) -> None:
-        """An engine said which LoRA adapters it has, and how many one step may serve."""
+        """Record an engine's LoRA adapters, and the number of them that one step may serve."""
         member.adapters = {report.name: report for report in status.adapters}
         member.max_adapters = status.max_adapters
         self._agree_on_adapters()
         for engine, report in differing({member.name: member.adapters}, self.adapters):
             wanted = self.adapters[report.name].digest
-            why = f"its contents are {report.digest}, and those of this fleet's {wanted}"
+            why = f"its digest is {report.digest}, and the digest in this fleet is {wanted}"
             log_events.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
 
     def pinned(self, request: Request) -> Request:
-        """The request, which stays with what this fleet means by its adapter's name now, whatever it means later.
+        """Return the request, pinned to the adapter that its adapter name stands for in this fleet now.
 
-        Raises :class:`~tercet.protocol.UnknownAdapter` for a name that means nothing here.
+        Raises :class:`~tercet.protocol.UnknownAdapter` for a name that the fleet does not know.
         """
         if request.adapter is None or request.adapter_digest:
             return request
@@ -187,7 +187,7 @@ class EngineFleet:
         return msgspec.structs.replace(request, adapter_digest=found.digest)
 
     def require_adapter(self, name: str, request: Request) -> None:
-        """Raises :class:`~tercet.protocol.UnknownAdapter` if an engine lacks the adapter that the request is for."""
+        """Raise :class:`~tercet.protocol.UnknownAdapter` if an engine lacks the adapter of the request."""
         if request.adapter is not None and not has(self.member(name).adapters, wanted_by(request, self.adapters)):
             raise UnknownAdapter(f"destination: {name} does not have the adapter {request.adapter!r}", "destination")
 
@@ -197,8 +197,8 @@ class EngineFleet:
             self._picking.adapters = agreed(everyone, self._declared)
 
     def started_anew(self, name: str) -> None:
-        """Another start of the engine has been met: what is known of the one before is void."""
-        log_events.ENGINE_RESTARTED.tell(engine=name, reason="another start of it answers")
+        """Drop all knowledge of an engine: it was restarted."""
+        log_events.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
         self.knowledge.cleared(name)
         self._note_stopping(name, False)
 
@@ -207,28 +207,28 @@ class EngineFleet:
         if member is not None and member.stopping is not stopping:
             member.stopping = stopping
             if stopping:
-                log_events.ENGINE_STOPPING.tell(engine=name, reason="it has been told to stop")
+                log_events.ENGINE_STOPPING.tell(engine=name, reason="it is stopping")
             else:
-                log_events.ENGINE_BACK.tell(engine=name, reason="it does not stop any more")
+                log_events.ENGINE_BACK.tell(engine=name, reason="it is no longer stopping")
             self._reopen()
 
     def proposed(self, name: str, proposal: MoveProposal) -> None:
-        """An engine passes on that a sequence which it generates should be elsewhere."""
+        """Pass on an engine's proposal to move a sequence that it generates."""
         self.on_proposal(name, proposal)
 
     def heard(self, name: str, stalled_s: float) -> None:
-        """An engine said for how many seconds it has stood still; one that is not here (any more) is ignored."""
+        """Record for how many seconds an engine has made no progress; an engine that is not a member is ignored."""
         if self.knowledge.loads.row(name) is not None:
             self.liveness.heard(name, self._clock(), stalled_s)
 
     def heard_within(self, name: str, seconds: float) -> bool:
-        """Whether an engine has said anything in the last ``seconds``."""
+        """Whether an engine has sent anything in the last ``seconds``."""
         return self.liveness.heard_within(name, seconds, self._clock())
 
     def stand_still(self, interval: float) -> list[Stuck]:
-        """Engines that stand still now and did not ``interval`` seconds ago.
+        """Engines that are stuck now and were not ``interval`` seconds ago.
 
-        What waits for any that stands still has failed, whether it began to wait before or after that was found.
+        Everything that waits for a stuck engine fails, even if it began to wait after that was found.
         """
         new = self.liveness.look(self._clock(), interval)
         for engine, why in self.liveness.stuck:
@@ -236,7 +236,7 @@ class EngineFleet:
         return new
 
     def member(self, name: str) -> Member:
-        """The engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Return the engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
         found = self._members.get(name)
         if found is None:
             known = ", ".join(self._members) or "none"
@@ -244,7 +244,7 @@ class EngineFleet:
         return found
 
     def add(self, member: Member) -> None:
-        """From now on it may be picked; raises :class:`~tercet.protocol.Conflict` if its name is taken."""
+        """Add an engine, which may be picked at once; raises :class:`~tercet.protocol.Conflict` for a name in use."""
         if member.name in self._members:
             raise Conflict(f"name: an engine called {member.name!r} is in this fleet already", "name")
         self._members[member.name] = member
@@ -252,7 +252,7 @@ class EngineFleet:
         self._reopen()
 
     def _follow(self, member: Member) -> None:
-        """Keep what picks go by in step with the member."""
+        """Update the columns that picks use when the member changes."""
         self.knowledge.add(member.name)
         self.knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
         member.on_change = self._changed
@@ -264,10 +264,7 @@ class EngineFleet:
             self._picking.forget_candidates()
 
     def remove(self, name: str) -> Member:
-        """Forget an engine. Programs that hold it go on with it; ``in_flight`` of what is returned counts them.
-
-        Raises :class:`~tercet.protocol.UnknownEngine`.
-        """
+        """Remove an engine. Programs that use it continue with it; ``in_flight`` of the returned member counts them."""
         member = self.member(name)
         del self._members[name]
         member.on_change = None
@@ -280,12 +277,12 @@ class EngineFleet:
         return member
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """No new picks of it, or picks again; what it runs goes on. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Stop or resume picking an engine; its sequences continue. Raises :class:`~tercet.protocol.UnknownEngine`."""
         self.member(name).draining = draining
         self._reopen()
 
     def _reopen(self) -> None:
-        # In place: views hold the same list.
+        # In place: views share this list.
         self._open[:] = [member for member in self._members.values() if not member.leaving]
         self._picking.reopen(self._open, [member for member in self._members.values() if member.leaving])
 
@@ -314,13 +311,14 @@ class EngineFleet:
         among: Collection[str] | None = None,
         other_than: str | None = None,
     ) -> tuple[list[Member], int]:
-        """At most so many engines in the order in which to try them, by the profile of the role; none is counted.
+        """Return at most ``most`` engines in the order to try them, by the profile of the role; none is counted.
 
-        Beside them the tokens of the prompt that the first one is believed to have held so far. The first one is
-        picked, as far as plugins know; the others are there if it fails. ``among`` are the names that may be picked,
-        all if not given; ``other_than`` one that is not, while there are others: the engine that it is to work with.
+        The second value is the number of the prompt's tokens that the first engine probably has in its cache. Plugins
+        count the first engine as picked; the others are alternatives if it fails. ``among`` are the names that may be
+        picked, all if not given; ``other_than`` is a name that is avoided while there are others: the engine that this
+        one works with.
 
-        Raises :class:`~tercet.protocol.EngineUnreachable` if none that answers may be picked,
+        Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that answers may be picked,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
         """
         without = () if other_than is None else (other_than,)
@@ -336,7 +334,7 @@ class EngineFleet:
     def route(
         self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
     ) -> Generator[Route]:
-        """See :meth:`tercet.protocol.Fleet.route`; the decision is noted in the trace."""
+        """See :meth:`tercet.protocol.Fleet.route`; the decision is recorded in the trace."""
         targets = Targets(ttft, tpot)
         if not 0 <= explore <= 1:
             raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
@@ -371,10 +369,7 @@ class EngineFleet:
         return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of)
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
-        """The engine of that name, for a sequence that another one generates: its trace and its counts go along.
-
-        Raises :class:`~tercet.protocol.UnknownEngine`.
-        """
+        """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""
         return generation.engine.instead(self.member(name))
 
     @property
@@ -383,7 +378,7 @@ class EngineFleet:
         return any(member.reachable for member in self._open)
 
     def require_answers(self) -> None:
-        """Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
+        """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
         if not self._open:
             raise self._picking.nobody()
         if not self.answers:
@@ -397,8 +392,8 @@ class EngineFleet:
         silent = f", and {others} of {len(self._open)} do not answer" if others else ""
         return (
             f"no engine serves what this front door has promised its clients: {refused[0].name} answers, but "
-            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or start the front door again for "
-            "the other one (with a state file, another one)"
+            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or restart the front door for "
+            "the other model (with another state file, if it has one)"
         )
 
     def offers(self, role: Role) -> bool:
@@ -420,10 +415,10 @@ class EngineFleet:
 
     def _calls_of(self, name: str) -> CallsInFlight:
         member = self._members.get(name)
-        return member.calls if member is not None else CallsInFlight()  # it has been removed, and is not watched
+        return member.calls if member is not None else CallsInFlight()  # the engine was removed, and is not watched
 
     def lose(self, name: str, why: str) -> None:
-        """An engine stands still: what waits for it fails now, and it is not picked until it is reachable again."""
+        """Fail everything that waits for a stuck engine, and do not pick it until it is reachable again."""
         member = self._members.get(name)
         if member is not None:
             error = EngineUnreachable(f"{name} is stuck: {why}")
@@ -432,29 +427,29 @@ class EngineFleet:
             member.calls.lose(error)
 
     def lost(self, member: Member, error: TercetError) -> None:
-        """It is not picked until :meth:`found_well`; the first error that says so is logged."""
+        """Stop picking a lost engine until :meth:`found_well`; only the first error is logged."""
         member.reachable = False
         if member.name not in self._lost and member is self._members.get(member.name):
             self._lost.add(member.name)
             log_events.ENGINE_LOST.tell(engine=member.name, code=error.code, reason=error.message)
 
     def refused(self, member: Member, error: TercetError) -> None:
-        """It answers, and is not picked until :meth:`found_well`, since it does not fit."""
+        """Stop picking an engine that answers but does not fit, until :meth:`found_well`."""
         member.reachable = False
         self._lost.add(member.name)
         log_events.ENGINE_REFUSED.tell(engine=member.name, code=error.code, reason=error.message)
 
     def found_well(self, member: Member) -> None:
-        """It answers, fits and makes progress: it may be picked."""
+        """Pick an engine again: it answers, fits and makes progress."""
         member.reachable = True
         if member.name in self._lost:
             self._lost.discard(member.name)
             log_events.ENGINE_BACK.tell(engine=member.name, reason="it answers and makes progress")
 
     def at_fault(self, error: BaseException) -> tuple[str, BaseException]:
-        """The engine that failed this view's request by ``error``, and what it said of it; no name if none did.
+        """Name of the engine whose ``error`` failed this view's request, and its error; an empty name if there is none.
 
-        An output that breaks a sequence off is an error twice: here, and of whoever runs the program.
+        An output that ends a sequence too early is reported twice: here, and by the code that runs the program.
         """
         failed = [*(self._failed or {}).items()]
         if isinstance(error, EngineError) and failed:
@@ -472,13 +467,13 @@ class EngineFleet:
         among: Collection[str] | None = None,
         by: PrefillRule | None = None,
     ) -> bool:
-        """Whether another engine ``among`` these shall prefill, by the scheduling's own decider or another rule.
+        """Whether another engine ``among`` these should prefill, by the scheduling's decider or the rule ``by``.
 
-        ``cached`` tokens of the prompt are believed to be on the engine called ``decode``.
+        ``cached`` is the estimated number of the prompt's tokens in the cache of ``decode``.
         """
         return self._picking.disaggregates(request, decode, by, cached, among)
 
     def _without(self, other_than: Engine | None) -> Sequence[str]:
-        """Whom not to pick while there are others; the last one matters least."""
+        """Names that are avoided while there are others; the last one matters least."""
         failed = tuple(self._failed) if self._failed else ()
         return failed if other_than is None else (other_than.name, *failed)

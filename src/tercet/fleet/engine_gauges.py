@@ -1,4 +1,4 @@
-"""What engines last reported, on the ``/metrics`` of whoever follows them: front doors and endpoint pickers."""
+"""Metrics of engines' last reports, for ``/metrics`` of front doors and endpoint pickers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ GAUGES = {
 
 
 class EngineCollector(Collector):
-    """Gauges by engine. One that has reported nothing, or does not answer, has but one: that it is up, or not.
+    """Gauges by engine. An engine without a report, or that does not answer, has only the gauge that tells if it is up.
 
-    The age says how old a report is, in seconds.
+    The age of a report is in seconds.
     """
 
     def __init__(self, fleet: EngineFleet) -> None:
@@ -50,5 +50,5 @@ class EngineCollector(Collector):
             yield gauge
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry need not ask at registration."""
+        """Describe no metrics: the registry need not collect at registration."""
         return ()

@@ -1,6 +1,6 @@
-"""What a fleet knows of its engines beyond membership: shared by all views, kept when programs and plugins change.
+"""Knowledge about engines beyond membership: shared by all views, kept when programs and plugins change.
 
-What engines report of themselves is kept as columns, so that a thousand can be compared at once.
+Engines' reports are stored as columns, so that a thousand engines can be compared at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tercet.scheduling.hashing import block_hashes, key_of
 from tercet.scheduling.plugin import Floats, Integers
 
 STALE_AFTER = 1.0
-"""Seconds after which a report counts as unknown: ten of those that engines send every 100 ms have not come."""
+"""Seconds after which a report counts as unknown: ten reports, one every 100 ms, are missing."""
 
 
 class LoadTable:
@@ -37,16 +37,16 @@ class LoadTable:
         self._at = np.empty(0)
         self._keys = np.empty(0, dtype=np.uint64)
         self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name != "adapters"}
-        self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve any
+        self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve adapters
         self._counts = {"in_flight": np.empty(0), "in_flight_tokens": np.empty(0)}
 
     @property
     def size(self) -> int:
-        """The number of rows, unused ones included: every row is below it."""
+        """Number of rows, including unused ones: every row number is below it."""
         return len(self._at)
 
     def add(self, name: str) -> int:
-        """A row for an engine that has said nothing yet."""
+        """Add a row for an engine that has not reported yet."""
         if not self._free:
             self._grow()
         row = self._rows[name] = self._free.pop()
@@ -56,18 +56,18 @@ class LoadTable:
         return row
 
     def remove(self, name: str) -> int:
-        """Give an engine's row back; what was there is void."""
+        """Free an engine's row; its data is void."""
         row = self._rows.pop(name)
         self._free.append(row)
         self._adapters.pop(row, None)
         return row
 
     def row(self, name: str) -> int | None:
-        """An engine's row, if it has one."""
+        """Return an engine's row, if it has one."""
         return self._rows.get(name)
 
     def report(self, name: str, load: EngineLoad) -> None:
-        """An engine said this now; a name without a row, such as that of one just removed, is ignored."""
+        """Record an engine's report of now; a name without a row, such as that of a removed engine, is ignored."""
         row = self._rows.get(name)
         if row is None:
             return
@@ -81,14 +81,14 @@ class LoadTable:
             self._adapters.pop(row, None)
 
     def count(self, name: str, in_flight: int, in_flight_tokens: int) -> None:
-        """So many sequences run on an engine, with so many prompt tokens; a name without a row is ignored."""
+        """Set the number of sequences on an engine and of their prompt tokens; a name without a row is ignored."""
         row = self._rows.get(name)
         if row is not None:
             self._counts["in_flight"][row] = in_flight
             self._counts["in_flight_tokens"][row] = in_flight_tokens
 
     def last(self, name: str) -> tuple[EngineLoad, float] | None:
-        """An engine's last report, however old, and its age in seconds; None if it has said nothing."""
+        """An engine's last report, however old, and its age in seconds; None if there is none."""
         row = self._rows.get(name)
         if row is None or not math.isfinite(self._at[row]):
             return None
@@ -134,7 +134,7 @@ class LoadTable:
 class FleetKnowledge:
     """Reports, prefixes and turns of every engine, by its row; plugins see :class:`~tercet.scheduling.Knowledge`.
 
-    ``clock`` gives seconds that never go back; reports older than ``stale_after`` seconds count as unknown.
+    ``clock`` is monotonic, in seconds; reports older than ``stale_after`` seconds count as unknown.
     """
 
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
@@ -147,21 +147,21 @@ class FleetKnowledge:
         self._begin_blocks: Callable[[], None] | None = None
 
     def hear_from(self, begin: Callable[[], None], begin_blocks: Callable[[], None]) -> None:
-        """Call ``begin`` when something is asked for the first time, ``begin_blocks`` when it is what engines store.
+        """Set what to call at the first use of knowledge (``begin``) and of stored blocks (``begin_blocks``).
 
-        From then on engines tell how busy they are, and what they store and drop.
+        From then on engines report their load, and the blocks that they store and drop.
         """
         self._begin, self._begin_blocks = begin, begin_blocks
 
     def needed(self) -> None:
-        """A profile picks, or a program asks what is cached."""
+        """Start reports: a profile picks, or a program asks what is cached."""
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
 
     @property
     def stored(self) -> dict[int, StoredBlocks]:
-        """See :class:`tercet.scheduling.Knowledge`; ``told`` is the same, without asking for it."""
+        """See :class:`tercet.scheduling.Knowledge`; ``told`` is the same, but does not start the reports."""
         self.needed()
         begin, self._begin_blocks = self._begin_blocks, None
         if begin is not None:
@@ -169,23 +169,23 @@ class FleetKnowledge:
         return self.told
 
     def add(self, name: str) -> int:
-        """The row of an engine that joins."""
+        """Add a joining engine and return its row."""
         return self.loads.add(name)
 
     def remove(self, name: str) -> None:
-        """An engine left: its row may be another's soon."""
+        """Remove an engine that left: another engine may get its row."""
         row = self.loads.remove(name)
         self._cold.pop(row, None)
         self._forget_cache(row)
 
     def rows(self, names: Sequence[str]) -> Integers:
-        """The rows of engines that are here."""
+        """Rows of engines that are members."""
         return np.array([self.loads.row(name) for name in names], dtype=np.int64)
 
     # ---- prefixes --------------------------------------------------------------------------------------------
 
     def routed(self, block_size: int, capacity: int) -> RoutingHistory:
-        """See :class:`tercet.scheduling.Knowledge`; a history begins when it is asked for first."""
+        """See :class:`tercet.scheduling.Knowledge`; a history begins with its first use."""
         history = self._routed.get((block_size, capacity))
         if history is None:
             history = self._routed[block_size, capacity] = RoutingHistory(lambda: self.loads.size, capacity)
@@ -202,13 +202,13 @@ class FleetKnowledge:
         adapter: str | None = None,
         extras: Extras | None = None,
     ) -> None:
-        """An engine's KV event: it holds these blocks now. See :meth:`StoredBlocks.store`."""
+        """Record an engine's KV event: it holds these blocks now. See :meth:`StoredBlocks.store`."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
-        """The same, from an engine that names blocks by our own hashes (:mod:`tercet.protocol.block_hashes`)."""
+        """Record the same from an engine that names blocks by our hashes (:mod:`tercet.protocol.block_hashes`)."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).hold(row, hashes)
@@ -220,20 +220,20 @@ class FleetKnowledge:
         return index
 
     def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
-        """An engine's KV event: it dropped these blocks."""
+        """Record an engine's KV event: it dropped these blocks."""
         row = self.loads.row(name)
         if row is not None:
             for index in self.told.values():
                 index.remove(row, blocks)
 
     def cleared(self, name: str) -> None:
-        """An engine's cache is empty: it said so, or it was started anew."""
+        """Record that an engine's cache is empty: it reported so, or it was restarted."""
         row = self.loads.row(name)
         if row is not None:
             self._forget_cache(row)
 
     def cached_tokens(self, name: str, request: Request) -> int:
-        """How much of the prompt an engine is believed to hold now; 0 if nothing is known."""
+        """Estimated number of the prompt's tokens in an engine's cache; 0 if nothing is known."""
         self.needed()
         row = self.loads.row(name)
         if row is None:
@@ -252,7 +252,7 @@ class FleetKnowledge:
     # ---- turns with new prompts ------------------------------------------------------------------------------
 
     def cold_turns(self, rows: Integers, size: int) -> Floats:
-        # Kept in the order of turns: the last ones are the latest.
+        # In the order of turns: the last ones are the latest.
         known = list(self._cold.items())[-size:]
         turns = np.zeros(self.loads.size)
         if known:
@@ -267,14 +267,14 @@ class FleetKnowledge:
 
 @dataclass(frozen=True)
 class EngineObserver:
-    """A simulated engine's observer that passes on what it is told."""
+    """A simulated engine's observer that records its events."""
 
     knowledge: FleetKnowledge
     name: str
     block_size: int
 
     def load(self, load: EngineLoad) -> None:
-        """How busy the engine is."""
+        """The engine's load."""
         self.knowledge.loads.report(self.name, load)
 
     def stored(self, hashes: Sequence[int]) -> None:
@@ -282,9 +282,9 @@ class EngineObserver:
         self.knowledge.hold(self.name, self.block_size, hashes)
 
     def dropped(self, hashes: Sequence[int]) -> None:
-        """Blocks that it holds no more."""
+        """Blocks that it no longer holds."""
         self.knowledge.unstore(self.name, hashes)
 
     def cleared(self) -> None:
-        """It holds nothing."""
+        """Its cache is empty."""
         self.knowledge.cleared(self.name)

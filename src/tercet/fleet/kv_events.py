@@ -21,9 +21,9 @@ from tercet.transport.bounded_sockets import bounded
 
 logger = logging.getLogger("tercet.fleet")
 ASK_AGAIN_SECONDS, ASK_SETTLED_SECONDS = 5.0, 60.0
-"""Between questions where an engine publishes: until it has said so, and after that, while it is not started anew."""
+"""Seconds between questions where an engine publishes: before it has answered, and after that."""
 REPLAY_SECONDS = 5.0
-# As vLLM's publisher: what it may queue for a subscriber that is slow. Past that batches are lost, and asked for again.
+# The queue length of vLLM's publisher for a slow subscriber. Beyond it batches are lost and must be replayed.
 MOST_UNREAD = 100_000
 NUMBER_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
@@ -34,8 +34,8 @@ async def follow_cache(
 ) -> None:
     """Keep ``knowledge`` of the engine's cache up to date while it publishes KV events, until cancelled.
 
-    Where it publishes is part of its status, which is asked for now and then: after a restart it is another place.
-    ``anew`` is set by whoever meets another start of it.
+    The publisher's address is part of the engine's status, which is polled: it changes with a restart. ``anew`` is set
+    when another incarnation of the engine is met.
     """
     anew = anew or asyncio.Event()
     following: asyncio.Task[None] | None = None
@@ -56,7 +56,7 @@ async def follow_cache(
 
 
 def at(events: KVEvents, url: str) -> KVEvents:
-    """The addresses as they are reached from here; ``url`` is the engine's."""
+    """Replace local hosts in the addresses by the host of ``url``, the engine's URL."""
     host = bracketed(urlsplit(url).hostname or "127.0.0.1")
 
     def reached(address: str) -> str:
@@ -69,15 +69,15 @@ def at(events: KVEvents, url: str) -> KVEvents:
 
 
 async def _published(engine: Engine, before: KVEvents | None) -> tuple[KVEvents | None, bool]:
-    """Where it publishes, and whether it has said so now."""
+    """The publisher's addresses, and whether the engine answered now."""
     try:
         return (await engine.status()).kv_events, True
     except TercetError:
-        return before, False  # it may be back soon, with its cache; another epoch says if it lost that
+        return before, False  # the engine may be back soon, with its cache; a new epoch tells if the cache was lost
 
 
 async def _wait(anew: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
-    """Until the engine is asked again; one whose events have broken off is followed anew sooner."""
+    """Wait until the engine is polled again; sooner if following its events has failed."""
     waits = asyncio.create_task(anew.wait())
     try:
         await asyncio.wait(
@@ -105,18 +105,18 @@ async def _follow(events: KVEvents, inbox: KVInbox) -> None:
         live.setsockopt(zmq.SUBSCRIBE, events.topic.encode())
         live.connect(events.endpoint)
         try:
-            await _replay(events, inbox)  # what was stored before anybody listened
+            await _replay(events, inbox)  # blocks that were stored before this subscription
             while True:
                 number, payload = _numbered(await live.recv_multipart())
                 if inbox.take(number, payload):
                     await _replay(events, inbox)
                     inbox.take_replayed(number, payload)
         except (ValueError, zmq.ZMQError, *UNREADABLE) as error:
-            logger.warning("KV events from %s: %s; they are followed anew", events.endpoint, error)
+            logger.warning("KV events from %s: %s; subscribing again", events.endpoint, error)
 
 
 async def _replay(events: KVEvents, inbox: KVInbox) -> None:
-    """Ask for all batches from the one that is due; without a replay address, or an answer, there are none."""
+    """Request all batches from the next one on; without a replay address, or an answer, there are none."""
     if events.replay is None:
         return
     context = zmq.asyncio.Context.instance()
@@ -134,7 +134,7 @@ async def _replay(events: KVEvents, inbox: KVInbox) -> None:
                         return
                     inbox.take_replayed(*_numbered(rest))
         except TimeoutError:
-            logger.warning("KV events: %s repeats nothing", events.replay)
+            logger.warning("KV events: no replay from %s", events.replay)
 
 
 def _numbered(parts: list[bytes]) -> tuple[int, bytes]:

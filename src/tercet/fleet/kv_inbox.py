@@ -1,6 +1,6 @@
-"""Keeps what a fleet knows of one engine's cache in step with the engine's KV events. Decides without I/O.
+"""Updates the fleet's knowledge of one engine's cache by the engine's KV events. Decides without I/O.
 
-The messages are vLLM's as they are on the wire (``vllm/distributed/kv_events.py``), as far as prefix indexes need them.
+The messages are vLLM's wire format (``vllm/distributed/kv_events.py``), as far as prefix indexes need it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from tercet.protocol.block_hashes import extra_of
 from tercet.protocol.wire import UNREADABLE
 
 BlockName = int | bytes
-# Layers that do not look back at all tokens: what they hold says little of what a prompt finds.
+# Layers that do not look back at all tokens: their blocks say little about a prompt's matches.
 WINDOWED = frozenset(
     ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "cross_attention",
      "encoder_only_attention")
 )  # fmt: skip
 DEVICE, HERE = "gpu", "local"
 MOST_SIZES = 8
-"""Of blocks of one engine: vLLM has up to two of one kind of layers, where the last block of a prompt is not full."""
+"""Different block sizes of one engine: vLLM has up to two per kind of layer, if a prompt's last block is not full."""
 MOST_WARNINGS = 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
 logger = logging.getLogger("tercet.fleet")
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """A copy of consecutive blocks of ``block_size`` tokens each is in the cache now.
+    """A copy of consecutive blocks of ``block_size`` tokens each was stored in the cache.
 
-    ``extra_keys`` has, for each block, what beside its tokens names it: the cache salt (first block only), an adapter,
-    pictures. ``group_idx`` numbers the groups of layers of models that have several, ``kv_cache_spec_kind`` is
-    their kind. ``medium`` names where it is: the device, or a lower tier, which may tell of hashes alone, with no
-    tokens and a size of 0, and may have blocks of another size; ``locality`` and ``ownership`` name one, too.
+    ``extra_keys`` has, for each block, the parts of its name besides its tokens: the cache salt (first block only), an
+    adapter, pictures. ``group_idx`` numbers the groups of layers of models that have several, ``kv_cache_spec_kind`` is
+    their kind. ``medium`` names the place: the device, or a lower tier, which may report hashes only, with no tokens
+    and a size of 0, and may have blocks of another size; ``locality`` and ``ownership`` describe the place, too.
     """
 
     block_hashes: list[BlockName]
@@ -54,7 +54,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """A copy of each of these blocks is in the cache no more."""
+    """A copy of each of these blocks was removed from the cache."""
 
     block_hashes: list[BlockName]
     group_idx: int | None = None
@@ -95,9 +95,9 @@ _decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 class KVInbox:
     """Applies each numbered batch once and in order.
 
-    vLLM numbers batches from 0 at each start of an engine, publishes without waiting for anybody, and repeats the last
-    ones when asked. ``name`` is the engine's in the fleet. ``expected`` is the number of the batch that is due, where a
-    replay must begin.
+    vLLM numbers batches from 0 at each start of an engine, publishes without waiting for subscribers, and replays the
+    last ones on request. ``name`` is the engine's name in the fleet. ``expected`` is the number of the next batch,
+    where a replay must begin.
     """
 
     def __init__(self, name: str, knowledge: FleetKnowledge) -> None:
@@ -110,20 +110,20 @@ class KVInbox:
         self._group, self._looks_back = 0, False
 
     def reset(self) -> None:
-        """The engine was started anew: nothing that was known of its cache holds."""
+        """Forget everything: the engine was restarted, and its cache is empty."""
         self._knowledge.cleared(self._name)
         self.expected, self._last_live = 0, -1
         self._sizes.clear()
         self._group, self._looks_back = 0, False
 
     def take(self, number: int, payload: bytes) -> bool:
-        """A batch as it was published; whether batches before it are missing, so that a replay is needed.
+        """Apply a published batch; returns whether batches before it are missing, so that a replay is needed.
 
-        Raises one of ``UNREADABLE`` for what is no batch.
+        Raises one of ``UNREADABLE`` for an invalid batch.
         """
         batch = self._read(payload)
         if number <= self._last_live:
-            self.reset()  # a publisher's numbers only grow, so this is another one
+            self.reset()  # a publisher's numbers only grow, so this is a new publisher
         self._last_live = number
         if number > self.expected:
             return True
@@ -131,9 +131,9 @@ class KVInbox:
         return False
 
     def take_replayed(self, number: int, payload: bytes) -> None:
-        """A batch as it was repeated, or one that had to wait for those before it.
+        """Apply a replayed batch, or one that had to wait for earlier ones.
 
-        If even the replay lacks batches, blocks may have been dropped unheard: then nothing of before is believed.
+        If the replay lacks batches, removals may have been missed: then all older knowledge is dropped.
         """
         batch = self._read(payload)
         if number > self.expected:
@@ -142,7 +142,7 @@ class KVInbox:
         self._apply(number, batch)
 
     def _read(self, payload: bytes) -> Sequence[KVEvent]:
-        """The events of a batch. One that cannot be read says nothing, and the others count all the same."""
+        """The events of a batch. An unreadable event is skipped, and the others count."""
         try:
             return _decode_batch(payload).events
         except UNREADABLE:
@@ -150,7 +150,10 @@ class KVInbox:
         return [event for each in raw for event in self._read_one(each)]
 
     def _read_one(self, raw: msgspec.Raw) -> Sequence[KVEvent]:
-        """The event, if it can be read: what is not known to be stored is not looked for, what is dropped must be."""
+        """The event, or nothing if it is unreadable.
+
+        An unread storage only loses a match; an unread removal clears all.
+        """
         try:
             return [_decode_event(raw)]
         except UNREADABLE as error:
@@ -180,9 +183,9 @@ class KVInbox:
                 self._knowledge.unstore(self._name, event.block_hashes)
 
     def _choose_group(self, events: Sequence[KVEvent]) -> None:
-        """Follow layers that look back at all tokens, if there are any: others drop what has left their window.
+        """Follow layers that look back at all tokens, if there are any: others drop blocks that left their window.
 
-        Those of a step are told of together, so nothing has been missed when the first of them are.
+        Events of one step are reported together, so nothing was missed when the first of them arrive.
         """
         if self._looks_back:
             return
@@ -190,7 +193,7 @@ class KVInbox:
             kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
             if isinstance(event, BlockStored) and kind is not None and kind not in WINDOWED:
                 if event.group_idx not in (None, self._group):
-                    self._knowledge.cleared(self._name)  # what was told of the others before
+                    self._knowledge.cleared(self._name)  # forget the events of the other groups
                 self._group, self._looks_back = event.group_idx or 0, True
                 return
 
@@ -200,16 +203,17 @@ class KVInbox:
         if any(keys):
             extras, keys = _features_of(keys)
         if any(keys):
-            # Only a salt is a single word in a chain's first block; other keys are no prompt's that is named here.
+            # Only a salt is a single text in a chain's first block; other keys belong to prompts that are not named
+            # here.
             first = keys[0]
             if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return
             salt = first[0]
         size = event.block_size or max(self._sizes, default=0)
         if not size:
-            return  # names without tokens, before any others
+            return  # names without tokens, before any other event
         if size not in self._sizes and len(self._sizes) >= MOST_SIZES:
-            self._warn("block_size", f"blocks of {size} tokens are left out, there are {MOST_SIZES} other sizes")
+            self._warn("block_size", f"blocks of {size} tokens are ignored, there are {MOST_SIZES} other sizes")
             return
         self._sizes.add(size)
         self._knowledge.store(
@@ -219,16 +223,16 @@ class KVInbox:
 
 
 def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
-    """Whether the event is about the memory that the engine computes in, and not a lower tier or another machine's."""
+    """Whether the event is about the memory that the engine computes in, not a lower tier or another machine."""
     medium, locality = (event.medium or DEVICE).lower(), (event.locality or HERE).lower()
     return medium == DEVICE and locality == HERE and event.ownership is None
 
 
 def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:
-    """What images and the like are in which block, by vLLM's pairs of name and place; and the other keys.
+    """Digests of images and the like by block, from vLLM's pairs of name and position; and the remaining keys.
 
-    What we name is a digest. A picture that came by the engine's own API has a name of vLLM's, which no prompt of ours
-    has.
+    Our names are digests. A picture that came by the engine's own API has a name from vLLM, which no prompt of a front
+    door has.
     """
     extras, others = dict[int, tuple[int, ...]](), list[list[Any]]()
     for block, of_block in enumerate(keys):
@@ -249,5 +253,5 @@ def _is_feature(key: Any) -> bool:
 
 
 def _beside_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
-    """A block's keys without its adapter's name, which comes first in each block."""
+    """A block's keys without its adapter's name, which is the first key of each block."""
     return keys[1:] if adapter is not None and keys and keys[0] == adapter else keys

@@ -1,7 +1,7 @@
-"""Which engines stand still: life is progress, not a connection that nobody has closed.
+"""Detection of stuck engines: an engine is alive if it makes progress, not if its connection is open.
 
-An engine says with each report for how long its processes have made no progress (``EngineLoad.stalled_s``). One that
-says nothing makes none, as far as anybody can tell.
+An engine reports for how long its processes have made no progress (``EngineLoad.stalled_s``). An engine that sends
+nothing counts as one without progress.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ STUCK_AFTER_S = 5.0
 
 
 class Stuck(NamedTuple):
-    """An engine that stands still from now on, and why one must think so."""
+    """An engine that is stuck from now on, and the reason."""
 
     engine: str
     why: str
 
 
 class Liveness:
-    """Decides without I/O who stands still. Times are seconds of one clock that never goes back.
+    """Decides without I/O which engines are stuck. Times are seconds of one monotonic clock.
 
-    An engine is stuck when nothing has shown progress of it for ``stuck_after_s``, which must be longer than its
-    longest step. Time in which nobody looked does not count: then it was this process that stood still.
+    An engine is stuck when it has shown no progress for ``stuck_after_s``, which must be longer than its longest step.
+    Time in which :meth:`look` was not called does not count: then this process itself was stopped.
     """
 
     def __init__(self, stuck_after_s: float) -> None:
@@ -34,7 +34,7 @@ class Liveness:
         self._looked_at: float | None = None
 
     def heard(self, engine: str, now: float, stalled_s: float = 0.0) -> None:
-        """The engine says that its last progress was ``stalled_s`` seconds ago."""
+        """Record a report: the engine's last progress was ``stalled_s`` seconds ago."""
         self._heard_at[engine] = now
         self._hung_up.discard(engine)
         progressed_at = self._progressed_at.get(engine, now)
@@ -43,11 +43,11 @@ class Liveness:
             self._stuck.discard(engine)
 
     def hung_up(self, engine: str) -> None:
-        """It has closed its connection: what it said before is no sign that it is there."""
+        """Record that the engine closed its connection: earlier reports do not show that it is alive."""
         self._hung_up.add(engine)
 
     def forget(self, engine: str) -> None:
-        """It is no member any more, or somebody else now."""
+        """Forget an engine that was removed or restarted."""
         self._heard_at.pop(engine, None)
         self._progressed_at.pop(engine, None)
         self._stuck.discard(engine)
@@ -55,30 +55,30 @@ class Liveness:
 
     @property
     def stuck(self) -> list[Stuck]:
-        """Who was found to stand still, and has shown no progress since."""
+        """Engines that were found stuck, and have shown no progress since."""
         now = self._looked_at or 0.0
         return [Stuck(engine, self._why(engine, now)) for engine in sorted(self._stuck)]
 
     def is_stuck(self, engine: str) -> bool:
-        """Whether it was found to stand still, and has shown no progress since."""
+        """Whether an engine was found stuck, and has shown no progress since."""
         return engine in self._stuck
 
     def progressed_since(self, engine: str, then: float) -> bool:
-        """Whether it has made progress after that, for all that is known."""
+        """Whether it has made progress after that time, as far as known."""
         return self._progressed_at.get(engine, then) >= then
 
     def stalled_s(self, engine: str) -> float:
-        """For how many seconds it had shown no progress when it was looked at last."""
+        """Seconds without progress at the last check."""
         if self._looked_at is None:
             return 0.0
         return max(0.0, self._looked_at - self._progressed_at.get(engine, self._looked_at))
 
     def heard_within(self, engine: str, seconds: float, now: float) -> bool:
-        """Whether it has said anything lately, and not hung up since."""
+        """Whether it has sent anything in the last ``seconds``, and not closed its connection since."""
         return engine not in self._hung_up and now - self._heard_at.get(engine, -float("inf")) <= seconds
 
     def look(self, now: float, interval: float) -> list[Stuck]:
-        """Who stands still and did not at the last look, which should be ``interval`` seconds ago."""
+        """Return engines that are stuck now and were not at the last check, about ``interval`` seconds ago."""
         slept = 0.0 if self._looked_at is None else now - self._looked_at - interval
         self._looked_at = now
         if slept > interval:
@@ -92,5 +92,5 @@ class Liveness:
     def _why(self, engine: str, now: float) -> str:
         silence = now - self._heard_at[engine]
         if silence > self.stuck_after_s / 2:
-            return f"nothing was heard of it for {silence:.1f} s"
+            return f"no message from it for {silence:.1f} s"
         return f"it answers, but has made no progress for {now - self._progressed_at[engine]:.1f} s"

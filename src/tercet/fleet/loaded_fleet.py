@@ -1,4 +1,4 @@
-"""A fleet as policies of moves see it: engines with what they report, and the sequences that may be moved."""
+"""A fleet in the form that move policies use: engines with their reports, and the sequences that may be moved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from tercet.migration import CountedMove, LoadedEngine, SequenceView
 
 
 def is_stale(fleet: EngineFleet, member: Member, stale_after_s: float) -> bool:
-    """Whether an engine has shown no progress for so long; one that was given up is not: what ran there has left."""
+    """Whether an engine has shown no progress for ``stale_after_s``.
+
+    A lost engine is not stale: its sequences have left.
+    """
     return member.reachable and fleet.liveness.stalled_s(member.name) > stale_after_s
 
 
 def counted_move(fleet: EngineFleet, source: str, destination: str, tokens: int) -> CountedMove:
-    """A move of so many tokens, as limits count it; raises :class:`~tercet.protocol.UnknownEngine`."""
+    """A move of ``tokens``, as limits count it; raises :class:`~tercet.protocol.UnknownEngine`."""
     last = fleet.knowledge.loads.last(destination)
     usage = last[0].kv_usage if last is not None else None
     return CountedMove(source, destination, tokens, fleet.member(destination).share(tokens), usage)
@@ -27,7 +30,7 @@ def loaded_engines(
     moves: Iterable[CountedMove],
     stale_after_s: float,
 ) -> list[LoadedEngine]:
-    """The engines, each with its ``sequences``, by its name; loads are counted as they are once ``moves`` are over."""
+    """The engines by name, each with its ``sequences``; loads are those after all ``moves`` have ended."""
     members = {member.name: member for member in fleet.members}
     engines = {name: _engine(fleet, member, sequences.get(name, ()), stale_after_s) for name, member in members.items()}
     for move in moves:

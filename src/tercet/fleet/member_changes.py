@@ -1,4 +1,4 @@
-"""What is different from some members of a fleet to others, as events of the log."""
+"""Differences between two lists of a fleet's members, as log events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.settings.log_events import LogEvent
 
 
 class Change(NamedTuple):
-    """An event, and its fields but for the reason; ``reason`` is its own, where it has one."""
+    """A log event, and its fields except the reason; ``reason`` is set if the event has its own."""
 
     event: LogEvent
     fields: dict[str, str | int]
@@ -19,7 +19,7 @@ class Change(NamedTuple):
 
 
 def member_changes(before: Sequence[MemberState], after: Sequence[MemberState]) -> Iterator[Change]:
-    """What has changed, each once; an engine at another URL is another engine."""
+    """All changes, each once; an engine at another URL is another engine."""
     known = {each.address.name: each for each in before}
     wanted = {each.address.name: each for each in after}
     here = {name: member for name, member in known.items() if name in wanted and _is_same(member, wanted[name])}

@@ -1,4 +1,4 @@
-"""One engine of a fleet, and the sequences that are counted at it."""
+"""One engine of a fleet, and the sequences that are counted there."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ class Member:
     """One engine of the fleet.
 
     ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
-    those that were picked for with their request; ``calls`` are what it is asked for now. ``labels`` are its operator's
-    words about it. ``reachable`` turns false when a call finds no answer or the engine stands still, and true again
-    when somebody (the front door's watch) finds it well. ``draining`` is its operator's wish, ``stopping`` its own
-    word. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is for how many tokens its KV
-    cache has room; 0 while it has not said so. ``adapters`` are the LoRA adapters that it said it has, by name,
-    ``max_adapters`` how many of them one step may serve: 0 if it takes none. ``model_dtype`` is in what it
-    computes. ``said_stamp`` is what its reports say
-    that changes with them, ``asked_stamp`` what they said when it was asked last. ``refused`` is why one that answers
-    may not serve here, such as that it has become another model's. ``on_change`` is told of each field
-    of ``FOLLOWED`` that is set: who picks keeps columns of them, and does not look at every engine for every pick.
+    those that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` are set by its
+    operator. ``reachable`` turns false when a call gets no answer or the engine is stuck, and true again when the front
+    door's watch finds it well. ``draining`` is set by its operator, ``stopping`` reported by the engine. ``when_idle``
+    is called each time that its last sequence ends. ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it
+    is reported. ``adapters`` are the LoRA adapters that it reports, by name, ``max_adapters`` the number of them that
+    one step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes. ``said_stamp`` is the
+    adapter stamp of its last report, ``asked_stamp`` the stamp at its last status. ``refused`` is the reason why an
+    engine that answers may not serve here, such as another model. ``on_change`` is called for each change of a field in
+    ``FOLLOWED``: picks use columns of these fields instead of reading every engine.
     """
 
     name: str
@@ -57,20 +56,20 @@ class Member:
 
     @property
     def leaving(self) -> bool:
-        """Whether nothing new shall begin there, and what runs there shall go elsewhere."""
+        """Whether nothing new may begin there, and its sequences should move elsewhere."""
         return self.draining or self.stopping
 
     def can(self, role: Role) -> bool:
-        """Whether it may serve in ``role``; every engine can do both, roles are the router's."""
+        """Whether it may serve in ``role``; every engine can do both, roles are set by the router."""
         return role == "both" or self.role in (role, "both")
 
     def share(self, tokens: int) -> float:
-        """The part of its KV cache that so many tokens take; 0 while it has not said what it has."""
+        """The part of its KV cache that ``tokens`` need; 0 until its capacity is reported."""
         return tokens / self.kv_tokens if self.kv_tokens else 0.0
 
 
 class Counted:
-    """One sequence in the counts of the engine that was picked for it; they follow it when it goes elsewhere."""
+    """One sequence in the counts of the engine that was picked for it; the counts follow a move."""
 
     __slots__ = ("_member", "_tokens")
 
@@ -80,7 +79,7 @@ class Counted:
         self._add(member, 1)
 
     def go_to(self, member: Member) -> None:
-        """It is that engine's from now on."""
+        """Count it at another engine from now on."""
         left = self._member
         if left is not None and left is not member:
             self._member = member
@@ -88,7 +87,7 @@ class Counted:
             self._add(left, -1)
 
     def end(self) -> None:
-        """It is over, wherever it was."""
+        """Stop counting it."""
         left, self._member = self._member, None
         if left is not None:
             self._add(left, -1)

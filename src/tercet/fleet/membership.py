@@ -24,20 +24,20 @@ from tercet.streams import StreamListener
 logger = logging.getLogger("tercet.fleet")
 LOOK_SECONDS = 0.5
 REPORTED_WITHIN = 1.0
-"""Seconds without a report after which an engine is asked for one."""
+"""Seconds without a report after which an engine is polled."""
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 ASK_SECONDS = 5.0
 Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
-"""Name, URL, and what raises for an engine that must not serve here."""
+"""Arguments: name, URL, and a function that raises for an engine that must not serve here."""
 
 
 def connecting(
     fleet: EngineFleet, listener: StreamListener, secret: str = "", tls: ssl.SSLContext | None = None
 ) -> Connect:
-    """How to connect to an engine by its name and URL, so that ``fleet`` hears what it reports.
+    """Return a function that connects to an engine by name and URL, and passes its reports to ``fleet``.
 
-    What is known of an engine's cache is void once it has been started anew. ``secret`` and ``tls`` as for
+    Knowledge about an engine's cache is void once the engine was restarted. ``secret`` and ``tls`` as for
     :class:`~tercet.client.HttpEngine`.
     """
 
@@ -64,9 +64,9 @@ def connecting(
 
 
 class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients were promised when the fleet began to serve: models by name, their weights, and tokens of context.
+    """What was announced to clients when the fleet began to serve: model names, their weights, and the context length.
 
-    Engines that come later, or come back, must keep it. ``fingerprint`` is that of the weights; empty if not known.
+    Engines that come later, or come back, must match it. ``fingerprint`` is that of the weights; empty if not known.
     """
 
     models: tuple[str, ...]
@@ -75,14 +75,14 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, statuses: Sequence[EngineStatus]) -> Promise:
-        """What these engines can promise together: those, of at least one, that have the first one's weights."""
+        """What these engines (at least one) can promise together: those that have the first one's weights."""
         fingerprint = statuses[0].fingerprint
         alike = [status for status in statuses if status.fingerprint == fingerprint]
         models = sorted({status.model for status in alike})
         return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
 
     def require_kept(self, status: EngineStatus) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` for an engine that would break it."""
+        """Raise :class:`~tercet.protocol.BadRequest` for an engine that does not match."""
         if status.model not in self.models:
             ours = ", ".join(self.models)
             raise BadRequest(
@@ -90,23 +90,23 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.fingerprint and status.fingerprint != self.fingerprint:
             raise BadRequest(
-                f"url: the engine there serves other weights (fingerprint {status.fingerprint or 'not said'}) than "
+                f"url: the engine there serves other weights (fingerprint {status.fingerprint or 'not reported'}) than "
                 f"this fleet ({self.fingerprint})",
                 "url",
             )
         if status.max_model_len < self.max_model_len:
             raise BadRequest(
-                f"url: the engine there has max_model_len {status.max_model_len}, and this front door has promised its "
-                f"clients {self.max_model_len}",
+                f"url: the engine there has max_model_len {status.max_model_len}, and this front door has announced "
+                f"{self.max_model_len} to its clients",
                 "url",
             )
 
 
 class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine of a fleet, and whether it is picked for nothing new.
+    """An engine of a fleet, and whether new picks leave it out.
 
-    ``draining`` is its operator's wish. ``pod`` is the uid of the pod that it was found as, empty for one that somebody
-    has named; ``withheld`` is why nothing new shall begin in that pod, empty if it may.
+    ``draining`` is set by its operator. ``pod`` is the uid of the pod that it was discovered as, empty for an engine
+    that was named; ``withheld`` is the reason why nothing new may begin in that pod, or empty.
     """
 
     address: EngineAddress
@@ -116,7 +116,7 @@ class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def leaving(self) -> bool:
-        """Whether nothing new shall begin there, and what runs there shall go elsewhere."""
+        """Whether nothing new may begin there, and its sequences should move elsewhere."""
         return self.draining or bool(self.withheld)
 
 
@@ -144,7 +144,7 @@ class Membership:
         await self._closing.wait(CLOSE_SECONDS)
 
     async def enter(self, address: EngineAddress) -> Member:
-        """Make an engine a member, whether it answers or not. Raises :class:`~tercet.protocol.Conflict`."""
+        """Make an engine a member, even if it does not answer. Raises :class:`~tercet.protocol.Conflict`."""
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._connect(address.name, address.url, self._admit))
             member = Member(address.name, address.url, address.role, engine, labels=address.labels)
@@ -153,9 +153,9 @@ class Membership:
         return member
 
     async def become(self, wanted: Sequence[MemberState]) -> list[Member]:
-        """Make the members those that are wanted; another URL is another engine.
+        """Make the members those that are ``wanted``; another URL is another engine.
 
-        Returns those that are new, which are not picked until they have answered.
+        Returns the new members, which are not picked until they have answered.
         """
         addresses = {state.address.name: state.address.url for state in wanted}
         for member in self._fleet.members:
@@ -176,10 +176,10 @@ class Membership:
         return entered
 
     async def check(self, address: EngineAddress) -> None:
-        """Ask an engine whether it may join.
+        """Check whether an engine may join.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if it does not answer, and
-        :class:`~tercet.protocol.BadRequest` if it serves another model or a shorter context than was promised.
+        :class:`~tercet.protocol.BadRequest` if it serves another model or a shorter context than announced.
         """
         async with self._connect(address.name, address.url, lambda _: None) as engine:
             try:
@@ -191,7 +191,7 @@ class Membership:
             self._admit(status)
 
     async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
-        """Wait for the first status of every member; those that stay away are asked later.
+        """Wait for the first status of every member; those that do not answer are polled later.
 
         Returns what all that answered can promise. Raises :class:`~tercet.protocol.EngineUnreachable` if none answers
         within ``seconds``.
@@ -210,15 +210,12 @@ class Membership:
         deadline = asyncio.get_running_loop().time() + seconds
         while not (statuses := await self.look()):
             if asyncio.get_running_loop().time() > deadline:
-                raise EngineUnreachable(f"no engine was found that answers, for {seconds:g} s")
+                raise EngineUnreachable(f"no engine that answers was found within {seconds:g} s")
             await asyncio.sleep(LOOK_SECONDS)
         return Promise.of(statuses)
 
     def remove(self, name: str) -> Member:
-        """Forget an engine at once; its connection is closed when the last sequence on it has ended.
-
-        Raises :class:`~tercet.protocol.UnknownEngine`.
-        """
+        """Remove an engine at once; its connection is closed when the last sequence on it has ended."""
         member = self._fleet.remove(name)
         if member.in_flight:
             member.when_idle = lambda: self._close(member)
@@ -227,7 +224,7 @@ class Membership:
         return member
 
     async def watch(self) -> None:
-        """Notice engines that stand still, and those that are back, until cancelled.
+        """Detect stuck engines, and those that are back, until cancelled.
 
         No engine waits for another one's answer.
         """
@@ -239,7 +236,7 @@ class Membership:
                     silent = not self._fleet.heard_within(member.name, REPORTED_WITHIN)
                     asks = silent or not member.reachable or member.said_stamp != member.asked_stamp
                     if asks and id(member) not in asking:
-                        asking[id(member)] = questions.spawn(self._ask(member), f"question to {member.name}")
+                        asking[id(member)] = questions.spawn(self._ask(member), f"status poll of {member.name}")
                 self._fleet.stand_still(LOOK_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
@@ -255,11 +252,11 @@ class Membership:
             self._fleet.lost(member, error)
         except TercetError as error:
             logger.debug("%s answers: %s", member.name, error)
-        except Exception as error:  # such as that of a connection closed meanwhile
+        except Exception as error:  # such as that of a connection that was closed in the meantime
             self._refuse(member, EngineError(f"{type(error).__name__}: {error}"))
 
     async def ask(self, members: Sequence[Member]) -> None:
-        """Ask ``members`` for their status now; the watch goes on asking those that do not answer soon."""
+        """Poll ``members`` now; the watch continues to poll those that do not answer soon."""
         asked = [asyncio.ensure_future(self._ask(member)) for member in members]
         if asked:
             _, late = await asyncio.wait(asked, timeout=ASK_SECONDS)
@@ -267,7 +264,7 @@ class Membership:
                 task.cancel()
 
     async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> list[EngineStatus]:
-        """Ask ``members``, or all, for their status; those that do not answer in time are unreachable from now on."""
+        """Poll ``members``, or all, for their status; those that do not answer in time become unreachable."""
         members = self._fleet.members if members is None else members
         if not members:
             return []
@@ -290,7 +287,7 @@ class Membership:
         return found
 
     def _answered(self, member: Member, status: EngineStatus) -> None:
-        """An engine has said how it is; one that breaks the promise is not picked, and why is logged once."""
+        """Record an engine's status; one that breaks the promise is not picked, and the reason is logged once."""
         self._fleet.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         member.model_dtype = status.model_dtype
@@ -306,12 +303,12 @@ class Membership:
                 self._fleet.found_well(member)
 
     async def speak(self, text: TextFingerprint) -> None:
-        """From now on engines must have this tokenizer and chat template, as far as either side says what it has.
+        """Require this tokenizer and chat template of engines from now on, as far as both sides report theirs.
 
-        Raises :class:`~tercet.protocol.BadRequest` if engines answer, and none of them has.
+        Raises :class:`~tercet.protocol.BadRequest` if engines answer, and none of them matches.
         """
         self._text = text
-        # Those that are away are asked by the watch, and nobody waits for them here.
+        # The watch polls engines that do not answer; do not wait for them here.
         answered = await self.look(ASK_SECONDS, [member for member in self._fleet.members if member.reachable])
         wrong = [status for status in answered if not _speaks(status, text)]
         if wrong and len(wrong) == len(answered):
@@ -323,7 +320,7 @@ class Membership:
         _require_text(status, self._text, "url")
 
     def _refuse(self, member: Member, error: TercetError) -> None:
-        if id(member) not in self._open:  # it has been removed
+        if id(member) not in self._open:  # it was removed
             return
         member.reachable = False
         member.refused = error.message.removeprefix(f"{error.param}: ")
@@ -334,7 +331,7 @@ class Membership:
     def _close(self, member: Member) -> None:
         found = self._open.pop(id(member), None)
         self._refused.pop(id(member), None)
-        if found is not None:  # at the front door's end all are closed, those with sequences on them too
+        if found is not None:  # when the front door ends, all are closed, including those with sequences
             self._closing.spawn(found[1].aclose())
 
 
@@ -344,27 +341,27 @@ def _speaks(status: EngineStatus, text: TextFingerprint) -> bool:
 
 
 def _require_text(status: EngineStatus, text: TextFingerprint, param: str) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for an engine to which this front door's tokens are other words."""
+    """Raise :class:`~tercet.protocol.BadRequest` for an engine with another tokenizer or chat template."""
     if _speaks(status, text):
         return
     if status.text.tokenizer and text.tokenizer and status.text.tokenizer != text.tokenizer:
-        what, remedy = "tokenizer", "--model and --tokenizer of the front door are to be those of its engines"
+        what, remedy = "tokenizer", "use the same --model and --tokenizer for the front door as for its engines"
         theirs, ours = status.text.tokenizer, text.tokenizer
     else:
         what, remedy = (
             "chat template",
-            "give the front door the same checkpoint, or the template that is meant by --chat-template",
+            "give the front door the same checkpoint, or the right template by --chat-template",
         )
         theirs, ours = status.text.chat_template, text.chat_template
     raise BadRequest(
         f"{param}: the engine there ({status.engine}) has another {what} (fingerprint {theirs}) than this front door "
-        f"({ours}), so that its tokens are other words; {remedy}",
+        f"({ours}), so its token ids have other meanings; {remedy}",
         param,
     )
 
 
 async def _first_status(member: Member, seconds: float) -> EngineStatus:
-    """Its status, as soon as it answers; who waits for long, up to ``seconds``, is told at once for whom."""
+    """Its status, as soon as it answers; a wait of up to ``seconds`` is logged at once."""
     is_said = seconds <= LOOK_SECONDS
     while True:
         try:

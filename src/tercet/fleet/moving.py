@@ -1,4 +1,4 @@
-"""One running sequence on its way to another engine, as :func:`tercet.migration.migrate` sees it."""
+"""One running sequence during a move to another engine, as :func:`tercet.migration.migrate` sees it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputS
 
 
 class MovingSequence:
-    """Implements :class:`tercet.migration.Movable` for what an engine generates for ``sequence`` now.
+    """Implements :class:`tercet.migration.Movable` for the present generation of ``sequence``.
 
-    Once it was cut over, ``recomputed`` is how many positions the destination computes besides that of the next token,
-    and ``pause`` for how many seconds the client has no token between the last one from the source and the first from
-    the destination; None if it had none before.
+    After the cut-over, ``recomputed`` is the number of positions that the destination computes in addition to that of
+    the next token, and ``pause`` the seconds between the last token from the source and the first from the destination;
+    None if the client had no token before.
 
     Raises :class:`~tercet.protocol.Conflict` if no engine generates it.
     """
@@ -25,7 +25,7 @@ class MovingSequence:
     def __init__(self, sequence: RunningSequence) -> None:
         generation = sequence.generation
         if generation is None or generation.stream is None:
-            raise Conflict(f"seq_id: no engine generates {sequence.request.seq_id} at present", "seq_id")
+            raise Conflict(f"seq_id: no engine generates {sequence.request.seq_id} now", "seq_id")
         generation.stream.catch_up()
         self._sequence = sequence
         self.generation: Generation = generation
@@ -35,7 +35,7 @@ class MovingSequence:
 
     @property
     def engine(self) -> TracedEngine:
-        """Who works on it."""
+        """The engine that generates it."""
         return self.generation.engine
 
     @property
@@ -56,7 +56,7 @@ class MovingSequence:
 
         def following() -> OutputStream:
             nonlocal left_at
-            # From here on nothing comes from the source any more: what was taken from it is what the client gets.
+            # From here on the source sends nothing more: the tokens taken so far are what the client gets.
             output = tuple(self.generation.tokens)
             left_at = self._sequence.last_at if self._sequence.answered else None
             self.recomputed = max(0, self.computed - begin)
@@ -69,15 +69,17 @@ class MovingSequence:
         if stream is not None:
             stream.catch_up()
         if stream is None or not stream.hand_over(following):
-            raise Conflict(f"seq_id: {self._sequence.request.seq_id} ended at {self.engine.name} meanwhile", "seq_id")
+            raise Conflict(
+                f"seq_id: {self._sequence.request.seq_id} ended on {self.engine.name} before the cut-over", "seq_id"
+            )
         arrived_at = await arrival.begun
         if arrived_at is None:
-            raise EngineUnreachable(f"{to.name} did not begin to generate")
+            raise EngineUnreachable(f"{to.name} did not start to generate")
         self.pause = arrived_at - left_at if left_at is not None else None
 
 
 class _FirstOutput:
-    """Observes the stream of the destination: ``begun`` is when its first output came, None if it has none."""
+    """Observes the destination's stream: ``begun`` is the time of its first output, None if it has none."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.begun: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Who is picked: by turns or load in plain picks, by the profiles of a scheduling file, and what routes go by."""
+"""How engines are picked: by turns or load in plain picks, by profiles of a scheduling file, and for routes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tercet.scheduling.profiles import SCHEDULED
 from tercet.settings import log_events
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
-"""Tokens of a block and blocks of an engine in the history that routes go by; the prefix-cache scorer's defaults."""
+"""Tokens of a block and blocks of an engine in the history for routes; the prefix-cache scorer's defaults."""
 
 ViewT = TypeVar("ViewT", bound=EngineView)
 AnyView = TypeVar("AnyView", bound=EngineView)
@@ -40,17 +40,17 @@ AnyView = TypeVar("AnyView", bound=EngineView)
 
 @dataclass
 class Picking(Generic[ViewT]):
-    """What all views of a fleet pick by; ``views`` are the engines that may be picked, ``rows`` their rows.
+    """State that all views of a fleet use for picks; ``views`` are the engines that may be picked, ``rows`` their rows.
 
-    ``leaving`` are those that may not, since they are drained or stop.
+    ``leaving`` are those that may not be picked, since they are drained or stopping.
 
-    ``without_role`` says what becomes of a pick while no engine of its role answers.
+    ``without_role`` says what happens to a pick while no engine of its role answers.
 
-    ``believed`` are the tokens that engines were believed to hold when they were picked, for picks that are not over:
-    afterwards a pick itself makes them believed to hold the whole prompt.
+    ``believed`` are the tokens that engines probably had in their cache when they were picked, for picks that have not
+    ended: after a pick the history contains the whole prompt.
 
-    ``adapters`` is what the fleet means by the names of LoRA adapters. Who lacks the one that a request asks for is
-    not picked for it, whatever else holds.
+    ``adapters`` are the fleet's LoRA adapters by name. An engine without the adapter of a request is never picked for
+    it.
     """
 
     knowledge: FleetKnowledge
@@ -68,23 +68,23 @@ class Picking(Generic[ViewT]):
     _answering: dict[Role, Engines] = field(default_factory=dict[Role, Engines])
 
     def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
-        """From now on these may be picked, and those are leaving."""
+        """Set the engines that may be picked, and those that are leaving."""
         self.views, self.leaving = views, leaving
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
         self.forget_candidates()
 
     def forget_candidates(self) -> None:
-        """Roles, labels, who answers or who may be picked have changed, or what filters there are."""
+        """Drop cached candidates: roles, labels, reachability, membership or filters have changed."""
         self._answering.clear()
 
     def pick(
         self, role: Role, by: str, without: Sequence[str], request: Request | None, partner: str | None = None
     ) -> ViewT:
-        """The engine to take, by a picker or profile called ``by``.
+        """Pick an engine by a picker or profile called ``by``.
 
-        ``without`` are names not to pick while there are others; the last one matters least. ``partner`` is the engine
-        that it is to work with.
+        ``without`` are names that are avoided while there are others; the last one matters least. ``partner`` is the
+        engine that it works with.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if there is none or a strict filter leaves none,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
@@ -138,7 +138,7 @@ class Picking(Generic[ViewT]):
         without: Sequence[str],
         partner: str | None = None,
     ) -> tuple[list[ViewT], int]:
-        """See :meth:`tercet.fleet.EngineFleet.ranked`; nothing is ``believed`` of these picks, which have no end."""
+        """See :meth:`tercet.fleet.EngineFleet.ranked`; ``believed`` is unchanged, since these picks have no end."""
         profile = self.scheduling.profile(SCHEDULED, role)
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
@@ -147,7 +147,7 @@ class Picking(Generic[ViewT]):
         candidates = self._preferring(candidates, without)
         if not len(candidates):
             raise self.nobody()
-        if not candidates[0].reachable:  # then none of them is
+        if not candidates[0].reachable:  # then none of them is reachable
             raise EngineUnreachable("no engine that may be picked answers")
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         rows = profile.ranked(decision, candidates, most)
@@ -155,9 +155,9 @@ class Picking(Generic[ViewT]):
         return [self.views[self._places[row]] for row in rows], cached
 
     def serving(self, request: Request | None, views: Sequence[AnyView]) -> Sequence[AnyView]:
-        """Those that can serve the request: all, unless it asks for an adapter.
+        """Engines that can serve the request: all, unless it has an adapter.
 
-        Raises :class:`~tercet.protocol.UnknownAdapter` if there are some, and none has it.
+        Raises :class:`~tercet.protocol.UnknownAdapter` if there are engines, and none has the adapter.
         """
         if request is None or request.adapter is None:
             return views
@@ -167,7 +167,7 @@ class Picking(Generic[ViewT]):
             began = f", with the contents that it had when the request came ({request.adapter_digest})"
             raise UnknownAdapter(
                 f"model: no engine that may be picked has the adapter {request.adapter!r}"
-                f"{began if request.adapter_digest else ''}; tercet adapters list shows who has which",
+                f"{began if request.adapter_digest else ''}; tercet adapters list shows the adapters of each engine",
                 "model",
             )
         return found
@@ -175,11 +175,12 @@ class Picking(Generic[ViewT]):
     def candidates(
         self, role: Role, among: Collection[str] | None = None, request: Request | None = None
     ) -> Engines:  # fmt: skip
-        """Those that have the role, without those that do not answer while others do.
+        """Engines of the role, without those that do not answer while others do.
 
-        If none of them answers, those that do, whatever their role: every engine can do both. Or none, if the fleet is
-        told so: raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count, all if not given.
-        Of these, only who can serve the ``request``: raises :class:`~tercet.protocol.UnknownAdapter`.
+        If none of them answers, engines of other roles are returned: every engine can do both. If the fleet is
+        configured to refuse that, raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count,
+        all if not given. Only engines that can serve the ``request`` are returned: raises
+        :class:`~tercet.protocol.UnknownAdapter`.
         """
         for_all = among is None and (request is None or request.adapter is None)
         if for_all and role in self._answering:
@@ -211,7 +212,7 @@ class Picking(Generic[ViewT]):
         return None if place is None else self.views[place]
 
     def _preferring(self, engines: Engines, without: Sequence[str]) -> Engines:
-        """Those that are not called so, while there are others; the last name matters least."""
+        """Engines without the avoided names, while there are others; the last name matters least."""
         for name in without:
             row = self.knowledge.loads.row(name)
             if row is not None:
@@ -220,12 +221,12 @@ class Picking(Generic[ViewT]):
         return engines
 
     def _require_role(self, role: Role) -> None:
-        """No engine of the role answers: whether others may do its work. Roles are the router's, they all can."""
+        """Allow engines of other roles, or refuse, while none of the role answers. Roles are set by the router."""
         if role != "both" and self.without_role == "refuse":
-            raise RoleUnavailable(f"{self.why_without(role)}, and others are not to take its place")
+            raise RoleUnavailable(f"{self.why_without(role)}, and other roles may not serve in its place")
 
     def why_without(self, role: Role) -> str:
-        """Why no engine of the role can be picked, while that is so."""
+        """Why no engine of the role can be picked."""
         if _any_for(role, self.views):
             return f"no engine of the role {role} answers"
         if _any_for(role, self.leaving):
@@ -233,27 +234,27 @@ class Picking(Generic[ViewT]):
         return f"this fleet has no engine of the role {role}"
 
     def _filled_by_others(self, role: Role, there_are_any: bool) -> None:
-        """Engines of other roles do its work: logged when it begins."""
+        """Engines of other roles serve in its place: logged when it begins."""
         if there_are_any and role != "both" and role not in self._unfilled:
             self._unfilled.add(role)
             log_events.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
 
     def _filled(self, role: Role) -> None:
-        """An engine of the role answers."""
+        """An engine of the role answers again."""
         if role in self._unfilled:
             self._unfilled.discard(role)
             log_events.ROLE_BACK.tell(role=role, reason="one answers")
 
     def nobody(self) -> EngineUnreachable:
-        """Why there is no engine to pick."""
+        """The error if there is no engine to pick."""
         if self.leaving:
             return EngineUnreachable("every engine of this fleet is drained or stops: none may be picked")
         return EngineUnreachable("this fleet has no engines")
 
     def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
-        """How much of the prompt each of these engines is believed to hold, in tokens; who holds none is left out.
+        """Estimated number of the prompt's tokens in each engine's cache; engines with none are left out.
 
-        What engines say of themselves counts, and what was routed to them while they say nothing.
+        Engines' own reports count; without them, the prompts that were routed there.
         """
         stored = self.knowledge.told
         found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
@@ -267,7 +268,7 @@ class Picking(Generic[ViewT]):
         return {view.name: tokens[row] for view, row in zip(views, rows, strict=True) if tokens[row]}
 
     def note_routed(self, request: Request, names: Sequence[str]) -> None:
-        """The prompt will be on these engines; names without a row are ignored."""
+        """Record that the prompt will be on these engines; names without a row are ignored."""
         hashes = block_hashes(request, ROUTED_BLOCK)
         for name in names:
             row = self.knowledge.loads.row(name)

@@ -1,8 +1,9 @@
-"""The sequences of one request, which come in by portions: a request of many takes no more than its share.
+"""The sequences of one request, which run in portions: a request of many sequences takes no more than its share.
 
-A request has come in with one place of the :class:`~tercet.fleet.admission.Gate`. One of its sequences has that place
-at a time, so that it always goes on; each further one that runs at once has a spare place of its own, which counts in
-all limits, and which is taken only while nobody waits. The others wait here, in their order, and cost nobody anything.
+An admitted request has one slot of the :class:`~tercet.fleet.admission.Gate`. One of its sequences at a time uses that
+slot, so that the request always progresses. Each further sequence that runs at the same time has a spare slot, which
+counts in all limits, and which is taken only while no other request waits. The remaining sequences wait here, in order,
+without cost to other requests.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from tercet.fleet.admission import Ticket
 
 
 class Spares(Protocol):
-    """Has spare places, such as a :class:`~tercet.fleet.admission.Gate`."""
+    """An object with spare slots, such as a :class:`~tercet.fleet.admission.Gate`."""
 
     def spare(self, priority: int) -> Ticket | None:
-        """One, if there is one that nobody waits for."""
+        """Take a spare slot, if there is one and no request waits for it."""
         ...
 
     def give_back(self, ticket: Ticket) -> None:
-        """It is free again."""
+        """Return the slot."""
         ...
 
 
 class Portions:
-    """The sequences of one request, of which ``at_once`` run; ``spares`` is None where there are no limits."""
+    """The sequences of one request, of which ``at_once`` run at a time; ``spares`` is None if there are no limits."""
 
     def __init__(self, at_once: int, spares: Spares | None = None, priority: int = 0) -> None:
         self._at_once = at_once
@@ -42,7 +43,7 @@ class Portions:
 
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[None]:
-        """While entered, one more sequence of the request runs; waits until it may."""
+        """Run one more sequence of the request while entered; waits until it may."""
         give_back = self._take() if not self.waiting else None
         if give_back is None:
             give_back = await self._turn()
@@ -60,14 +61,14 @@ class Portions:
         except asyncio.CancelledError:
             if turn in self.waiting:
                 self.waiting.remove(turn)
-            elif not turn.cancelled():  # it was let in by the time it was cancelled
+            elif not turn.cancelled():  # it got its turn before it was cancelled
                 turn.result()()
                 self._let_in()
             raise
 
     def _let_in(self) -> None:
         while self.waiting:
-            if self.waiting[0].done():  # it was cancelled, and is about to say so
+            if self.waiting[0].done():  # it was cancelled, and will notice
                 self.waiting.popleft()
             elif (give_back := self._take()) is not None:
                 self.waiting.popleft().set_result(give_back)
@@ -75,7 +76,7 @@ class Portions:
                 return
 
     def _take(self) -> Callable[[], None] | None:
-        """A place, as what gives it back; None if there is none now. One of those that run will give one back."""
+        """Take a slot and return the function that gives it back; None if there is none now."""
         if self.running >= self._at_once:
             return None
         ticket: Ticket | None = None

@@ -1,6 +1,6 @@
-"""Which engine has which blocks, and what was routed where; :mod:`.stored_blocks` is told by the engines themselves.
+"""Which engine has which blocks, and what was routed where; :mod:`.stored_blocks` is filled by engines' events.
 
-Holders of a block are the bits of one integer, a bit per row: so the engines that have all of a prompt's first blocks
+Holders of a block are the bits of one integer, one bit per row: the engines that have all of a prompt's first blocks
 are found with one AND per block, however many engines there are.
 """
 
@@ -20,7 +20,7 @@ MANY = 24
 class Holders:
     """For each block hash, the rows that have it: a :class:`~tercet.scheduling.plugin.PrefixIndex`.
 
-    ``rows`` gives the number of rows.
+    ``rows`` returns the number of rows.
     """
 
     def __init__(self, rows: Callable[[], int]) -> None:
@@ -31,11 +31,11 @@ class Holders:
         return len(self._holders)
 
     def add(self, row: int, block: int) -> None:
-        """``row`` has the block now."""
+        """Record that ``row`` has the block."""
         self._holders[block] = self._holders.get(block, 0) | 1 << row
 
     def discard(self, row: int, block: int) -> None:
-        """``row`` has it no more."""
+        """Record that ``row`` no longer has it."""
         left = self._holders.get(block, 0) & ~(1 << row)
         if left:
             self._holders[block] = left
@@ -60,7 +60,7 @@ class Holders:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """The places of the ones."""
+    """The positions of the ones."""
     if mask.bit_count() > MANY:
         octets = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), dtype=np.uint8)
         yield from np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
@@ -74,14 +74,15 @@ def _bits(mask: int) -> Iterator[int]:
 class RoutingHistory(Holders):
     """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
 
-    Plugins see :class:`~tercet.scheduling.plugin.RoutedPrefixes`. Hashes are those of chains: who has a block has all
-    before it, which were routed there with it and are dropped later. So of a long prompt few blocks are looked up.
+    Plugins see :class:`~tercet.scheduling.plugin.RoutedPrefixes`. Hashes are chained: an engine with a block has all
+    blocks before it, which were routed there with it and are dropped later. So only few blocks of a long prompt are
+    looked up.
     """
 
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:
         super().__init__(rows)
         self._capacity = capacity
-        # Not plain dicts: finding the first key of one that loses its first keys walks over all that were lost.
+        # Not plain dicts: finding the first key of a dict that lost its first keys walks over all lost ones.
         self._recent: dict[int, OrderedDict[int, None]] = {}
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
@@ -91,7 +92,7 @@ class RoutingHistory(Holders):
         for block in reversed(hashes[known:]):
             recent[block] = None
             self.add(row, block)
-        deque(map(recent.move_to_end, reversed(hashes[:known])), maxlen=0)  # a loop without bytecode: they are many
+        deque(map(recent.move_to_end, reversed(hashes[:known])), maxlen=0)  # many iterations: a loop without bytecode
         while len(recent) > self._capacity:
             self.discard(row, recent.popitem(last=False)[0])
 
@@ -113,7 +114,7 @@ class RoutingHistory(Holders):
         return self._holders.get(hashes[place], 0) if place < len(hashes) else 0
 
     def _end_of(self, holding: int, hashes: Sequence[int], begin: int) -> int:
-        """How far the blocks from ``begin`` on are held by the same: looked for in strides that grow, then between."""
+        """How far the blocks from ``begin`` on have the same holders: searched in growing strides, then between."""
         end, stride = begin + 1, 1
         while end < len(hashes) and self._holding(hashes, end) == holding:
             begin, end, stride = end, end + stride, 2 * stride
@@ -121,6 +122,6 @@ class RoutingHistory(Holders):
         return begin + 1 + bisect_left(between, True, key=lambda place: self._holding(hashes, place) != holding)
 
     def forget(self, row: int) -> None:
-        """The engine in ``row`` is gone, or has lost its cache."""
+        """The engine in ``row`` was removed, or has lost its cache."""
         for block in self._recent.pop(row, ()):
             self.discard(row, block)

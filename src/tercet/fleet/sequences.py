@@ -1,6 +1,6 @@
-"""The sequences that this process runs for its clients, and what is done next for one whose engine or program fails.
+"""The sequences that this process runs for its clients, and the next step after a failure of an engine or program.
 
-Pure: a :class:`RunningSequence` records and decides, whoever runs it acts.
+Pure: a :class:`RunningSequence` records and decides; its caller acts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """Try again after ``pause`` seconds, with ``request``, after the tokens in ``output``."""
+    """Retry after ``pause`` seconds, with ``request``, after the tokens in ``output``."""
 
     pause: float
     request: Request
@@ -30,9 +30,9 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 def going_on(request: Request, seq_id: str, output: Sequence[int]) -> Request:
-    """The request under another id, for an engine that goes on after ``output``.
+    """Return the request under another id, for an engine that continues after ``output``.
 
-    Log probabilities of the prompt came with the first token, and are not asked for again.
+    Log probabilities of the prompt were sent with the first token, and are not requested again.
     """
     params = request.sampling_params
     if output:
@@ -43,10 +43,10 @@ def going_on(request: Request, seq_id: str, output: Sequence[int]) -> Request:
 class RunningSequence:
     """One sequence from its request to its end. Times are seconds of one clock.
 
-    ``tokens`` are those that its client has, ``attempt`` is 0 until it is tried again, ``moves`` counts how often it
-    went to another engine while it ran. ``generation`` is what an engine does for it now, or did last; None while none
-    has. ``program`` serves it. ``request_id`` is what its client calls the request, for the log. ``waiting`` is what
-    ends with it. ``wait_s`` is for how long it is tried again while no engine takes it.
+    ``tokens`` are those that its client has, ``attempt`` is 0 until the first retry, ``moves`` counts its moves to
+    another engine. ``generation`` is its present or last generation on an engine; None before the first. ``program``
+    serves it. ``request_id`` is the client's id of the request, for the log. ``waiting`` are calls that end with it.
+    ``wait_s`` is for how many seconds it is retried while no engine accepts it.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class RunningSequence:
 
     @property
     def state(self) -> Literal["waiting", "running", "ended"]:
-        """It waits until its client has a token."""
+        """State of the sequence: it waits until its client has a token."""
         if self.ended:
             return "ended"
         return "running" if self.tokens else "waiting"
@@ -93,37 +93,37 @@ class RunningSequence:
 
     @property
     def engine(self) -> str:
-        """The name of the engine that generates it, or generated last; empty while none has."""
+        """The name of the engine that generates it, or generated last; empty before the first."""
         return self.generation.engine.name if self.generation is not None else ""
 
     @property
     def is_generated(self) -> bool:
-        """Whether an engine generates it now; its program may also be preparing that, or between two engines."""
+        """Whether an engine generates it now; its program may also be preparing that, or be between two engines."""
         return self.generation is not None and self.generation.stream is not None
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of prompt and output, as of now."""
+        """Tokens of prompt and output so far."""
         if self.generation is not None and self.generation.stream is not None:
             self.generation.stream.catch_up()
         return self.request.num_tokens + len(self.tokens)
 
     @property
     def last_at(self) -> float:
-        """When the client got its last token; while it has none, when the sequence began."""
+        """When the client got its last token; before the first token, when the sequence began."""
         return self._last_at
 
     def generates(self, generation: Generation) -> None:
-        """An engine begins to generate for it."""
+        """An engine begins to generate it."""
         self.generation = generation
 
     def further_id(self) -> str:
-        """An id that no engine knows, for what it does for this sequence next: nothing late is taken for that."""
+        """An unused id for the next attempt on engines: late messages of an earlier attempt are not taken for it."""
         self._further_ids += 1
         return further_id(self.request.seq_id, self._further_ids)
 
     def record(self, output: Output, now: float) -> None:
-        """The client gets this output."""
+        """Record an output that the client gets."""
         if output.token_ids:
             if not self.tokens:
                 self._first_at = now
@@ -135,12 +135,12 @@ class RunningSequence:
             self.ended = True
 
     def next_attempt(self, now: float, taken: bool = True) -> Retry | None:
-        """The attempt that runs has failed: the next one, or None if the budget is spent.
+        """Return the next attempt after a failure, or None if the budget is spent.
 
-        The budget counts attempts without a new token: each token refills it. It is there for the engines' sake, which
-        a request may kill one after the other; an attempt that none had ``taken`` is not counted, for as long as a
-        sequence waits for an engine. The first of these retries begins at once, since it goes to another engine;
-        later ones wait twice as long each time. Each has an id of its own (:func:`going_on`).
+        The budget counts attempts without a new token: each token refills it. It protects engines, since a request may
+        kill one after the other; an attempt that no engine had ``taken`` is not counted while a sequence may wait for
+        an engine. The first of these retries starts at once, since it goes to another engine; the wait doubles with
+        each later one. Each has its own id (:func:`going_on`).
         """
         pause = min(FIRST_PAUSE * 2 ** (self._tries - 1), LONGEST_PAUSE) if self._tries else 0.0
         over = self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s
@@ -162,7 +162,7 @@ class RunningSequence:
 
 
 class RunningSequences:
-    """Every sequence that runs in this process, for whoever wants to show them, drain an engine or move them."""
+    """Every sequence that runs in this process, for code that lists them, drains an engine or moves them."""
 
     def __init__(self) -> None:
         self._running: dict[RunningSequence, None] = {}
@@ -174,30 +174,30 @@ class RunningSequences:
         return iter(tuple(self._running))
 
     def named(self, seq_id: str) -> RunningSequence:
-        """The one whose request has this id; raises :class:`~tercet.protocol.UnknownSequence` if none that runs has."""
+        """The sequence whose request has this id; raises :class:`~tercet.protocol.UnknownSequence` if none runs."""
         found = next((sequence for sequence in self._running if sequence.request.seq_id == seq_id), None)
         if found is None:
             raise UnknownSequence(f"seq_id: no sequence {seq_id!r} runs in this process", "seq_id")
         return found
 
     def generated(self, engine: str, seq_id: str) -> RunningSequence | None:
-        """The one that this engine generates, or generated last, under that id, which need not be its request's."""
+        """The sequence that this engine generates or generated last under that id (not always its request's id)."""
         for sequence in self.on(engine):
             if sequence.generation is not None and sequence.generation.request.seq_id == seq_id:
                 return sequence
         return None
 
     def on(self, engine: str) -> list[RunningSequence]:
-        """Those that this engine generates."""
+        """The sequences that this engine generates."""
         return [sequence for sequence in self._running if sequence.engine == engine]
 
     def running(self, sequence: RunningSequence) -> AbstractContextManager[None]:
-        """While entered, the sequence is one of them."""
+        """Add the sequence while entered."""
         return _Running(self._running, sequence)
 
 
 class _Running:
-    """A sequence among all that run. No generator: every request has one of these."""
+    """Context of a sequence among all that run. A class and not a generator: every request has one of these."""
 
     __slots__ = ("_all", "_sequence")
 

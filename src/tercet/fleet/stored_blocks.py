@@ -1,4 +1,4 @@
-"""What engines say they hold, copy by copy: the prefix index that KV events feed."""
+"""Blocks that engines report to hold, copy by copy: the prefix index that KV events feed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.protocol.block_hashes import Extras, chain, root_of
 
 
 class _Unplaced(msgspec.Struct, frozen=True):
-    """A block that waits for its parent; of one without ``tokens`` the engine has said the name alone."""
+    """A block that waits for its parent; without ``tokens``, only its name is known."""
 
     parent: Hashable | None = None
     tokens: tuple[int, ...] = ()
@@ -19,7 +19,7 @@ class _Unplaced(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct):
-    """What one engine holds.
+    """The blocks of one engine.
 
     ``places`` has the hash of each block that is placed, ``unplaced`` the others, ``children`` those of them that wait
     for a block to be placed. ``spare`` counts the copies of a block besides the first.
@@ -32,30 +32,30 @@ class _Held(msgspec.Struct):
 
 
 class StoredBlocks(Holders):
-    """What engines say they hold, in blocks of one size: fed with their KV events.
+    """Blocks that engines report to hold, of one size: fed with their KV events.
 
-    Engines name blocks by hashes of their own, which mean nothing elsewhere; the tokens that come with them are hashed
-    again. A name stands for the same tokens, and the same ones before them, wherever it is said.
+    Engines name blocks by their own hashes, which mean nothing elsewhere; the tokens in the events are hashed again. A
+    name stands for the same tokens, and the same tokens before them, in all events.
 
-    An engine may hold several copies of a block, and says of each that it is stored and removed: the block is found
-    until the last copy is gone. A block whose parent is not known waits until the parent is stored: no prompt finds it
-    before, as it has a gap in front. Those are counted in ``orphans``.
+    An engine may hold several copies of a block, and reports each one as stored and removed: the block is found until
+    the last copy is removed. A block whose parent is not known waits until the parent is stored: no prompt matches it
+    earlier, as blocks before it are missing. ``orphans`` counts those.
     """
 
     def __init__(self, rows: Callable[[], int], block_size: int) -> None:
         super().__init__(rows)
         self._block_size = block_size
         self._rows_held: dict[int, _Held] = {}
-        # One block of tokens may be held under several names: with layers of several kinds, say.
+        # One block of tokens may be held under several names, for example with layers of several kinds.
         self._names: dict[tuple[int, int], int] = {}
 
     def __bool__(self) -> bool:
-        """Whether any engine holds anything, placed or not."""
+        """Whether any engine holds blocks, placed or not."""
         return bool(self._rows_held)
 
     @property
     def orphans(self) -> int:
-        """The blocks that no prompt finds, as what is before them is not known."""
+        """Number of blocks that no prompt matches, as the blocks before them are not known."""
         return sum(len(held.unplaced) for held in self._rows_held.values())
 
     def store(
@@ -68,11 +68,10 @@ class StoredBlocks(Holders):
         adapter: str | None = None,
         extras: Extras | None = None,
     ) -> None:
-        """The engine stored a copy of consecutive blocks, which it calls ``names``, after the one it calls ``parent``.
+        """Record that the engine stored a copy of consecutive blocks, called ``names``, after the block ``parent``.
 
-        ``tokens`` are theirs, ``extras`` say what images and the like are in them; ``salt`` and ``adapter`` are those
-        of the request they came from. Without tokens for all of them, or with more, it is not known which are whose:
-        then the names alone are known.
+        ``tokens`` are theirs, ``extras`` describe images and the like in them; ``salt`` and ``adapter`` are those of
+        their request. If the number of tokens does not match the blocks, only the names are known.
         """
         if not names:
             return
@@ -93,14 +92,14 @@ class StoredBlocks(Holders):
             parent = name
 
     def hold(self, row: int, hashes: Sequence[int]) -> None:
-        """The engine stored blocks that it calls by the hashes that are used here; of such blocks it has no copies."""
+        """Record that the engine stored blocks named by the hashes used here; of such blocks it has no copies."""
         held = self._rows_held.setdefault(row, _Held())
         for block in hashes:
             if block not in held.places:
                 self._place(row, held, block, block)
 
     def _add_placed(self, row: int, held: _Held, name: Hashable, place: int) -> None:
-        """One more copy of a block whose place is known."""
+        """Add a copy of a block whose place is known."""
         if name in held.places:
             self._add_copy(held, name)
             return
@@ -110,7 +109,7 @@ class StoredBlocks(Holders):
         self._place(row, held, name, place)
 
     def _add_unplaced(self, held: _Held, name: Hashable, block: _Unplaced) -> None:
-        """One more copy of a block whose place this event does not tell."""
+        """Add a copy of a block whose place this event does not tell."""
         known = held.unplaced.get(name)
         if known is not None or name in held.places:
             self._add_copy(held, name)
@@ -125,7 +124,7 @@ class StoredBlocks(Holders):
         held.spare[name] = held.spare.get(name, 0) + 1
 
     def _place(self, row: int, held: _Held, name: Hashable, place: int) -> None:
-        """The block is found from now on, and with it those that wait for it, and for these."""
+        """Place the block, so that prompts match it, and then the blocks that wait for it."""
         self._find(row, held, name, place)
         placed = [(name, place)] if held.children else []
         while placed:
@@ -150,7 +149,7 @@ class StoredBlocks(Holders):
                 del held.children[block.parent]
 
     def remove(self, row: int, names: Sequence[Hashable]) -> None:
-        """The engine dropped a copy of these blocks; names that it never announced are ignored."""
+        """Record that the engine dropped a copy of these blocks; unknown names are ignored."""
         held = self._rows_held.get(row)
         if held is None:
             return
@@ -164,7 +163,7 @@ class StoredBlocks(Holders):
             del self._rows_held[row]
 
     def _drop(self, row: int, held: _Held, name: Hashable) -> None:
-        """The last copy is gone. What comes after the block keeps its place: the block may come back before it goes."""
+        """Drop the last copy. Blocks after it keep their places: the block may come back before they are dropped."""
         if name in held.unplaced:
             self._wait_no_more(held, name)
         place = held.places.pop(name, None)
@@ -177,7 +176,7 @@ class StoredBlocks(Holders):
             self.discard(row, place)
 
     def forget(self, row: int) -> None:
-        """The engine dropped everything, or is gone."""
+        """Drop all blocks of an engine that cleared its cache or was removed."""
         held = self._rows_held.pop(row, None)
         for place in () if held is None else held.places.values():
             if self._names.pop((row, place), None) is not None:

@@ -1,4 +1,4 @@
-"""What one request went through: an event for each verb that its program called."""
+"""The trace of one request: an event for each verb that its program called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tercet.protocol.trace import TraceEvent, VerbTrace
 class Trace(VerbTrace):
     """The events of one request, and the times (seconds) that its client saw.
 
-    ``decision`` is how its route was chosen, where :meth:`tercet.fleet.EngineFleet.route` chose it.
+    ``decision`` is the choice of its route, if :meth:`tercet.fleet.EngineFleet.route` made it.
     """
 
     ttft: float | None = None
@@ -35,11 +35,11 @@ class Trace(VerbTrace):
 
 
 class Tracing(NamedTuple):
-    """Where one request's engines say what they do.
+    """Record of what engines do for one request.
 
-    ``costs`` learn from it. ``on_generate`` is told of each generation that begins, ``on_failure`` which engine is to
-    blame for an error. ``calls_of`` are the calls in flight of an engine by its name: what is asked of an engine fails
-    once it, or the engine that it works for, is lost.
+    ``costs`` learn from it. ``on_generate`` is called with each generation that begins, ``on_failure`` returns the
+    engine to blame for an error. ``calls_of`` returns the calls in flight of an engine by its name: a call fails once
+    its engine, or the engine that it works for, is lost.
     """
 
     trace: Trace
@@ -50,7 +50,7 @@ class Tracing(NamedTuple):
 
 
 class TracedEngine:
-    """An :class:`~tercet.protocol.Engine` for one request, which is ``counted`` there; ``tracing`` is told of it."""
+    """An :class:`~tercet.protocol.Engine` for one request, ``counted`` there; records its calls in ``tracing``."""
 
     def __init__(self, member: Member, counted: Counted, tracing: Tracing) -> None:
         self._member = member
@@ -60,21 +60,21 @@ class TracedEngine:
         self.costs = tracing.costs
 
     def instead(self, member: Member) -> TracedEngine:
-        """Another engine for the same request, which is counted there once that begins to generate for it."""
+        """Another engine for the same request, which counts there once that engine starts to generate."""
         return TracedEngine(member, self._counted, self.tracing)
 
     def generates(self, generation: Generation) -> None:
-        """A generation begins here."""
+        """Record that a generation begins here."""
         self._counted.go_to(self._member)
         self.tracing.on_generate(generation)
 
     @property
     def calls(self) -> CallsInFlight:
-        """What waits for this engine."""
+        """Calls that wait for this engine."""
         return self._member.calls
 
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
-        """Blame who is at fault for an error of a call here: a push that ``receiver`` does not take is its failure."""
+        """Record a failed call and the engine to blame: ``receiver`` if it did not accept a push."""
         by_receiver = receiver if error.param == "kv_addr_info" else None
         self.tracing.on_failure(error.blames or by_receiver or self.name, error)
 
@@ -145,7 +145,7 @@ class TracedEngine:
         return stream
 
     def note(self, event: TraceEvent, started: float) -> None:
-        """Add an event that began then."""
+        """Add an event that began at ``started``."""
         event.seconds = self.costs.clock() - started
         self.tracing.trace.events.append(event)
 
@@ -159,8 +159,8 @@ class TracedEngine:
 class Generation:
     """One ``start_generate`` of an engine, as an observer of its stream.
 
-    ``request`` is what the engine was asked for, ``tokens`` are all of its output so far, with what there was before.
-    ``begun`` turns true with the engine's first output. Its start is noted in the trace, its failure told.
+    ``request`` is the engine's request, ``tokens`` are all output tokens so far, including those of earlier attempts.
+    ``begun`` turns true with the engine's first output. Its start is recorded in the trace, its failure reported.
     """
 
     def __init__(self, engine: TracedEngine, request: Request, output: Sequence[int], event: TraceEvent) -> None:
@@ -175,7 +175,7 @@ class Generation:
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV is in the engine for certain: 0 while it waits there, afterwards all but the last one's."""
+        """Tokens whose KV is certainly in the engine: 0 while it waits there, afterwards all except the last one's."""
         return self.request.num_tokens + len(self.tokens) - 1 if self.begun else 0
 
     def on_start(self, stream: OutputStream) -> None:

@@ -1,7 +1,7 @@
-"""Where Envoy carries the traffic: an endpoint picker that it asks for each request (external processing, gRPC).
+"""For traffic that Envoy carries: an endpoint picker that Envoy calls for each request (external processing, gRPC).
 
-:mod:`.exchange` speaks the protocol without I/O, :mod:`.endpoint_picker` decides, on the fleet's state and scheduling
-plugins, :mod:`.rendering` shows it a prompt's tokens, :mod:`.server` puts ``tercet epp`` together.
+:mod:`.exchange` implements the protocol without I/O, :mod:`.endpoint_picker` decides with the fleet's state and
+scheduling plugins, :mod:`.rendering` makes a prompt's tokens for it, :mod:`.server` puts ``tercet epp`` together.
 """
 
 from tercet.settings import PickerConfig
@@ -17,7 +17,7 @@ def require_usable(config: PickerConfig) -> None:
 
 
 def serve(config: PickerConfig) -> None:
-    """Run the endpoint picker until it is told to stop."""
+    """Run the endpoint picker until it is stopped."""
     from tercet.gateway.server import serve as serve_picker
 
     serve_picker(config)

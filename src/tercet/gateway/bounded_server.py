@@ -1,8 +1,7 @@
-"""aiohttp's server with bounds: a head of at most 64 KiB within 10 s, bodies that come at a pace, no silence.
+"""aiohttp's server with limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts.
 
-Relies on aiohttp's ``RequestHandler``: it feeds its parser in ``data_received``, and has the requests that it has
-parsed and not begun in ``_messages``, their number so far in ``_request_count``, the one under way in
-``_current_request``.
+Relies on aiohttp's ``RequestHandler``: it feeds its parser in ``data_received``, and keeps the parsed requests that
+have not begun in ``_messages``, their number so far in ``_request_count``, and the running one in ``_current_request``.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from tercet.protocol.error_forms import error_body
 from tercet.vllm_plugin.frontend.error_answers import breach_error, last_answer
 
 KEEPALIVE_SECONDS = 75.0
-"""For a connection between two requests; proxies keep theirs for a minute."""
+"""Idle time of a connection between two requests; proxies keep theirs for a minute."""
 LAST_SECONDS = 2.0
-"""For a refused client to read why; what it sends meanwhile is dropped."""
-# Of a header beside its name and value: ": " and the end of its line.
+"""Time for a refused client to read the error; what it sends in that time is dropped."""
+# Bytes of a header in addition to its name and value: ": " and the line end.
 BESIDE = 4
 
 
 class BoundedHandler(web.RequestHandler):
-    """Refuses heads that are too long or take too long, bodies that come too slowly, and connections without any."""
+    """Refuses heads that are too long or too slow, bodies that are too slow, and connections without a request."""
 
     __slots__ = ("_ending", "_incoming", "_payload", "_refused")
 
@@ -38,19 +37,19 @@ class BoundedHandler(web.RequestHandler):
         self._ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """aiohttp's."""
+        """Overrides aiohttp's method."""
         super().connection_made(transport)
         self._incoming = Incoming(self, deadlines_of_connections())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """aiohttp's."""
+        """Overrides aiohttp's method."""
         self._forget()
         if self._ending is not None:
             self._ending.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """aiohttp's, within the bounds."""
+        """Overrides aiohttp's method, and checks the limits."""
         incoming = self._incoming
         if incoming is None or not data:
             if not self._refused:
@@ -79,13 +78,13 @@ class BoundedHandler(web.RequestHandler):
         return 0 if self._payload is None else self._payload.total_bytes
 
     def is_held(self) -> bool:
-        """Whether this server has stopped reading, or answers a request before the one that comes now."""
+        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
         return (
             self._reading_paused or self._buffer_paused or (self._current_request is not None and self._payload is None)
         )
 
     def refuse(self, breach: Breach) -> None:
-        """Say why, where an answer can still be begun, and close the connection."""
+        """Send the reason, if an answer can still be begun, and close the connection."""
         self._refused = True
         self._forget()
         transport: Any = self.transport
@@ -99,7 +98,7 @@ class BoundedHandler(web.RequestHandler):
         if request is not None:
             transport.close()  # its handler is cancelled with the connection
             return
-        # Closed at once with bytes unread, the connection would be reset, and the answer lost on its way.
+        # Closed at once with unread bytes, the connection would be reset, and the answer lost.
         if transport.can_write_eof():
             transport.write_eof()
         self._ending = self._loop.call_later(LAST_SECONDS, transport.abort)
@@ -116,7 +115,7 @@ class _BoundedServer(web.Server):
 
 
 class BoundedRunner(web.AppRunner):
-    """Runs an application whose connections have bounds; ``kwargs`` are those of :class:`aiohttp.web.AppRunner`."""
+    """Runs an application whose connections have limits; ``kwargs`` are those of :class:`aiohttp.web.AppRunner`."""
 
     def __init__(self, app: web.Application, **kwargs: Any) -> None:
         app.middlewares.insert(0, _require_short_head)
@@ -135,7 +134,7 @@ class BoundedRunner(web.AppRunner):
 
 @web.middleware
 async def _require_short_head(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """aiohttp bounds each line of a head, and how many there are; this bounds all of them."""
+    """Limit the size of a whole head; aiohttp limits the size of a line and the number of lines."""
     size = len(request.path_qs) + sum(len(name) + len(value) + BESIDE for name, value in request.raw_headers)
     if size <= LONGEST_HEAD:
         return await handler(request)

@@ -1,4 +1,4 @@
-"""Which engines serve a request: the decision of ``tercet epp``, on the same plugins and state as the front door's."""
+"""The decision of ``tercet epp``: which engines serve a request, by the front door's plugins and state."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a request goes: ``decode`` addresses (``host:port``) in the order to try them, and who prefills, if so."""
+    """Destination: ``decode`` addresses (``host:port``) in the order to try them, and a prefill engine or None."""
 
     decode: Sequence[str]
     prefill: str = ""
 
 
 class EndpointPicker:
-    """Decides for one fleet. ``objectives`` are priorities by name; ``clock`` gives seconds that never go back."""
+    """Decides for one fleet. ``objectives`` are priorities by name; ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class EndpointPicker:
         self._addresses: dict[str, str] = {}
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
-        """The priorities of objectives from now on; those that the configuration names keep theirs."""
+        """Set the priorities of objectives; those that the configuration names keep theirs."""
         self.objectives = {**priorities, **self._told_priorities}
 
     def close(self, error: TercetError) -> None:
-        """What waits is refused with ``error``."""
+        """Refuse waiting requests with ``error``."""
         self._gate.close(error)
 
     async def pick(self, call: OpenAICall, among: Collection[str] | None = None) -> Endpoints:
-        """The endpoints of a call; ``among`` are the addresses that may be picked, all if not given.
+        """Pick the endpoints of a call; ``among`` are the addresses that may be picked, all if not given.
 
         Waits while no engine has room. Raises :class:`~tercet.protocol.EngineUnreachable` or
-        :class:`~tercet.protocol.RoleUnavailable` if nobody can serve it, :class:`~tercet.protocol.Saturated` if there
-        is too much to do.
+        :class:`~tercet.protocol.RoleUnavailable` if no engine can serve it, :class:`~tercet.protocol.Saturated` if the
+        fleet is at its limits.
         """
         if not call.generates:
             return self._choose(call, (), among)
@@ -99,7 +99,7 @@ class EndpointPicker:
             return self._choose(call, prompt, among, rendering)
 
     def _priority(self, call: OpenAICall) -> tuple[int, bool]:
-        """Lower comes in first; and whether the request is dropped rather than kept waiting."""
+        """Priority (lower is admitted first), and whether the request is dropped instead of waiting."""
         objective = call.objective
         importance = self.objectives.get(objective, 0) if objective is not None else 0
         return call.body.priority - importance, importance < 0
@@ -109,7 +109,7 @@ class EndpointPicker:
     def _choose(
         self, call: OpenAICall, prompt: Tokens, among: Collection[str] | None, rendering: float = 0.0
     ) -> Endpoints:
-        """The pick itself; making the ``prompt`` took ``rendering`` seconds."""
+        """Pick; making the ``prompt`` took ``rendering`` seconds."""
         began = time.perf_counter() - rendering
         names = self._named(among)
         request = _request(call, prompt, self._adapter_of(call))
@@ -124,7 +124,7 @@ class EndpointPicker:
         return Endpoints([self._address(member) for member in decoding], prefill)
 
     def _count(self, request: Request, decode: Member, cached: int, prefilling: Member | None) -> None:
-        """The request is on its way to these."""
+        """Count the request at its engines."""
         for member in (decode, prefilling):
             if member is not None:
                 self._load.picked(member, request.num_tokens)
@@ -136,7 +136,7 @@ class EndpointPicker:
     def _prefilling(
         self, request: Request, decode: Member, cached: int, names: Collection[str] | None
     ) -> Member | None:
-        """Who prefills for ``decode``, which has ``cached`` tokens; nobody, where that is not worth it or none may."""
+        """The engine that prefills for ``decode``, which has ``cached`` tokens; None if it does not pay."""
         costs = self._costs
         rule = costs.rule_for(decode) if costs is not None and costs.knows_enough else None
         try:
@@ -148,13 +148,13 @@ class EndpointPicker:
         return member if member is not decode else None
 
     def _adapter_of(self, call: OpenAICall) -> str | None:
-        """The LoRA adapter that is asked for by the model's name, if the fleet has one of that name."""
+        """The LoRA adapter that the model's name stands for, if the fleet has one of that name."""
         return call.body.model if call.body.model in self._fleet.adapters else None
 
     # ---- who may be picked -----------------------------------------------------------------------------------
 
     def _require_candidates(self, among: Collection[str] | None) -> None:
-        """Raises :class:`~tercet.protocol.EngineUnreachable` where waiting would not help."""
+        """Raise :class:`~tercet.protocol.EngineUnreachable` if no candidate exists, so that waiting would not help."""
         if among is None:
             self._fleet.require_answers()
         else:
@@ -176,7 +176,7 @@ class EndpointPicker:
         return address
 
     def _heard(self, name: str, load: EngineLoad) -> None:
-        """An engine has reported: if it has room, somebody who waits may come in."""
+        """Admit waiting requests if an engine that reported has room."""
         if self._costs is not None:
             self._costs.reported(name, load)
         if self._room.may_have_come(name):
@@ -184,7 +184,7 @@ class EndpointPicker:
 
 
 def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Room:
-    """By what the scheduling file says of it, or else the configuration."""
+    """The room by the scheduling file's limits, or else the configuration's."""
     told = fleet.scheduling.saturation
     if isinstance(told, ConcurrencyLimit):
         return RoomByConcurrency(fleet, told)
@@ -209,7 +209,7 @@ def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:
 
 
 def address_of(url: str) -> str:
-    """``host:port`` of an engine's URL, as Envoy's endpoints have it."""
+    """``host:port`` of an engine's URL, the form of Envoy's endpoints."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -217,7 +217,7 @@ def address_of(url: str) -> str:
 
 
 def _is_named(address: str, among: Collection[str]) -> bool:
-    """Whether an address is among them; one without a port stands for every port of it."""
+    """Whether an address is among them; one without a port stands for all its ports."""
     if address in among:
         return True
     host = address.rpartition(":")[0]

@@ -1,10 +1,10 @@
-"""One HTTP request as Envoy shows it by external processing, and what to answer: a state machine without I/O.
+"""One HTTP request as Envoy sends it by external processing, and the replies: a state machine without I/O.
 
-Envoy says in its first message how it sends bodies. With ``FULL_DUPLEX_STREAMED`` nothing is answered before the body's
-end; then the headers' answer comes, with the endpoints, and the body goes back as it came. With ``BUFFERED`` the
-headers are answered at once and the endpoints come with the body's answer. Where no body is shown before the headers
-have to go on (``NONE``, ``STREAMED``), headers alone decide. Answers of engines are left as they are. A proxy that only
-lets others watch (``observability_mode``) sends its request where it likes, and wants no answer: nothing is picked.
+Envoy's first message tells how it sends bodies. With ``FULL_DUPLEX_STREAMED`` there is no reply before the body's end;
+then the headers' reply is sent, with the endpoints, and the body goes back unchanged. With ``BUFFERED`` the headers are
+replied to at once and the endpoints come with the body's reply. If no body is shown before the headers must continue
+(``NONE``, ``STREAMED``), the headers alone decide. Engines' answers are not changed. A proxy that only observes
+(``observability_mode``) routes its request by itself, and expects no reply: nothing is picked.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
 DROPPED = "x-llm-d-request-dropped-reason"
 LONGEST_CHUNK = 62_000
-"""Bytes of body in one answer: Envoy refuses messages of more than 64 KiB."""
+"""Bytes of body in one reply: Envoy refuses messages of more than 64 KiB."""
 _OVERWRITE = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _DUPLEX, _BUFFERED = ProcessingMode.FULL_DUPLEX_STREAMED, (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
 
 
 class ExchangeBroken(Exception):
-    """Messages that no proxy sends, or not in this order."""
+    """Messages that a correct proxy does not send, or not in this order."""
 
 
 class Exchange:
-    """The messages of one request, of which at most ``max_bytes`` of body are taken.
+    """The messages of one request, of whose body at most ``max_bytes`` are accepted.
 
-    After :meth:`receive` has returned, ``call`` is what has to be picked for, if it is not None; ``candidates`` are the
-    addresses that may be picked, None for all. ``served_in`` tells, once its answer begins, the place of the endpoint
-    that served it.
+    After :meth:`receive`, ``call`` is the call that needs endpoints, or None; ``candidates`` are the addresses that may
+    be picked, None for all. Once the answer begins, ``served_in`` is the index of the endpoint that served it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -76,26 +75,23 @@ class Exchange:
 
     @property
     def path(self) -> str:
-        """What is asked for, without its query; empty before that is known."""
+        """Path of the request, without its query; empty before it is known."""
         return "" if self._headers is None else asked_path(self._headers)
 
     @property
     def holds(self) -> int:
-        """Bytes of the body that are kept to be given back."""
+        """Bytes of the body that are kept to be sent back."""
         return self._size if self._chunks else 0
 
     @property
     def awaits_pieces(self) -> bool:
-        """Whether the body has not ended, and comes in pieces as its client sends them."""
+        """Whether the body has not ended, and arrives in pieces."""
         return self._headers is not None and self._mode == _DUPLEX and not (self._is_whole or self._at_headers)
 
     # ---- what Envoy says -------------------------------------------------------------------------------------
 
     def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """What to answer at once.
-
-        Raises :class:`ExchangeBroken`, and :class:`~tercet.protocol.TercetError` for a request that is refused.
-        """
+        """Return the replies to send at once."""
         if message.observability_mode:
             return ()
         if self._mode is None:
@@ -128,7 +124,7 @@ class Exchange:
         if self._at_headers and self._mode != _DUPLEX:
             return [ProcessingResponse(request_body=BodyResponse(response=CommonResponse()))]
         if self._is_whole:
-            return ()  # Envoy may say twice that a body has ended
+            return ()  # Envoy may report a body's end twice
         body = message.request_body
         self._size += len(body.body)
         if self._size > self._max_bytes:
@@ -164,7 +160,7 @@ class Exchange:
         return [ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse()))]
 
     def _response_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Not asked for; Envoy waits for an answer where its configuration says so, and the body stays as it is."""
+        """Not requested; Envoy waits for a reply if configured so, and the body stays unchanged."""
         if self._answer_mode == _DUPLEX:
             body = message.response_body
             return list(_streamed("response_body", [body.body], body.end_of_stream))
@@ -174,14 +170,14 @@ class Exchange:
         return [ProcessingResponse(response_trailers=TrailersResponse())]
 
     def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes, which is all that is taken")
+        return RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes, the largest size accepted")
 
     # ---- what it is told -------------------------------------------------------------------------------------
 
     def picked(self, endpoints: Endpoints) -> Iterable[ProcessingResponse]:
-        """The call goes to these endpoints; the answers are made one by one, as they are sent."""
+        """Yield the replies that send the call to these endpoints, one by one."""
         self._endpoints, self.call = endpoints, None
-        chunks, self._chunks = self._chunks, []  # the stream goes on until an engine answers, and needs them no more
+        chunks, self._chunks = self._chunks, []  # the stream lasts until an engine answers, and no longer needs them
         common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
         metadata = Struct()
         metadata.get_or_create_struct(METADATA)[DESTINATION] = ",".join(endpoints.decode)
@@ -203,7 +199,7 @@ class Exchange:
 
 
 def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
-    """The answer to a request for ``path`` that is refused: the error JSON of its API, from Envoy itself."""
+    """The reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -235,7 +231,7 @@ def _set(headers: Mapping[str, str]) -> Sequence[HeaderValueOption]:
 
 
 def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:
-    """A body as it goes on: in pieces that Envoy takes, of which the last one says so if the body ``ends``."""
+    """A body in pieces that Envoy accepts; the last one is marked as the end if the body ``ends``."""
     places = [(chunk, start) for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)] or [(b"", 0)]
     for number, (chunk, start) in enumerate(places, 1):
         piece = _piece(chunk[start : start + LONGEST_CHUNK], ends and number == len(places))
@@ -251,7 +247,7 @@ def _piece(content: bytes, last: bool) -> BodyResponse:
 
 
 def headers_of(message: ProcessingRequest) -> dict[str, str]:
-    """The request's headers; of one that stands there twice, the values joined by commas."""
+    """The request's headers; values of a repeated header are joined by commas."""
     found: dict[str, str] = {}
     for header in message.request_headers.headers.headers:
         name, value = header.key.lower(), header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -260,9 +256,10 @@ def headers_of(message: ProcessingRequest) -> dict[str, str]:
 
 
 def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
-    """The endpoints that the proxy allows, as a list, joined by commas, or both; None where it does not say.
+    """The endpoints that the proxy allows, given as a list, joined by commas, or both; None if not given.
 
-    Empty, if what it says is neither: whoever limits requests and is not understood must not be passed over.
+    Empty if the metadata has an unexpected type: ignoring a restriction that cannot be parsed could route outside of
+    it.
     """
     given = _metadata(message, SUBSET_METADATA, SUBSET)
     if given is None:
@@ -272,7 +269,7 @@ def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
 
 
 def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[str] | None:
-    """A string or a list of some that the proxy says, empty for anything else; None where it is not there."""
+    """A string or a list of strings in the metadata; empty for another type, None if missing."""
     known = message.metadata_context.filter_metadata
     if namespace not in known:
         return None

@@ -1,4 +1,4 @@
-"""A prompt's tokens as its engine would see them: the checkpoint's chat template and tokenizer."""
+"""A prompt's tokens as its engine would make them: by the checkpoint's chat template and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tercet.protocol import BadRequest
 
 logger = logging.getLogger("tercet.gateway")
 MANY_MESSAGES = 64
-"""With more of them a thread fills in the template, while others are served."""
+"""With more messages, a thread fills in the template, while other requests are served."""
 MOST_RENDERING = 8
-"""So many prompts may be in that thread or wait for it; beyond that, they are estimated."""
+"""Most prompts in that thread or waiting for it; further prompts are estimated."""
 LONGEST_REASON = 300
 
 
 class CannotRender(Exception):
-    """This call's prompt is more than the text that is known of it."""
+    """This call's prompt has parts that cannot be rendered here."""
 
 
 def tokenizer_file(directory: Path) -> Path:
@@ -42,9 +42,9 @@ def tokenizer_file(directory: Path) -> Path:
 class ModelRenderer:
     """Tokens by the tokenizer and the chat template of a checkpoint in ``directory``.
 
-    ``budget`` and ``most_bytes`` as for :class:`~tercet.gateway.segments.SegmentTokenizer`. What cannot be rendered
-    (pictures, templates and tokenizers that fail, whatever they raise) gets stand-ins as a whole.
-    Raises :class:`~tercet.protocol.BadRequest` where there is no tokenizer.
+    ``budget`` and ``most_bytes`` as for :class:`~tercet.gateway.segments.SegmentTokenizer`. A prompt that cannot be
+    rendered (pictures, failing templates and tokenizers) gets stand-ins as a whole. Raises
+    :class:`~tercet.protocol.BadRequest` if there is no tokenizer.
     """
 
     def __init__(self, directory: Path, budget: int = 8 * SEGMENT, most_bytes: int = 128 * 2**20) -> None:
@@ -57,7 +57,7 @@ class ModelRenderer:
         self._told: set[str] = set()
 
     def close(self) -> None:
-        """Nothing is asked of it any more."""
+        """Close the tokenizer; there will be no more calls."""
         self.segments.close()
 
     async def tokens(self, call: OpenAICall) -> Tokens:
@@ -67,17 +67,17 @@ class ModelRenderer:
             return await self.segments.tokens(*await self._text_of(call))
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a template may raise anything, and a tokenizer's panics are no Exceptions
+        except BaseException as error:  # a template may raise anything, and a tokenizer's panics are not Exceptions
             self._say_once(str(error) or type(error).__name__)
             return estimated(call)
 
     async def _text_of(self, call: OpenAICall) -> tuple[str, bool]:
-        """As :meth:`_written`, by a thread where it may take its time."""
+        """As :meth:`_written`, in a thread if it may take long."""
         many = call.body.messages if call.body.messages is not None else call.body.input
         if many is None or isinstance(many, str) or len(many) <= MANY_MESSAGES:
             return self._written(call)
         if self._rendering >= MOST_RENDERING:
-            raise CannotRender("too many long conversations come at once")
+            raise CannotRender("too many long conversations at once")
         self._rendering += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(None, self._written, call)
@@ -85,7 +85,7 @@ class ModelRenderer:
             self._rendering -= 1
 
     def _written(self, call: OpenAICall) -> tuple[str, bool]:
-        """The prompt as the engine's own serving layer would write it, and whether special tokens are to be added."""
+        """The prompt as the engine's serving layer would write it, and whether special tokens are added."""
         body = call.body
         if body.messages is not None:
             return self._chat([_flat(message) for message in body.messages], call), False
@@ -112,9 +112,9 @@ class ModelRenderer:
 
 
 def _flat(message: object) -> Mapping[str, Any]:
-    """A message whose content is text, as chat templates take it."""
+    """A message whose content is text, as chat templates need it."""
     if not isinstance(message, Mapping):
-        raise CannotRender("a message that is no mapping")
+        raise CannotRender("a message that is not a mapping")
     fields = dict(cast("Mapping[str, Any]", message))
     content = fields.get("content")
     if isinstance(content, list):
@@ -126,14 +126,14 @@ def _flat(message: object) -> Mapping[str, Any]:
 
 
 def _token(declared: object) -> str:
-    """A special token as its configuration has it: a string, or a mapping with its content."""
+    """A special token in a configuration: a string, or a mapping with its content."""
     if isinstance(declared, Mapping):
         declared = cast("Mapping[str, object]", declared).get("content")
     return declared if isinstance(declared, str) else ""
 
 
 def _template_of(directory: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
-    """The checkpoint's chat template, in the environment that such templates are written for."""
+    """The checkpoint's chat template, in the environment that such templates expect."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.is_file() else config.get("chat_template")
     if not isinstance(source, str):

@@ -1,4 +1,4 @@
-"""What an endpoint picker needs of an OpenAI request, out of its headers and its body."""
+"""The parts of an OpenAI request's headers and body that an endpoint picker needs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from tercet.protocol.openai_routes import CHAT, COMPLETIONS, GENERATING, PREFILL
 from tercet.protocol.wire import field_of
 
 MOST_READ = 1024 * 1024
-"""Bytes of a body that is read; of a longer one the beginning stands for its prompt. While it is read others wait."""
+"""Largest body, in bytes, that is parsed; the beginning of a longer one stands for its prompt.
+
+Parsing delays others.
+"""
 MOST_NESTED = 20_000
-"""Lists and objects in a body that is read: each takes a hundred times as long as a letter."""
+"""Most lists and objects in a body that is parsed: each takes a hundred times as long as a letter."""
 Text = str | Sequence[Any] | None
 READ_STRICTLY = frozenset({COMPLETIONS, CHAT, RESPONSES})
-"""Routes whose bodies have the fields of :class:`OpenAIBody`; of others, what is found of them."""
+"""Routes whose bodies have the fields of :class:`OpenAIBody`; bodies of others are read as far as possible."""
 OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_HEADERS = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
 
 
 class OpenAIBody(msgspec.Struct, frozen=True):
-    """The fields of completions, chat and responses that say what is to be served; the others are the engine's."""
+    """The fields of completions, chat and responses that the picker needs; the engine reads the others."""
 
     model: str | None = None
     prompt: Text = None
@@ -43,7 +46,7 @@ class OpenAIBody(msgspec.Struct, frozen=True):
 
 
 class _OtherBody(msgspec.Struct, frozen=True):
-    """What bodies of other routes may say; only an engine knows whether it may."""
+    """Possible fields in bodies of other routes; only an engine knows which are valid."""
 
     model: Any = None
     prompt: Any = None
@@ -60,15 +63,15 @@ class _OtherBody(msgspec.Struct, frozen=True):
 
 NOTHING = OpenAIBody()
 _kinds: Mapping[str, Any] = {each.name: each.type for each in msgspec.structs.fields(OpenAIBody)}
-# What may be half of a surrogate pair, as JSON escapes it.
+# An escape that may be half of a surrogate pair.
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
 
 
 class OpenAICall(msgspec.Struct, frozen=True):
-    """One request: ``path`` without its query, ``headers`` in lower case, and what its body says; ``size`` in bytes.
+    """One request: ``path`` without its query, ``headers`` in lower case, and fields of its body; ``size`` in bytes.
 
-    ``opening`` is the beginning of a body that was not read since it is too long.
+    ``opening`` is the beginning of a body that is too long to parse.
     """
 
     path: str
@@ -84,24 +87,24 @@ class OpenAICall(msgspec.Struct, frozen=True):
 
     @property
     def may_split(self) -> bool:
-        """Whether an engine has its prompt prefilled by another one when it is asked to."""
+        """Whether an engine lets another one prefill its prompt when it is asked to."""
         return self.path.startswith(PREFILLED_BELOW)
 
     @property
     def max_tokens(self) -> int | None:
-        """The limit of its answer."""
+        """The limit of output tokens."""
         body = self.body
         return body.max_tokens or body.max_completion_tokens or body.max_output_tokens
 
     @property
     def objective(self) -> str | None:
-        """The name of what it is served for, which has a priority."""
+        """The name of the request's objective, which has a priority."""
         return self._header(OBJECTIVE_HEADERS)
 
     def fairness_id(self, others: Sequence[str] = ()) -> str:
-        """Whom it shares its turns with while requests wait; empty for nobody in particular.
+        """The flow of the request, for turns between waiting requests; empty without one.
 
-        ``others`` are headers that say it where the usual ones do not.
+        ``others`` are headers that name it if the usual ones do not.
         """
         return self._header((*FAIRNESS_HEADERS, *others)) or ""
 
@@ -110,9 +113,9 @@ class OpenAICall(msgspec.Struct, frozen=True):
 
 
 def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
-    """The call; ``body`` is None where it is not shown.
+    """Return the call; ``body`` is None if it is not shown.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would take.
+    Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would accept.
     """
     path = asked_path(headers)
     if body is None or path not in GENERATING or headers.get(":method") != "POST":
@@ -123,18 +126,18 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
     if path not in READ_STRICTLY:
         return _other_call(path, headers, text, len(body))
     if not (text.isascii() or _is_utf8(text)) or _ESCAPED_HALF.search(text):
-        read_json(text)  # fields that are not read here are the engine's, for which text that is none is no text either
+        read_json(text)  # names the field of invalid text, also in fields that only the engine reads
     try:
         return OpenAICall(path, headers, _decode(text), len(body))
     except UNREADABLE as error:
-        read_json(text)  # it says what is wrong with what is no JSON, or names the field of text that is none
+        read_json(text)  # explains invalid JSON, or names the field of invalid text
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}the request's body is not one of {path}: {error}", field) from error
 
 
 def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -> OpenAICall:
-    """A call in a form of its own: its engine says what is wrong with it, and its text stands for its prompt."""
+    """A call in another form: its engine checks it, and its text stands for its prompt."""
     try:
         said = msgspec.json.decode(text, type=_OtherBody)
     except UNREADABLE:
@@ -161,7 +164,7 @@ def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -
 
 
 def _with_system(messages: Any, system: Any) -> Any:
-    """The messages with what Anthropic's API says apart from them."""
+    """The messages, with the system prompt that Anthropic's API has in a separate field."""
     if not system or not isinstance(messages, list):
         return messages
     return [{"role": "system", "content": system}, *cast("list[Any]", messages)]
@@ -176,7 +179,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
-    """A call whose body, of ``size`` bytes, is longer than what is read."""
+    """A call whose body, of ``size`` bytes, is too long to parse."""
     opening, missing = list[bytes](), MOST_READ
     for chunk in chunks:
         if missing <= 0:
@@ -187,5 +190,5 @@ def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) 
 
 
 def asked_path(headers: Mapping[str, str]) -> str:
-    """What is asked for: decoded, and without its query."""
+    """The requested path: decoded, and without its query."""
     return path_of(headers.get(":path", ""))

@@ -1,4 +1,4 @@
-"""What an endpoint picker counts: by llm-d's names and the Gateway API Inference Extension's, where they exist."""
+"""Metrics of an endpoint picker, with names of llm-d and the Gateway API Inference Extension where they exist."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MOST_MODELS, LONGEST_MODEL = 64, 256
-"""Clients choose the names of models in their requests; so many are counted by name, up to that many characters."""
+"""Clients choose the model names in their requests: most names that are counted, and most characters of one."""
 OTHER_MODELS = "other"
 
 
 @dataclass(frozen=True)
 class _OfModel:
-    """The counters of one model's requests; decisions by whether they are ``split`` or ``whole``."""
+    """The counters of one model's requests; decisions are ``split`` or ``whole``."""
 
     requests: Counter
     sizes: Histogram
@@ -34,7 +34,7 @@ class _OfModel:
 
 
 class PickerMetrics:
-    """Counters of decisions; ``registry`` is what ``/metrics`` shows. Times are in seconds."""
+    """Counters of decisions; ``registry`` is shown at ``/metrics``. Times are in seconds."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = own = CollectorRegistry() if registry is None else registry
@@ -95,15 +95,15 @@ class PickerMetrics:
         self._errors.labels(str(status)).inc()
 
     def served(self, place: int | None) -> None:
-        """An answer began: from the endpoint in that place of the list, or from another one."""
+        """An answer began: from the endpoint at that index of the list, or from another one."""
         self._served.labels("other" if place is None else "first" if place == 0 else "fallback").inc()
 
     def admission(self, in_flight: int, queued: int) -> None:
-        """So many requests wait."""
+        """Set the number of waiting requests."""
         self._queued.set(queued)
 
     def _counted_as(self, model: str) -> _OfModel:
-        """Looking its counters up costs more than counting."""
+        """A cache of counters: looking them up costs more than counting."""
         found = self._models.get(model)
         if found is None:
             known = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL
@@ -122,7 +122,7 @@ class PickerMetrics:
 
 
 class PoolCollector(Collector):
-    """What engines report, averaged over the pool ``name``; read when somebody asks."""
+    """Engines' reports, averaged over the pool ``name``; collected when metrics are read."""
 
     def __init__(self, fleet: EngineFleet, name: str) -> None:
         self._fleet = fleet
@@ -157,5 +157,5 @@ class PoolCollector(Collector):
         yield queues
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry need not ask at registration."""
+        """Describe no metrics: the registry need not collect at registration."""
         return ()

@@ -1,7 +1,7 @@
-"""A prompt's tokens without an engine: an estimate by characters here, as the model's in :mod:`.model_renderer`.
+"""A prompt's tokens without an engine: an estimate by characters here, the model's tokens in :mod:`.model_renderer`.
 
-What comes out names blocks of a prefix index, and says how long a prompt is; nothing is ever generated from it. So it
-may be off, at the cost of a worse pick.
+The result names blocks of a prefix index, and tells how long a prompt is; nothing is generated from it. So an error
+only costs a worse pick.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from tercet.gateway.openai_call import OpenAICall
 
 CHARACTERS_PER_TOKEN = 4
 MOST_TOLD, MOST_TOKENS = 131_072, 262_144
-"""Of a prompt, tokens that are told apart, and tokens that are counted: what is behind them costs nothing."""
+"""Tokens of a prompt that are distinguished, and tokens that are counted: the rest costs nothing."""
 MOST_PARTS = 4096
-"""Messages and parts of messages that are read for an estimate."""
+"""Most messages and parts of messages that are read for an estimate."""
 Tokens = tuple[int, ...]
 
 
 class Renderer(Protocol):
-    """Makes tokens of calls. Waits for nothing but its own work, and stops no other request for more than moments."""
+    """Makes tokens of calls. Must not wait for anything else, nor block other requests for more than moments."""
 
     async def tokens(self, call: OpenAICall) -> Tokens:
-        """The prompt's tokens, or as many stand-ins as there are about; none where the call has no prompt."""
+        """The prompt's tokens, or about as many stand-ins; none if the call has no prompt."""
         ...
 
     def close(self) -> None:
-        """Nothing is asked of it any more."""
+        """Release resources; there will be no more calls."""
         ...
 
 
 class ByCharacters:
-    """Four bytes of text are a token, whose number they are: equal prompts are equal, and their length is about right.
+    """Each four bytes of text are a token, whose number they are: equal prompts are equal, and lengths are about right.
 
-    Such tokens match nothing that engines say they hold, only what was routed where.
+    Such tokens match nothing that engines report, only prompts that were routed before.
     """
 
     async def tokens(self, call: OpenAICall) -> Tokens:
         return estimated(call)
 
     def close(self) -> None:
-        """It has nothing."""
+        """There is nothing to release."""
 
 
 def estimated(call: OpenAICall) -> Tokens:
-    """A call's tokens if it says them, and stand-ins for its text if not."""
+    """A call's token ids if it has them, else stand-ins for its text."""
     if call.opening:
         return stand_ins(call.opening, call.size)
     body = call.body
@@ -57,14 +57,14 @@ def estimated(call: OpenAICall) -> Tokens:
 
 
 def stand_ins(data: bytes, size: int | None = None) -> Tokens:
-    """Numbers for a text of which no tokens are known; ``data`` is its beginning if it has ``size`` bytes."""
+    """Numbers for a text without known tokens; ``data`` is its beginning if it has ``size`` bytes."""
     told = min(len(data) // CHARACTERS_PER_TOKEN, MOST_TOLD)
     counted = min((len(data) if size is None else size) // CHARACTERS_PER_TOKEN, MOST_TOKENS)
     return unpack_from(f"<{told}I", data) + (0,) * (counted - told)
 
 
 def token_ids(given: object) -> Tokens | None:
-    """A prompt that is given as token ids; None if it is not."""
+    """A prompt given as token ids; None if it is not."""
     if not isinstance(given, list) or not given or type(cast("list[Any]", given)[0]) is not int:
         return None
     items = cast("list[Any]", given)
@@ -76,7 +76,7 @@ def token_ids(given: object) -> Tokens | None:
 
 
 def plain_text(call: OpenAICall) -> str:
-    """A call's text, in its order."""
+    """A call's text, in order."""
     body = call.body
     if body.messages is not None:
         return "\n".join(_texts(body.messages))
@@ -85,7 +85,7 @@ def plain_text(call: OpenAICall) -> str:
 
 
 def _texts(content: object) -> Iterator[str]:
-    """The strings in nested strings, parts, messages and lists of these; what is none of them is nothing."""
+    """The strings in nested strings, parts, messages and lists of these; other types are ignored."""
     left, stack = MOST_PARTS, [content]
     while stack and left:
         left -= 1

@@ -1,4 +1,4 @@
-"""What runs on each engine, for a picker that sees no answer end: what engines report, and what they lack yet."""
+"""Load of each engine for a picker that does not see answers end: reports, plus recent picks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineLoad, UnknownEngine
 
 UNTIL_COUNTED = 0.3
-"""Seconds from a pick until the engine's reports have it: the way through Envoy, the queue, and a report's own pace."""
+"""Seconds from a pick until the engine's reports include it: way through Envoy, queue, and report interval."""
 
 UNKNOWN_ROOM = 2**31
-"""The room of an engine that has not said how busy it is."""
+"""The room of an engine without a report."""
 
 
 @dataclass
 class _Recent:
-    """Picks of one engine that its reports may lack, with their times and prompt tokens; and what it reported last."""
+    """Recent picks of one engine that its reports may lack, with times and prompt tokens; and its last report."""
 
     picks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
     requests: int = 0
@@ -28,10 +28,11 @@ class _Recent:
 
 
 class ReportedLoad:
-    """Keeps the counts of the fleet's members: ``in_flight`` is what an engine reports plus what was picked just now.
+    """Sets the counts of the fleet's members: ``in_flight`` is what an engine reports plus recent picks.
 
-    So several pickers that share nothing see each other's requests in the engines' reports. ``on_news`` is called
-    with an engine's name and report after each of them. ``until_counted`` are seconds from a pick until they have it.
+    So several pickers that share nothing see each other's requests in the engines' reports. ``on_news`` is called with
+    an engine's name and report after each report. ``until_counted`` is the number of seconds from a pick until reports
+    include it.
     """
 
     def __init__(self, fleet: EngineFleet, clock: Callable[[], float], until_counted: float = UNTIL_COUNTED) -> None:
@@ -43,13 +44,13 @@ class ReportedLoad:
         fleet.on_report = self.reported
 
     def picked(self, member: Member, tokens: int) -> None:
-        """A request with a prompt of so many tokens is on its way to the engine."""
+        """Record that a request with ``tokens`` of prompt was sent to the engine."""
         recent = self._recent_of(member.name)
         recent.picks.append((self._clock(), tokens))
         self._count(member, recent)
 
     def reported(self, name: str, load: EngineLoad) -> None:
-        """An engine said how busy it is."""
+        """Record an engine's load report."""
         try:
             member = self._fleet.member(name)
         except UnknownEngine:  # it has just left
@@ -63,7 +64,7 @@ class ReportedLoad:
 
     def _recent_of(self, name: str) -> _Recent:
         found = self._recent.get(name)
-        if found is None:  # with one that comes, those are forgotten that have left
+        if found is None:  # when an engine joins, drop the data of those that left
             here = {member.name for member in self._fleet.members}
             self._recent = {known: recent for known, recent in self._recent.items() if known in here}
             found = self._recent[name] = _Recent()
@@ -74,11 +75,11 @@ class ReportedLoad:
         while picks and picks[0][0] < oldest:
             picks.popleft()
         requests, tokens = recent.requests + len(picks), recent.tokens + sum(tokens for _, tokens in picks)
-        if (requests, tokens) != (member.in_flight, member.in_flight_tokens):  # most reports say what was known
+        if (requests, tokens) != (member.in_flight, member.in_flight_tokens):  # most reports change nothing
             member.in_flight, member.in_flight_tokens = requests, tokens
 
     def room(self, name: str, max_waiting: int, max_kv_usage: float) -> int:
-        """How many more requests may wait on an engine; none while more of its KV cache is used."""
+        """How many more requests may wait on an engine; none while its KV cache is used above the limit."""
         recent = self._recent.get(name)
         if recent is None or recent.waiting is None:
             return UNKNOWN_ROOM

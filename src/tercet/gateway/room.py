@@ -1,7 +1,7 @@
-"""For how many more requests engines have room, by what they say and what was picked for them since.
+"""How many more requests engines have room for, by their reports and the picks since then.
 
-By each engine's queue and KV cache, or by how much all of them run together, as llm-d's ``utilization-detector`` and
-``concurrency-detector`` tell it.
+By each engine's queue and KV cache, or by the work of all engines together, as in llm-d's ``utilization-detector`` and
+``concurrency-detector``.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from tercet.gateway.reported_load import UNKNOWN_ROOM, ReportedLoad
 from tercet.scheduling import ConcurrencyLimit, Saturation
 
 ENOUGH_ROOM = 8
-"""So many may hold a place at once; it is given back as soon as the pick is made."""
+"""Most requests that hold a slot at a time; a slot is given back as soon as the pick is made."""
 
 
 class Room(Protocol):
-    """For how many more requests there is room."""
+    """Room for further requests."""
 
     def left(self) -> int:
-        """Anything above 0 for who wants to know whether there is any; more where nobody can be asked."""
+        """Number of further requests; any positive number means room, and without engines it is large."""
         ...
 
     def may_have_come(self, name: str) -> bool:
-        """Whether there may be some, now that the engine of this name has reported."""
+        """Whether there may be room now, after a report of this engine."""
         ...
 
 
 @dataclass(frozen=True)
 class RoomByUtilization:
-    """Engines that decode have room by the thresholds of ``limit``, each by itself."""
+    """Each decode engine has room while it is below the thresholds of ``limit``."""
 
     fleet: EngineFleet
     load: ReportedLoad
     limit: Saturation
 
     def left(self) -> int:
-        """What is more than enough for all that may hold a place is not counted to its end."""
+        """Counting stops at a number that is enough for all slots."""
         room, nobody = 0, True
         for member in self.fleet.open:
             if member.reachable and member.role != "prefill":
@@ -46,7 +46,8 @@ class RoomByUtilization:
                 room += self._on(member.name)
                 if room >= ENOUGH_ROOM:
                     return room
-        return UNKNOWN_ROOM if nobody else room  # the pick says that there is nobody, or takes others
+        # without an engine, the pick raises the error, or takes one of another role
+        return UNKNOWN_ROOM if nobody else room
 
     def may_have_come(self, name: str) -> bool:
         return self._on(name) > 0
@@ -57,7 +58,7 @@ class RoomByUtilization:
 
 @dataclass(frozen=True)
 class RoomByConcurrency:
-    """All engines that answer have room together, for as much as each may run by ``limit``."""
+    """All engines that answer have room together, by what each may run by ``limit``."""
 
     fleet: EngineFleet
     limit: ConcurrencyLimit
@@ -65,12 +66,12 @@ class RoomByConcurrency:
     def left(self) -> int:
         able = [member for member in self.fleet.open if member.reachable]
         if not able:
-            return UNKNOWN_ROOM  # the pick says that there is nobody
+            return UNKNOWN_ROOM  # without an engine, the pick raises the error
         limit = self.limit
         if limit.concurrency_mode == "requests":
             return max(0, len(able) * limit.max_concurrency - sum(member.in_flight for member in able))
         used = self._tokens_used(able) if limit.concurrency_mode == "tokens" else self._used(able)
-        return ENOUGH_ROOM if used < 1 else 0  # how long the next ones are is not known
+        return ENOUGH_ROOM if used < 1 else 0  # how long the next requests are is not known
 
     def may_have_come(self, name: str) -> bool:
         return True
@@ -79,7 +80,7 @@ class RoomByConcurrency:
         return sum(member.in_flight_tokens for member in able) / (len(able) * self.limit.max_token_concurrency)
 
     def _used(self, able: list[Member]) -> float:
-        """Of each the scarcer one of both counts."""
+        """The used share, averaged over engines; for each engine the larger one of both counts."""
         limit = self.limit
         shares = [
             max(member.in_flight / limit.max_concurrency, member.in_flight_tokens / limit.max_token_concurrency)

@@ -1,4 +1,4 @@
-"""Text to tokens by segments that are remembered, so that a conversation costs only what is new of it."""
+"""Tokenizes text in segments that are cached, so that only the new part of a conversation costs time."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tercet.gateway.rendering import Tokens, stand_ins
 
 logger = logging.getLogger("tercet.gateway")
 SEGMENT = 2048
-"""Characters that are tokenized, and remembered, together."""
+"""Characters that are tokenized, and cached, together."""
 AT_ONCE = 2 * SEGMENT
-"""New characters that are tokenized on the spot; for more, a thread does it while others are served."""
+"""New characters that are tokenized at once; a thread tokenizes more, while other requests are served."""
 MOST_PENDING = 64 * SEGMENT
 """Characters that may wait for the thread; beyond that, prompts are estimated."""
 MOST_UNLEARNED = 2048 * SEGMENT
-"""Characters that wait to be tokenized when there is time; the oldest are forgotten first."""
+"""Characters that wait to be tokenized later; the oldest are dropped first."""
 LEARNED_TOGETHER = 2
 PAUSE_SECONDS = 0.002
 COSTS = 320
-"""Bytes of a remembered segment beside its text and its tokens: the objects that hold them."""
+"""Bytes of a cached segment in addition to its text and its tokens: the objects that hold them."""
 NICENESS = 10
 Segment = tuple[str, bool]
-"""A text, and whether special tokens are to be added."""
+"""A text, and whether special tokens are added."""
 
 
 class SegmentTokenizer:
-    """Tokens of texts, of each about ``budget`` new characters at once; the rest gets stand-ins, and is learned later.
+    """Tokens of texts, about ``budget`` new characters of each at once; the rest gets stand-ins until later.
 
-    Segments take at most ``most_bytes`` bytes; those that came up the longest ago are forgotten first.
+    Segments take at most ``most_bytes`` bytes; the least recently used are dropped first.
     """
 
     def __init__(self, tokenizer: Tokenizer, budget: int, most_bytes: int) -> None:
@@ -45,7 +45,7 @@ class SegmentTokenizer:
         self._budget = budget
         self._most_bytes = most_bytes
         self._seen: OrderedDict[Segment, Tokens] = OrderedDict()
-        # One object for each token id, whatever number of segments has it: a token takes 8 bytes in each of them.
+        # One object for each token id, shared by all segments: a token takes 8 bytes in each of them.
         self._ids = list(range(tokenizer.get_vocab_size() + 1))
         self._pending = 0
         self._urgent = ThreadPoolExecutor(1, "tokens")
@@ -54,14 +54,14 @@ class SegmentTokenizer:
         self._learning: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Nothing is learned any more."""
+        """Stop tokenizing in the background."""
         if self._learning is not None:
             self._learning.cancel()
         self._urgent.shutdown(wait=False, cancel_futures=True)
         self._patient.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(self, text: str, add_special_tokens: bool) -> Tokens:
-        """The text's tokens."""
+        """Return the text's tokens."""
         segments = list(_segments(text, add_special_tokens))
         known = [self._recall(segment) for segment in segments]
         new = [segment for segment, tokens in zip(segments, known, strict=True) if tokens is None]
@@ -83,7 +83,7 @@ class SegmentTokenizer:
     # ---- tokenizing ------------------------------------------------------------------------------------------
 
     async def _encoded(self, segments: Sequence[Segment]) -> Sequence[Tokens | None]:
-        """Their tokens; None for those that there is no time for now."""
+        """Tokens of the segments; None for segments without time now."""
         characters = sum(len(text) for text, _ in segments)
         if characters <= AT_ONCE:
             return self._remembered(segments, self._encode(segments))
@@ -114,14 +114,14 @@ class SegmentTokenizer:
     async def _learn(self) -> None:
         loop = asyncio.get_running_loop()
         while self._unlearned:
-            while self._pending:  # what somebody waits for goes first  # noqa: ASYNC110
+            while self._pending:  # requests that wait go first # noqa: ASYNC110
                 await asyncio.sleep(PAUSE_SECONDS)
             some = [self._unlearned.popleft() for _ in range(min(LEARNED_TOGETHER, len(self._unlearned)))]
             missing = [segment for segment in dict.fromkeys(some) if segment not in self._seen]
             if missing:
                 try:
                     self._remembered(missing, await loop.run_in_executor(self._patient, self._encode, missing))
-                except Exception:  # what a tokenizer raises is its own; those that ask get the same, and are estimated
+                except Exception:  # a tokenizer may raise anything; all that wait get the error, and are estimated
                     logger.exception("a part of a prompt cannot be tokenized")
 
     # ---- remembering -----------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class SegmentTokenizer:
         return made
 
     def _shared(self, ids: Sequence[int]) -> Tokens:
-        """The same numbers, as the objects that others use already."""
+        """The same numbers, as the shared objects."""
         if len(ids) < 2 or max(ids) >= len(self._ids):
             return tuple(ids)
         return itemgetter(*ids)(self._ids)
@@ -163,7 +163,7 @@ def _segments(text: str, add_special_tokens: bool) -> Iterator[Segment]:
 
 
 def _segment_end(text: str, start: int) -> int:
-    """Where a segment ends: before the last blank in it, where tokenizers cut anyhow. It depends on what is before."""
+    """End of a segment: before its last blank, where tokenizers cut anyway. It depends on the text before only."""
     end = start + SEGMENT
     if end >= len(text):
         return len(text)
@@ -172,7 +172,7 @@ def _segment_end(text: str, start: int) -> int:
 
 
 def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Tokens:
-    """The tokens as far as all are known, and stand-ins for the rest."""
+    """The tokens up to the first unknown segment, and stand-ins for the rest."""
     tokens: list[int] = []
     for place, found in enumerate(known):
         if found is None:
@@ -183,5 +183,5 @@ def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Toke
 
 
 def _be_nice() -> None:
-    """Of a thread: what others wait for goes first."""
+    """Lower the thread's priority: requests that wait go first."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,4 +1,4 @@
-"""The certificate that a picker or a sidecar shows, read anew when its files are other ones."""
+"""The certificate of a picker or a sidecar, reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger("tercet.gateway")
 
 
 class ServedCertificate:
-    """A certificate and its key, in files that whoever issues them replaces before they expire.
+    """A certificate and its key, in files that their issuer replaces before they expire.
 
-    They are looked at with each handshake. A pair of files that cannot be used, such as a new certificate with the key
-    of the one before, is passed over until it is another one: connections show what was good last. One server at a
-    time. Raises :class:`~tercet.protocol.BadRequest` if it cannot be used from the beginning.
+    The files are checked at each handshake. A pair that cannot be used, such as a new certificate with the old key, is
+    ignored until it changes: connections get the last valid pair. For one server at a time. Raises
+    :class:`~tercet.protocol.BadRequest` if the first pair cannot be used.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
@@ -30,13 +30,13 @@ class ServedCertificate:
             raise BadRequest(f"tls-cert: {certificate} and {key} cannot be used: {error}", "tls-cert") from error
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server's port; gRPC asks in threads of its own, and of None knows that nothing has changed."""
+        """Credentials of a gRPC server's port; gRPC calls back in its threads, where None means no change."""
         return grpc.dynamic_ssl_server_credentials(self._pair(), self._renewed_pair, False)  # pyright: ignore[reportArgumentType]
 
     def context(self) -> ssl.SSLContext:
-        """For any other server."""
+        """TLS context of any other server."""
         door = self._read()
-        door.sni_callback = self._shown  # asked with every handshake, whether or not a name is said
+        door.sni_callback = self._shown  # called at every handshake, with or without a server name
         return door
 
     def _renewed_pair(self) -> grpc.ServerCertificateConfiguration | None:
@@ -47,7 +47,7 @@ class ServedCertificate:
         connection.context = self._context
 
     def _renewed(self) -> bool:
-        """Whether another pair is to be shown from now on."""
+        """Whether another pair must be shown from now on."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:
@@ -55,9 +55,11 @@ class ServedCertificate:
             self._seen = stamp
             self._context = self._read()
         except (OSError, ssl.SSLError) as error:
-            logger.warning("the certificate in %s is not taken, the one before is shown: %s", self._files[0], error)
+            logger.warning(
+                "the new certificate in %s cannot be used, the previous one stays in use: %s", self._files[0], error
+            )
             return False
-        logger.info("the certificate in %s is another one, and shown from now on", self._files[0])
+        logger.info("the certificate in %s has changed, and is in use from now on", self._files[0])
         return True
 
     def _stamp(self) -> object:
@@ -68,7 +70,7 @@ class ServedCertificate:
         return grpc.ssl_server_certificate_configuration([(key.read_bytes(), certificate.read_bytes())])
 
     def _read(self) -> ssl.SSLContext:
-        """Also before gRPC is given the files: it takes whatever it is given, and fails at handshakes."""
+        """Load the pair; also checks it for gRPC, which accepts any files and fails at handshakes."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self._files, password="")
         return context

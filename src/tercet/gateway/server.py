@@ -49,7 +49,7 @@ from tercet.streams import StreamListener
 logger = logging.getLogger("tercet.gateway")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
-# Beside a body that was buffered there are headers and metadata in a message.
+# A message with a buffered body also has headers and metadata, of at most this size.
 BESIDE_BODY = 1024 * 1024
 CONNECTIONS = [
     ("grpc.so_reuseport", 0),
@@ -59,15 +59,15 @@ CONNECTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
-"""A proxy's connection stays for as long as the proxy answers pings; one that never says that it is gRPC does not."""
+"""A proxy's connection stays open while the proxy answers pings; a connection that never speaks gRPC is closed."""
 READINGS_UNTIL_STALE = 5
 READY_SECONDS = 10.0
-"""Without an answer of any engine, until it says that it is ready: what it knows by then is what there is."""
+"""Without an answer of any engine, seconds until the picker is ready: by then it knows what it can know."""
 LOOK_SECONDS = 0.1
 SWITCH_SECONDS = 0.001
-"""How long requests wait for a thread that prepares another one's prompt in Python."""
+"""How long requests wait for a thread that prepares another request's prompt in Python."""
 LAST_SECONDS = 1.0
-"""For streams that are open when it ends; what Envoy still waits for then it treats as a failure of the picker."""
+"""Time for streams that are open at the end; after it Envoy treats them as failures of the picker."""
 
 
 def serve(config: PickerConfig) -> None:
@@ -75,7 +75,7 @@ def serve(config: PickerConfig) -> None:
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format)
-    # A segment is tokenized by the thread that was asked to, at its own priority, and not by one per core.
+    # A segment is tokenized by one thread at that thread's priority, and not by one thread per core.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(20_000, 50, 50)  # requests make thousands of objects, few of them in cycles
@@ -86,7 +86,7 @@ async def _serve(config: PickerConfig) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with signals_to(stopped.set, hurried.set):
         async with fleet_of(config) as fleet, picking(fleet, config) as server:
-            logger.info("picks on port %d, /metrics on port %d", server.port, server.metrics_port)
+            logger.info("listening for Envoy on port %d, /metrics on port %d", server.port, server.metrics_port)
             await stopped.wait()
             await server.drain(config.shutdown_timeout_s, hurried)
 
@@ -103,7 +103,7 @@ def require_usable(config: PickerConfig) -> None:
 
 @asynccontextmanager
 async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
-    """The engines, followed while entered; they are picked once they have answered."""
+    """Follow the engines while entered; they are picked once they have answered."""
     fleet = EngineFleet(
         (),
         scheduling=scheduling_of(config),
@@ -130,7 +130,7 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
 
 
 def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig) -> Connect:
-    """How engines say what they do: by themselves, or when they are read."""
+    """How engines' loads arrive: as reports, or by scraping."""
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     if config.load_from == "metrics":
         return scraping(fleet, config.metrics_interval_s, config.kv_events_port, tls)
@@ -138,18 +138,21 @@ def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig)
 
 
 def scheduling_of(config: PickerConfig) -> Scheduling:
-    """The file's, or the built-in one. Raises :class:`~tercet.protocol.BadRequest` where no profile serves a role."""
+    """The scheduling of the file, or the built-in one.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a missing profile.
+    """
     if config.scheduling is None:
         with resources.as_file(resources.files("tercet.gateway") / "default.yaml") as file:
             return load_scheduling(file)
     found = load_scheduling(Path(config.scheduling).expanduser())
     if "decode" not in found.by_role:
-        raise BadRequest("scheduling: several profiles need a profile handler, which says what each is for", "plugins")
+        raise BadRequest("scheduling: several profiles need a profile handler, which assigns them to roles", "plugins")
     return found
 
 
 def renderer_of(config: PickerConfig) -> Renderer:
-    """By the model that is named, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Renderer by the configured model, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
     if config.render_model is None:
         return ByCharacters()
     return ModelRenderer(Path(config.render_model).expanduser(), config.render_budget, config.render_cache_bytes)
@@ -157,7 +160,7 @@ def renderer_of(config: PickerConfig) -> Renderer:
 
 @dataclass
 class PickerServer:
-    """A picker that serves: its ports, and its end."""
+    """A serving picker: its ports, and its shutdown."""
 
     port: int
     metrics_port: int
@@ -166,7 +169,7 @@ class PickerServer:
     _starting: asyncio.Task[None]
 
     async def drain(self, seconds: float, hurried: asyncio.Event) -> None:
-        """Be not ready for so many seconds, so that Envoy asks others, and still pick; or until ``hurried`` is set."""
+        """Report not ready for ``seconds`` or until ``hurried``, so that Envoy uses other pickers; picks continue."""
         self._starting.cancel()
         await _say(self._health, READY_NAMES, HealthCheckResponse.NOT_SERVING)
         try:
@@ -179,7 +182,7 @@ class PickerServer:
 
 @asynccontextmanager
 async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[PickerServer]:
-    """Serve while entered. Raises :class:`~tercet.protocol.BadRequest` for a port that is taken."""
+    """Serve while entered. Raises :class:`~tercet.protocol.BadRequest` for a port in use."""
     metrics = PickerMetrics()
     metrics.registry.register(PoolCollector(fleet, config.pool))
     metrics.registry.register(EngineCollector(fleet))
@@ -217,7 +220,7 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
 
 
 async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
-    """Say that it is ready once an engine has answered; later, when none does, its own 503 says so."""
+    """Report ready once an engine has answered, or after a while: then 503 answers tell that none does."""
     try:
         async with asyncio.timeout(READY_SECONDS):
             while not fleet.answers:  # noqa: ASYNC110 - told by several ways, and only this once of interest
@@ -233,7 +236,7 @@ async def _say(told: health.HealthServicer, names: Sequence[str], status: int) -
 
 
 def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.aio.Server | None:
-    """The same health on a port of its own, without TLS, which kubelets cannot speak; None where none is wanted."""
+    """Health service on a separate port without TLS, which kubelets cannot use; None if it is not configured."""
     if config.grpc_health_port is None:
         return None
     server = grpc.aio.server(options=CONNECTIONS)
@@ -242,7 +245,7 @@ def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.ai
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:
-        raise BadRequest(f"grpc-health-port: nothing can listen on {address}", "grpc-health-port") from error
+        raise BadRequest(f"grpc-health-port: cannot listen on {address}", "grpc-health-port") from error
     return server
 
 
@@ -254,7 +257,7 @@ def _listen(server: grpc.aio.Server, config: PickerConfig) -> int:
         shown = ServedCertificate(Path(config.tls_cert), Path(config.tls_key))
         return server.add_secure_port(address, shown.credentials())
     except RuntimeError as error:
-        raise BadRequest(f"port: nothing can listen on {address}", "port") from error
+        raise BadRequest(f"port: cannot listen on {address}", "port") from error
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The gRPC service that Envoy asks: one stream for each HTTP request."""
+"""The gRPC service that Envoy calls: one stream for each HTTP request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EndpointPickerService(ExternalProcessorServicer):
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncGenerator[ProcessingResponse]:
-        """The answers to one request's messages."""
+        """Yield the replies to one request's messages."""
         exchange = Exchange(self._max_bytes)
         pace = _Pace(request_iterator)
         self._metrics.streams.inc()
@@ -60,10 +60,10 @@ class EndpointPickerService(ExternalProcessorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
             raise
-        except Exception:  # a plugin of the user's, which may raise anything: the others go on
-            logger.exception("a request could not be picked for")
+        except Exception:  # a user's plugin may raise anything: other requests continue
+            logger.exception("picking for a request failed")
             self._metrics.failed(EngineError.status)
-            yield refusal(EngineError("the endpoint picker failed; its log says how"), exchange.path)
+            yield refusal(EngineError("the endpoint picker failed; its log has the traceback"), exchange.path)
         finally:
             self._metrics.streams.dec()
             if exchange.answer_began:
@@ -71,7 +71,7 @@ class EndpointPickerService(ExternalProcessorServicer):
 
 
 class _Pace:
-    """The messages of one stream: the first one comes soon, and a body comes at a pace while it is kept."""
+    """The messages of one stream: the first one must come soon, and a buffered body at a minimum rate."""
 
     def __init__(self, messages: AsyncIterator[ProcessingRequest]) -> None:
         self._messages = messages
@@ -79,7 +79,10 @@ class _Pace:
         self._held_before = 0
 
     async def messages(self, exchange: Exchange, kept: HeldBody) -> AsyncGenerator[ProcessingRequest]:
-        """Raises ``TimeoutError`` if none comes, and :class:`~tercet.protocol.TercetError` for a body."""
+        """Yield messages.
+
+        Raises ``TimeoutError`` if none comes, and :class:`~tercet.protocol.TercetError` for a body.
+        """
         async with asyncio.timeout(SECONDS):
             message = await anext(self._messages, None)
         while message is not None:
@@ -87,7 +90,7 @@ class _Pace:
             message = await (self._piece(exchange, kept) if exchange.awaits_pieces else anext(self._messages, None))
 
     async def _piece(self, exchange: Exchange, kept: HeldBody) -> ProcessingRequest | None:
-        """The next message while a body comes."""
+        """The next message while a body arrives."""
         clock = asyncio.get_running_loop().time
         coming = asyncio.ensure_future(anext(self._messages, None))
         try:

@@ -1,4 +1,4 @@
-"""Whether another engine should prefill, by what serving was seen to cost: the program `auto`'s, fed with reports."""
+"""Whether another engine should prefill, by observed costs: the model of the program `auto`, fed with reports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tercet.protocol import EngineLoad, Request, UnknownEngine
 from tercet.scheduling import Engines
 
 ENOUGH_PREFILLS = 8
-"""So many prefills must have been timed before costs decide anything."""
+"""Prefills that must have been timed before costs decide anything."""
 LEAST_GAIN = 0.1
-"""The share of the cost that a split must save: what transfers cost is not seen in reports."""
+"""The share of the cost that a split must save: reports do not show the cost of transfers."""
 
 
 class SplitCost:
-    """One model for the fleet, and the work of each engine, by its reports. ``clock`` gives seconds."""
+    """One model for the fleet, and the work of each engine, by its reports. ``clock`` is in seconds."""
 
     def __init__(self, fleet: EngineFleet, clock: Callable[[], float]) -> None:
         self.model = CostModel()
@@ -33,11 +33,11 @@ class SplitCost:
 
     @property
     def knows_enough(self) -> bool:
-        """Whether it has seen what prefills cost here."""
+        """Whether enough prefills were observed."""
         return self.learned >= ENOUGH_PREFILLS
 
     def reported(self, name: str, load: EngineLoad) -> None:
-        """An engine says how busy it is."""
+        """Record an engine's load report."""
         try:
             work = self._work(self._fleet.member(name))
         except UnknownEngine:  # it has just left
@@ -47,15 +47,15 @@ class SplitCost:
         self.learned += work.learned - before
 
     def picked(self, member: Member, request: Request, cached: int) -> None:
-        """An engine shall prefill a prompt, of which so many tokens are believed to be there."""
+        """Record that an engine will prefill a prompt, of which an estimated ``cached`` tokens are there."""
         self._work(member).picked(request.num_tokens, cached)
 
     def rule_for(self, decode: Member) -> SplitRule:
-        """Decides for prompts that ``decode`` is picked for."""
+        """Return the rule for prompts that ``decode`` is picked for."""
         return SplitRule(self, decode)
 
     def pays(self, request: Request, prefill: str, decode: Member, cached: int) -> bool:
-        """Whether the engine called ``prefill`` should prefill for ``decode``, which has so many tokens ``cached``."""
+        """Whether the engine ``prefill`` should prefill for ``decode``, which has ``cached`` tokens."""
         wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), Targets())
         there, here = self._candidate(self._fleet.member(prefill), 0), self._candidate(decode, cached)
         return pair_pays(there, here, wanted, LEAST_GAIN)
@@ -72,7 +72,7 @@ class SplitCost:
         return work
 
     def _forget_those_that_left(self) -> None:
-        """When another one comes: pods come and go, each with a name of its own."""
+        """Drop engines that left when another one joins: each new pod has a new name."""
         here = {id(each) for each in self._fleet.members}
         self._works = {name: found for name, found in self._works.items() if id(found[0]) in here}
         self.model.arrivals.engines = len(self._works)
@@ -80,7 +80,7 @@ class SplitCost:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """A :class:`~tercet.protocol.PrefillRule`: it pays with the engine that has the least prefilling to do."""
+    """A :class:`~tercet.protocol.PrefillRule`: yes if it pays with the engine that has the least prefilling to do."""
 
     costs: SplitCost
     decode: Member

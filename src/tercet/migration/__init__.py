@@ -1,4 +1,4 @@
-"""Moves of running sequences between engines: how one is made, and which are worth making."""
+"""Moves of running sequences between engines: how a move is made, and which moves to make."""
 
 from tercet.migration.limits import CountedMove, MovesUnderWay
 from tercet.migration.live import Movable, Stage, migrate

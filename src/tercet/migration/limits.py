@@ -1,4 +1,4 @@
-"""How many moves may be under way: policies propose, limits dispose."""
+"""Limits on moves in flight: policies propose moves, limits allow or refuse them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tercet.settings import MoveSettings
 class CountedMove(msgspec.Struct, frozen=True):
     """A move as limits count it: of ``tokens`` tokens, which take ``share`` of the destination's KV cache.
 
-    ``usage`` is how much of that is in use, if it is known.
+    ``usage`` is the share of it in use, if known.
     """
 
     source: str
@@ -26,21 +26,21 @@ class CountedMove(msgspec.Struct, frozen=True):
 
 
 class Announcements(Protocol):
-    """Where processes whose moves the limits hold for together say what is on its way."""
+    """Shared record of moves in flight, so that limits apply across worker processes."""
 
     def announce(self, moves: Sequence[CountedMove]) -> None:
-        """These are this process's, from now on."""
+        """Publish the moves of this process, replacing its earlier ones."""
         ...
 
     def announced(self) -> Sequence[CountedMove]:
-        """Those of all others."""
+        """Return the moves of all other processes."""
         ...
 
 
 class MovesUnderWay:
-    """The moves of this process that are under way.
+    """The moves of this process that are in flight.
 
-    Limits hold for them together with those of the other processes, if there are any: ``shared``.
+    Limits apply to them together with those of the other processes, if there are any: ``shared``.
     """
 
     def __init__(self, limits: MoveSettings, shared: Announcements | None = None) -> None:
@@ -52,7 +52,7 @@ class MovesUnderWay:
         return len(self._moves)
 
     def everywhere(self) -> list[CountedMove]:
-        """Those under way, in this process and in the others."""
+        """Moves in flight, in this process and in the others."""
         return [*self._moves.values(), *(self.shared.announced() if self.shared is not None else ())]
 
     def refusal(self, proposed: CountedMove) -> str | None:
@@ -61,11 +61,11 @@ class MovesUnderWay:
 
     @contextmanager
     def counted(self, proposed: CountedMove) -> Generator[None]:
-        """While entered, it is one of them. Raises :class:`~tercet.protocol.NoSpace` if a limit does not allow it."""
+        """Count the move as in flight while entered. Raises :class:`~tercet.protocol.NoSpace` if a limit forbids it."""
         key = object()
         try:
-            # First it is announced, then it is seen who else has been: of two that exceed a limit together, at least
-            # one sees the other.
+            # Announce first, then check the others: of two moves that exceed a limit together, at least one process
+            # sees the other.
             self._moves[key] = proposed
             self._announce()
             others = self.everywhere()
@@ -108,10 +108,10 @@ def _reached(
     most_tokens: int | None,
     most_kv: float | None,
 ) -> str | None:
-    """Which limit one more move would exceed beside ``moves``; None if none."""
+    """The limit that one more move would exceed, in addition to ``moves``; None if there is none."""
     if len(moves) >= most:
         return f"{len(moves)} sequences move {where}, and at most {most} may"
-    if not moves:  # what has more than a limit by itself may move alone: else it never could
+    if not moves:  # a move that exceeds a limit by itself may go alone: else it could never go
         return None
     tokens, share = sum(move.tokens for move in moves), sum(move.share for move in moves)
     if most_tokens is not None and tokens + proposed.tokens > most_tokens:

@@ -1,10 +1,10 @@
-"""Live migration: a sequence goes on at another engine, with its KV, and its client does not notice.
+"""Live migration: a sequence continues on another engine, with its KV, and its client does not notice.
 
-It is a program over the verbs. While the source decodes, what it has computed is sent in stages, each of which brings
-what came while the one before was on its way. A stage goes in portions with rests between them, so that both engines
-decode for others almost as if nothing were copied. Once few enough tokens are left, the sequence is cut over: nothing
-more is taken from the source, and the destination goes on behind the last token that was; it computes the few positions
-that no stage has brought in the step that makes the next token. The source is not asked, so it cannot be waited for.
+It is a program over the verbs. While the source decodes, the computed KV is sent in stages; each stage sends the KV
+that was computed during the stage before. A stage is sent in portions with pauses between them, so that both engines
+decode other sequences almost as fast as without a copy. Once few enough tokens are left, the sequence is cut over: no
+more tokens are taken from the source, and the destination continues after the last token that was taken. In its first
+step it computes the few positions that no stage has sent. The source is not asked, so the cut-over cannot wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tercet.settings import MoveSettings
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One stage: KV of the token positions ``[begin, end)``; ``seconds`` are those of its sends, without the rests."""
+    """One stage: KV of the token positions ``[begin, end)``; ``seconds`` is the time of its sends only."""
 
     begin: int
     end: int
@@ -28,42 +28,42 @@ class Stage(msgspec.Struct, frozen=True):
     transport: str = ""
 
     def and_then(self, sent: Sent) -> Stage:
-        """This one, with a portion more."""
+        """Return this stage with one more portion."""
         return Stage(self.begin, sent.end, self.bytes + sent.bytes, self.seconds + sent.seconds, sent.transport)
 
 
 class Movable(Protocol):
-    """A sequence that an engine works on, as a move sees it."""
+    """A sequence that an engine works on, in the form that a move needs."""
 
     @property
     def engine(self) -> Engine:
-        """Who works on it."""
+        """The engine that works on it."""
         ...
 
     @property
     def computed(self) -> int:
-        """Tokens of it, from the first on, whose KV is in the engine for certain: 0 while it waits there."""
+        """Number of first tokens whose KV is certainly in the engine: 0 while it waits there."""
         ...
 
     def context(self) -> Request:
-        """A request whose prompt are the first :attr:`computed` tokens, under the id that it shall have next."""
+        """A request whose prompt are the first :attr:`computed` tokens, under the id of the next attempt."""
         ...
 
     async def cut_over(self, to: Engine, begin: int) -> None:
-        """Have ``to`` go on with it, where the KV of ``[0, begin)`` is; returns when its first output is here.
+        """Continue it on ``to``, which has the KV of ``[0, begin)``; returns at the first output from there.
 
-        Raises :class:`~tercet.protocol.TercetError` if the sequence has ended, or ``to`` does not begin.
+        Raises :class:`~tercet.protocol.TercetError` if the sequence has ended, or ``to`` does not start.
         """
         ...
 
 
 async def migrate(sequence: Movable, to: Engine, settings: MoveSettings, stages: list[Stage]) -> None:
-    """Move a sequence to another engine. ``stages`` gets what is sent, as it arrives, whatever becomes of the move.
+    """Move a sequence to another engine. Each stage is added to ``stages`` as it arrives, even if the move fails.
 
-    One that waits is moved without KV.
+    A waiting sequence is moved without KV.
 
-    Whatever ends this before the cut-over, cancellation included, leaves the sequence where it is and nothing behind at
-    the destination. Raises :class:`~tercet.protocol.TercetError`.
+    Whatever ends this before the cut-over, cancellation included, leaves the sequence on its source and nothing at the
+    destination. Raises :class:`~tercet.protocol.TercetError`.
     """
     if not sequence.computed:
         await sequence.cut_over(to, 0)

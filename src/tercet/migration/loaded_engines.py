@@ -1,4 +1,4 @@
-"""The fleet as policies see it: engines, what runs on them, and what they would have after what is proposed."""
+"""The fleet as policies see it: engines, their sequences, and their loads after the proposed moves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tercet.protocol import Role
 class LoadedEngine:
     """One engine and what may be moved away from it.
 
-    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any, and ``waiting`` how many
-    requests wait in its queue. ``draining`` says that it is to be emptied, ``stale`` that it has shown no progress for
-    longer than the settings allow.
+    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any, and ``waiting`` the number of
+    requests in its queue. ``draining`` engines are to be emptied, ``stale`` ones have shown no progress for longer than
+    the settings allow.
     """
 
     name: str
@@ -30,17 +30,17 @@ class LoadedEngine:
 
     @property
     def takes(self) -> bool:
-        """Whether anything may be moved there."""
+        """Whether sequences may be moved there."""
         return self.reachable and not self.draining and not self.stale
 
     @property
     def believed(self) -> float:
-        """Its load with what is to arrive; an engine that has said nothing counts as idle."""
+        """Its load including what will arrive; an engine without a report counts as idle."""
         return (self.load or 0.0) + self.arriving
 
     @property
     def demand(self) -> float:
-        """The share that it would have in use if its queue had its room, too: may exceed 1."""
+        """The used share if its whole queue had room, too: may exceed 1."""
         return self.believed + sum(each.share for each in self.queue)
 
     @property
@@ -54,7 +54,7 @@ class LoadedEngine:
 
     @property
     def queue(self) -> list[SequenceView]:
-        """Of its sequences those that wait for a place, the one that came first first: the last that came."""
+        """Its waiting sequences, in order of arrival."""
         if not self.waiting:
             return []
         return sorted((each for each in self.sequences if not each.running), key=lambda each: -each.age)[
@@ -64,7 +64,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One sequence should be on another engine."""
+    """Proposal that one sequence should be on another engine."""
 
     seq_id: str
     source: str
@@ -76,19 +76,19 @@ Policy = Callable[[Sequence[LoadedEngine]], Iterable[Wanted]]
 
 
 def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine, reason: str) -> Wanted:
-    """Propose a move; from now on both engines are what they would be after it."""
+    """Propose a move, and change the loads of both engines to those after it."""
     source.arriving -= sequence.share
     destination.arriving += sequence.share
     return Wanted(sequence.seq_id, source.name, destination.name, reason)
 
 
 def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
-    """Of those that take anything and may serve in the role; None if there is none."""
+    """The least loaded engine that accepts sequences and may serve in the role; None if there is none."""
     able = (each for each in engines if each.takes and each.can(role))
     return min(able, key=lambda each: each.believed, default=None)
 
 
 def best_fit(engines: Iterable[LoadedEngine], share: float, ceiling: float) -> LoadedEngine | None:
-    """The fullest that takes so much more without exceeding ``ceiling``; None if there is none."""
+    """The fullest engine with room for ``share`` below ``ceiling``; None if there is none."""
     able = (each for each in engines if each.takes and each.load is not None and each.believed + share <= ceiling)
     return max(able, key=lambda each: each.believed, default=None)

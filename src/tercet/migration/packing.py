@@ -1,7 +1,6 @@
-"""Policies that make room: few engines well filled, or one engine with room for what does not fit anywhere.
+"""Policies that make room: a few well-filled engines, or room on one engine for a request that fits nowhere.
 
-Each proposes only what ends well as far as can be foreseen: all of its moves are laid out first, and none is made if
-they do not reach what they are for.
+Each policy plans all of its moves first, and proposes none if they do not reach its aim.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Placed = tuple[SequenceView, LoadedEngine]
 
 
 def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selection) -> Iterator[Wanted]:
-    """An engine above ``ceiling`` gives sequences away until it is not.
+    """Move sequences away from an engine above ``ceiling`` until it is below.
 
     Each goes to the fullest engine that may serve in the same role and stays below.
     """
@@ -30,7 +29,7 @@ def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selecti
 
 
 def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wanted]:
-    """The least loaded engine that runs anything is emptied, if others that run something have room for all of it.
+    """Empty the least loaded engine that runs something, if other engines that run something have room for all of it.
 
     Each sequence, the largest first, goes to the fullest engine that may serve in the same role and stays below
     ``ceiling``.
@@ -46,12 +45,12 @@ def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wan
 
 
 def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Makes a place for a request that waits since it fits nowhere, though the fleet as a whole has the room.
+    """Make room for a waiting request that fits nowhere, although the fleet as a whole has the room.
 
-    The first in an engine's queue goes to the fullest engine without a queue that has room for it. Where none has, the
-    engine with the most room gives running sequences away, the shortest first, each to the fullest other one that
-    it fits into, until there is enough; the request goes there when the next look finds the room. Until then that room
-    is spoken for: none is made for a second one.
+    The first request in an engine's queue goes to the fullest engine without a queue that has room for it. If there is
+    none, the engine with the most room moves running sequences away, the shortest first, each to the fullest other
+    engine that it fits into, until there is enough room; the next round then moves the request there. Until then that
+    room is reserved: no room is made for a second request.
     """
     fitting_nowhere = list[tuple[SequenceView, list[LoadedEngine]]]()
     for source in engines:
@@ -71,7 +70,7 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 
 
 def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Moves after which one of these engines has so much room; none if there are no such moves."""
+    """Moves after which one of these engines has room for ``share``; none if there are no such moves."""
     able = [each for each in engines if each.load is not None]
     target = max(able, key=lambda each: each.free)
     needed, leaving = share - target.free, list[SequenceView]()
@@ -90,7 +89,7 @@ def _beside(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[Loade
 
 
 def _place(sequences: Iterable[SequenceView], engines: Sequence[LoadedEngine], ceiling: float) -> list[Placed]:
-    """Where each could go, up to the first that fits nowhere; the engines are afterwards as they were."""
+    """Destinations for the sequences, up to the first that fits nowhere; the engines' loads are restored."""
     placed: list[Placed] = []
     for sequence in sequences:
         destination = best_fit(engines, sequence.share, ceiling)

@@ -1,7 +1,7 @@
-"""Which sequences should be where: policies propose moves from what is known of the fleet, and do nothing themselves.
+"""Rules for where sequences should be: policies propose moves from the fleet's state, and do nothing themselves.
 
-A policy is a function of the engines, with what runs on each, to proposals, the most urgent first. What it has proposed
-counts as done for what it proposes next: loads are those that the fleet would have then.
+A policy is a function from engines, with their sequences, to proposals, the most urgent first. Its earlier proposals
+count as done for its next ones: loads are those that the fleet would have then.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tercet.protocol import Role
 
 
 def drain(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Whatever is on an engine that is to be emptied leaves it: see :func:`refuge`."""
+    """Move every sequence away from an engine that is to be emptied: see :func:`refuge`."""
     for source in engines:
         if source.draining:
             yield from _emptied(source, engines, "drain")
 
 
 def failover(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Whatever is on an engine that has shown no progress for a while leaves it, before it is given up.
+    """Move every sequence away from an engine without progress, before the engine is given up.
 
-    Its KV is readable for as long as its memory is. Llumnix calls it pre-stop migration of stale instances.
+    Its KV is readable for as long as its memory is. Llumnix calls this pre-stop migration of stale instances.
     """
     for source in engines:
         if source.stale and not source.draining:
@@ -32,18 +32,18 @@ def failover(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 
 
 def refuge(engines: Sequence[LoadedEngine], source: LoadedEngine, sequence: SequenceView) -> LoadedEngine | None:
-    """The least loaded engine for what a sequence does next, or any if none has that role.
+    """The least loaded engine for the sequence's next work, or of any role if no engine has that role.
 
-    What runs decodes; what waits goes on waiting at an engine of its own one's role.
+    A running sequence needs decoding; a waiting one waits again, at an engine with its engine's role.
     """
     return least_loaded(engines, "decode" if sequence.running else source.role) or least_loaded(engines)
 
 
 def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """What has its first token on an engine whose role is prefill goes to the least loaded one that decodes.
+    """Move sequences that have a first token from engines of the role prefill to the least loaded one that decodes.
 
-    Together with a program that sends requests to prefill engines only, this is prefill-decode disaggregation as
-    Llumnix has it: a rule for dispatching and a rule for moving. While no engine decodes, sequences stay.
+    Together with a program that sends requests to prefill engines only, this is prefill-decode disaggregation as in
+    Llumnix: one rule for dispatching and one for moving. While no engine decodes, sequences stay.
     """
     for source in engines:
         if source.role == "prefill" and source.takes:
@@ -56,10 +56,10 @@ def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 def balance(
     engines: Sequence[LoadedEngine], roles: Sequence[Role], threshold: float, selection: Selection, reason: str
 ) -> Iterator[Wanted]:
-    """From the most loaded engine of these roles to the least loaded one, from the next to the last but one, and so on.
+    """Move from the most to the least loaded engine of these roles, from the second to the last but one, and so on.
 
-    That is while the demands of the two differ by more than ``threshold``. A sequence is moved only if they are closer
-    to each other afterwards, and only where there is room for it.
+    That is done while the demands of the two differ by more than ``threshold``. A sequence is moved only if that brings
+    the demands closer together, and only where there is room.
     """
     able = [engine for engine in engines if engine.role in roles and engine.takes and engine.load is not None]
     able.sort(key=lambda each: each.demand)

@@ -1,4 +1,4 @@
-"""From the names of policies in the settings to the policies: built-in ones, and functions of the user's files."""
+"""Finds policies by their names in the settings: built-in ones, and functions in the user's files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELD = "reschedule"
 
 
 def policies_of(settings: RescheduleSettings) -> tuple[Policy, ...]:
-    """What the settings name, in their order; raises :class:`~tercet.protocol.BadRequest` for what there is not."""
+    """The policies in the settings, in order; raises :class:`~tercet.protocol.BadRequest` for an unknown one."""
     return tuple(_policy(name, settings) for name in settings.policies)
 
 
@@ -36,7 +36,7 @@ def _from_file(name: str) -> Policy:
     function = getattr(load_module(user_file(path, FIELD, Path()), FIELD), function_name, None)
     if not callable(function):
         raise BadRequest(f"{FIELD}: {path} has no function {function_name}", FIELD)
-    return cast("Policy", function)  # what it returns is looked at when it has
+    return cast("Policy", function)  # its results are checked when it is called
 
 
 def _selection(settings: RescheduleSettings) -> Selection:

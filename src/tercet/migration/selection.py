@@ -1,4 +1,4 @@
-"""Which sequences of an engine are moved first, and how many: the rules of Llumnix, by their names there, and ours."""
+"""Which sequences of an engine are moved first, and how many: Llumnix' rules, by their names there, and our rules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SequenceView:
 class Selection:
     """At most ``value`` of an engine's sequences, in an order.
 
-    The measure says of what: sequences (``num_req``), their tokens together (``num_tokens``), or the part of the KV
-    cache that they take together (``block_ratio``). Sequences that do not fit any more are passed over.
+    The unit of ``value`` is the measure: sequences (``num_req``), their total tokens (``num_tokens``), or their total
+    share of the KV cache (``block_ratio``). Sequences that do not fit any more are skipped.
 
     | order | |
     | --- | --- |
@@ -48,7 +48,7 @@ class Selection:
     value: float = 1.0
 
     def of(self, sequences: Sequence[SequenceView], wanted: float = 0.0) -> Iterator[SequenceView]:
-        """The chosen ones, in their order; ``wanted`` is the part of the KV cache that should be moved."""
+        """Yield the chosen sequences in order; ``wanted`` is the part of the KV cache that should be moved."""
         taken, size = 0.0, SIZES[self.measure]
         in_order = _closest(sequences, wanted) if self.order == "FIT" else ORDERS[self.order](sequences)
         for sequence in in_order:

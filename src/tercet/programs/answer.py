@@ -1,4 +1,4 @@
-"""What a program yields: outputs, and streams of them that its caller runs."""
+"""What a program yields: outputs, and streams of outputs that its caller runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class OutputSink(Protocol):
         ...
 
     def put(self, output: Output) -> object:
-        """The next output."""
+        """Pass on the next output."""
         ...
 
     async def until_asked(self) -> None:
-        """Return once a reader waits for more."""
+        """Return once the reader waits for more."""
         ...
 
 
@@ -35,8 +35,8 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
     """Run a program until it ends or nothing more is wanted; the outputs of streams that it yields go to ``sink``, too.
 
     While a stream runs, the program waits at its ``yield``: an error of the stream, or a cancellation, is raised there,
-    so that it may be caught. Each stream is closed before the program goes on. After its own output it continues
-    once that has reached who waits for it. What is neither output nor stream is passed on, too.
+    so that it may be caught. Each stream is closed before the program goes on. After its own output it continues once
+    the reader has that output. A value that is neither output nor stream is passed on, too.
     """
     failure: BaseException | None = None
     parts = cast("AsyncGenerator[Any, None]", answer)
@@ -47,7 +47,7 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
             except StopAsyncIteration:
                 break
             if failure is not None and _is_cancellation(failure):
-                raise failure  # the program would go on all the same
+                raise failure  # otherwise the program would continue
             failure = None
             is_stream = isinstance(part, OutputStream)
             if not is_stream and not isinstance(part, AsyncIterator):
@@ -68,10 +68,10 @@ async def run_program(answer: Answer, sink: OutputSink) -> None:
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Whether the task is to end: a program's own timeout, once the program has handled it, asks for no more."""
+    """True if the task was cancelled from outside, not by the program's own timeout."""
     return isinstance(error, asyncio.CancelledError) and is_cancelled()
 
 
 def outputs_of(answer: Answer) -> OutputStream:
-    """The outputs of a program, those of the streams that it yields in their places; see :func:`run_program`."""
+    """The outputs of a program, with those of the streams that it yields in order; see :func:`run_program`."""
     return OutputStream(partial(run_program, answer))

@@ -19,8 +19,8 @@ async def balanced(
 ) -> Answer:
     """One engine prefills the prompt up to ``decode_start``, the decode engine the rest and with it the first token.
 
-    ``decode_start(request)`` says where, else the last ``balance_ratio`` of the prompt is left. With fewer than
-    ``min_send`` tokens missing before it, the decode engine prefills those too.
+    ``decode_start(request)`` returns the position; without it, the last ``balance_ratio`` of the prompt is left. With
+    fewer than ``min_send`` tokens missing before it, the decode engine prefills those too.
     """
     start = split_of(request, balance_ratio) if decode_start is None else decode_start(request)
     with fleet.pick("decode", by=pick, request=request) as decode:

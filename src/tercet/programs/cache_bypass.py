@@ -13,7 +13,7 @@ async def cache_bypass(
 ) -> Answer:
     """The decode engine alone, if it has more than ``cached_share`` of the prompt, or the prompt is short.
 
-    What counts is what the engine itself finds in its cache. Short are prompts of up to ``short_prompt`` tokens.
+    Only what the engine itself finds in its cache counts. A prompt of up to ``short_prompt`` tokens is short.
     """
     if request.num_tokens <= short_prompt:
         yield data_parallel(request, fleet, pick=pick, role="decode")

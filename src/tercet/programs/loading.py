@@ -1,4 +1,4 @@
-"""From a program's name, or ``file.py:function``, and its parameters to something that can be called."""
+"""Loads a program by its name, or ``file.py:function``, and its parameters."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def load_program(
 ) -> Program:
     """The program called ``name``: a built-in one, or ``path/to/file.py:function``.
 
-    ``args`` are its keyword parameters, as text; they are converted to the types in its signature, functions from
-    ``file.py:function``. With a ``source`` that is the text of the file, and none is read. ``locate`` finds the files
-    that are. Raises :class:`~tercet.protocol.BadRequest` that says what is wrong with the name, the file or a
-    parameter.
+    ``args`` are its keyword parameters, as text; they are converted to the types in its signature, functions are loaded
+    from ``file.py:function``. A ``source`` is the text of the file, which then is not read. ``locate`` finds the files
+    to read. Raises :class:`~tercet.protocol.BadRequest` that explains an error in the name, the file or a parameter.
     """
     keep_cancellation_counts()
     function = _from_file(name, locate, source) if source is not None or name not in BUILT_IN else BUILT_IN[name]
@@ -51,7 +50,7 @@ def load_program(
 
 
 def name_of(program: Program) -> str:
-    """What a built-in program is called; empty for any other."""
+    """Return the name of a built-in program; empty for any other."""
     function = program.func if isinstance(program, partial) else program
     return next((name for name, each in BUILT_IN.items() if each is function), "")
 
@@ -73,7 +72,9 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], l
     try:
         hints = get_type_hints(function)
     except Exception as error:  # the user's annotations are evaluated now
-        raise BadRequest(f"program: {name}: its annotations: {type(error).__name__}: {error}", "program") from error
+        raise BadRequest(
+            f"program: {name}: cannot evaluate its annotations: {type(error).__name__}: {error}", "program"
+        ) from error
     parameters = inspect.signature(function).parameters
     allowed = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     converted: dict[str, Any] = {}
@@ -93,5 +94,5 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], l
 
 
 def _is_function(hint: Any) -> bool:
-    """Whether a parameter is annotated as a function, or a function or None: then its value is file.py:function."""
+    """Whether a parameter is annotated as a function, or as a function or None: its value is file.py:function."""
     return any(get_origin(kind) is Callable for kind in (hint, *get_args(hint)))

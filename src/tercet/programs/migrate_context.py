@@ -1,17 +1,19 @@
-"""Context migration: what one engine has cached is moved to another, and no request waits for it."""
+"""Context migration: copies what one engine has cached to another engine; no request waits for it."""
 
 from tercet.protocol import BadRequest, Fleet, Request, Sent
 
 
 async def migrate_context(fleet: Fleet, prefix: Request, source: str, destination: str) -> Sent | None:
-    """Have ``prefix`` in the cache of ``destination``, from ``source``; None if all of it is there already.
+    """Copy ``prefix`` into the cache of ``destination`` from ``source``; returns None if it is all there already.
 
-    ``source`` sends what it has cached, and computes what it has not. Afterwards the prefix is ordinary prefix cache
-    of ``destination``, in full blocks. Raises :class:`~tercet.protocol.UnknownEngine`, and
+    ``source`` sends what it has cached, and computes the rest. Afterwards the prefix is ordinary prefix cache of
+    ``destination``, in full blocks. Raises :class:`~tercet.protocol.UnknownEngine`, and
     :class:`~tercet.protocol.NoSpace` if ``destination`` has no room.
     """
     if source == destination:
-        raise BadRequest(f"destination: is {destination}, and so is source; name two engines", "destination")
+        raise BadRequest(
+            f"destination: is {destination}, the same as source; name two different engines", "destination"
+        )
     with fleet.engine(source) as sender, fleet.engine(destination) as receiver:
         async with receiver.prep_recv(prefix) as space:
             if not space.missing:

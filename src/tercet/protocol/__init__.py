@@ -1,4 +1,4 @@
-"""The words that every other room uses: types, the :class:`Engine` protocol and the error tree.
+"""The vocabulary that every other package uses: types, the :class:`Engine` protocol and the error tree.
 
 Positions are token positions in ``prompt + output``; every range is half-open, ``[begin, end)``.
 """

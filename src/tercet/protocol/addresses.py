@@ -1,4 +1,4 @@
-"""Where the KV of a reservation is to be sent, and what it must look like."""
+"""The address that the KV of a reservation is sent to, and the layout that this KV must have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
 
 class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Layers that share block tables: how many, and of which ``kind``, in vLLM's words (``sliding_window``).
+    """Layers that share block tables: their number, and their ``kind`` in vLLM's words (``sliding_window``).
 
-    With a ``window``, they look back at so many tokens, the token itself included, or at those of its chunk of so many;
-    0 is all of them.
+    With a ``window``, these layers look back at that number of tokens, the current token included, or at the tokens of
+    the current chunk of that size. 0 means all tokens.
     """
 
     kind: str
@@ -27,18 +27,18 @@ class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything that two engines must agree on before KV of one has meaning in the other.
+    """Everything that two engines must agree on before one can use the KV of the other.
 
     ``block_size`` is in tokens. ``block_bytes`` is the size of one block of one layer on one rank. ``packing`` names
     how keys and values are arranged inside a block; CPU kernels pack them for their instruction set.
     ``splits_by_head``: a block holds its rank's KV heads one after the other, so that blocks of ranks with different
     heads can be cut and joined. ``splits_by_token``: the transport knows how tokens lie in a block, so that blocks of
-    another size can be put together. ``groups``: the kinds of layers, where not all of them look back at all tokens.
-    ``stages``: for each pipeline stage, how many planes of each group of layers it holds (a plane is the KV of a layer,
-    or half of it where keys and values are apart); empty if one stage holds all. ``plane_order`` stands for the layers
-    in the order of their planes. Ranks count through the first stage's tensor-parallel ones, then the next one's.
-    ``drafter`` stands for what guesses tokens ahead with KV of its own (speculative decoding), whose layers are counted
-    with the model's; empty if nothing does.
+    another size can be put together. ``groups``: the kinds of layers, given if some of them do not look back at all
+    tokens. ``stages``: for each pipeline stage, how many planes of each group of layers it holds (a plane is the KV of
+    a layer, or half of it where keys and values are apart); empty if one stage holds all. ``plane_order`` identifies
+    the layers in the order of their planes. Ranks are numbered through the tensor-parallel ranks of the first stage,
+    then those of the next stage. ``drafter`` identifies the speculative decoding model that has its own KV; its layers
+    are counted with the model's. It is empty without such a drafter.
     """
 
     model: str
@@ -59,17 +59,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def num_ranks(self) -> int:
-        """How many workers hold a part of each sequence's KV."""
+        """Number of workers that hold a part of each sequence's KV."""
         return self.tp_size * (len(self.stages) or 1)
 
     @property
     def heads_per_rank(self) -> int:
-        """KV heads on each rank; with more ranks than heads, several ranks hold the same one."""
+        """KV heads on each rank; with more ranks than heads, several ranks hold the same head."""
         return max(1, self.num_kv_heads // self.tp_size)
 
     @property
     def exchange_key(self) -> str:
-        """Equal for all ranks, and all engines, whose KV can be exchanged."""
+        """Key that is equal for all ranks, and all engines, whose KV can be exchanged."""
         head_bytes = self.block_bytes // self.heads_per_rank
         size = ("any", head_bytes // self.block_size) if self.splits_by_token else (self.block_size, head_bytes)
         model = f"{self.model}+{self.drafter}" if self.drafter else self.model
@@ -78,12 +78,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return "/".join(map(str, (*same, *size, *groups)))
 
     def require_mappable(self, other: KVLayout, whose: str) -> None:
-        """Raise :class:`LayoutMismatch`, naming what is in the way, unless KV can go from here to ``other``.
-
-        Engines may differ in how layers are split over pipeline stages, in their tensor-parallel degree if blocks can
-        be cut between heads and one degree divides the other, and in their block size if blocks can be cut between
-        tokens.
-        """
+        """Raise :class:`LayoutMismatch`, which names the differences, unless KV can go from here to ``other``."""
         free = {"tp_size", "block_bytes", "splits_by_head"} if self.tp_size != other.tp_size else set[str]()
         if self.splits_by_token and other.splits_by_token:
             free |= {"block_size", "block_bytes"}
@@ -97,12 +92,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         if self.tp_size != other.tp_size and not differences:
             differences = self._obstacles_to_other_ranks(other, whose)
         if self.exchange_key != other.exchange_key and not differences:
-            differences = [f"a token's head takes other bytes: {self._sizes()} here, {other._sizes()} on {whose}"]
+            differences = [f"the bytes of a token's head differ: {self._sizes()} here, {other._sizes()} on {whose}"]
         if differences:
             raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(differences), "kv_addr_info")
 
     def _planes(self, other: KVLayout) -> list[int]:
-        """How many planes of each group all stages hold together; one stage holds what the other engine's do."""
+        """Planes of each group in all stages together; an engine with one stage holds as many as the ``other`` one."""
         return [sum(counts) for counts in zip(*(self.stages or other.stages), strict=True)]
 
     def _sizes(self) -> str:
@@ -128,12 +123,12 @@ class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A reservation, as its sender sees it: the lease to write under, the range it covers, and where to connect.
 
-    ``[begin, end)`` are the token positions that have no KV on the receiver yet; ``begin`` is a multiple of the
-    block size and equals the matched length that ``prep_recv`` returned. ``group_begins`` has for each of the layout's
-    groups of layers from which token on KV is wanted: what its layers do not look back at is not sent. ``transport``
-    names the wire protocol.
-    ``proof`` shows that an engine of the fleet has given it out, where the fleet has a secret. ``adapter`` is
-    the digest of the receiver's LoRA adapter that the KV is wanted for; empty for the base model.
+    ``[begin, end)`` are the token positions that have no KV on the receiver yet; ``begin`` is a multiple of the block
+    size and equals the matched length that ``prep_recv`` returned. ``group_begins`` has, for each group of layers of
+    the layout, the first token whose KV is needed: tokens that its layers do not look back at are not sent.
+    ``transport`` names the wire protocol. If the fleet has a secret, ``proof`` shows that an engine of the fleet issued
+    this address. ``adapter`` is the digest of the LoRA adapter that the receiver needs the KV for; empty for the base
+    model.
     """
 
     lease: str
@@ -148,19 +143,19 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     adapter: str = ""
 
     def proved(self, secret: str) -> KVAddrInfo:
-        """This one with its proof; as it is without a secret."""
+        """Copy with its proof; unchanged if there is no secret."""
         known = secrets_of(secret)
         return msgspec.structs.replace(self, proof=self._proof(known[0])) if known else self
 
     def require_proof(self, secret: str) -> None:
-        """Raise :class:`~tercet.protocol.errors.Unauthorized` unless whoever gave it out knows the ``secret``.
+        """Raise :class:`~tercet.protocol.errors.Unauthorized` unless the issuer of this address knows the ``secret``.
 
-        Without one it is believed as it is.
+        Without a secret there is no check.
         """
         fits = [hmac.compare_digest(self.proof.encode(), self._proof(each).encode()) for each in secrets_of(secret)]
         if fits and not any(fits):
             raise Unauthorized(
-                f"kv_addr_info: no engine that knows this engine's secret has said this ({self.engine} ought to); "
+                f"kv_addr_info: the proof of {self.engine} was not made with this engine's secret; "
                 "give all engines of the fleet the same TERCET_SECRET",
                 "kv_addr_info",
             )

@@ -1,4 +1,4 @@
-"""Prompts as chains of block hashes: names of simulated engines' blocks, and what front doors remember of prompts."""
+"""Prompts as chains of block hashes, which name blocks of simulated engines and of front doors' prompt records."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterable, Mapping
 from tercet.protocol.multimodal import MultiModalFeature
 
 Extras = Mapping[int, tuple[int, ...]]
-"""By the number of a block, what beside its tokens it is of."""
+"""What a block contains in addition to its tokens, by block number."""
 
 
 def root_of(salt: str | None, adapter: str | None = None) -> int:
-    """What a chain starts from: prompts with different cache salts, or for different adapters, share nothing."""
+    """Return the start of a chain: prompts with different cache salts or adapters share nothing."""
     root = zlib.crc32(salt.encode()) + 1 if salt else 0
     return root if adapter is None else hash((root, zlib.crc32(adapter.encode()), len(adapter)))
 
 
 def extra_of(digest: str, offset: int) -> tuple[int, int]:
-    """What a block is of, in which an image or the like is, ``offset`` tokens behind the block's beginning."""
+    """Extra content of a block that holds an image or the like, ``offset`` tokens after the block's beginning."""
     return int(digest[:15], 16), offset
 
 
 def extras_of(features: Iterable[MultiModalFeature], block_size: int) -> Extras:
-    """What the blocks of a prompt with these features are of, beside their tokens."""
+    """Return the extra content of the blocks of a prompt with these features."""
     found: dict[int, tuple[int, ...]] = {}
     for feature in features:
         for block in range(feature.offset // block_size, (feature.end - 1) // block_size + 1):
@@ -35,9 +35,9 @@ def extras_of(features: Iterable[MultiModalFeature], block_size: int) -> Extras:
 def chain(
     parent: int, tokens: tuple[int, ...], block_size: int, limit: int | None = None, extras: Extras | None = None
 ) -> list[int]:
-    """The hashes of the full blocks of ``tokens``, at most ``limit`` of them, which follow the one called ``parent``.
+    """Return the hashes of the full blocks of ``tokens``, at most ``limit``, that follow the block ``parent``.
 
-    Each covers everything before it.
+    Each hash covers everything before it.
     """
     blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
     begins = range(0, blocks * block_size, block_size)

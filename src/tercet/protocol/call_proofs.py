@@ -1,9 +1,9 @@
-"""Calls between members of a fleet: the caller proves that it knows the secret, and never shows it.
+"""Calls between members of a fleet: the caller proves that it knows the secret, without showing it.
 
-Whoever is called answers 401 with a challenge, as HTTP's Digest scheme does. The caller derives a key from the secret,
-the challenge and random text of its own, and signs each call with it: method, path, body, number. What it sends is good
-for that call at whoever gave the challenge, once. A challenge needs no memory; of those that were answered, numbers of
-calls are remembered until the challenge ends.
+The called server answers 401 with a challenge, as HTTP's Digest scheme does. The caller derives a key from the secret,
+the challenge and its own random text, and signs each call with it: method, path, body, number. A signed call is valid
+once, and only for the server that issued the challenge. The server stores nothing for a challenge until a call uses it;
+then it remembers the numbers of the calls until the challenge ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tercet.protocol.errors import Unauthorized
 
 SCHEME = "Tercet"
 CHALLENGE_HEADER = "www-authenticate"
-# Until a caller is asked anew.
+# Lifetime of a challenge; after it the caller is challenged again.
 CHALLENGE_SECONDS = 3600.0
-# Calls are under way together and may overtake one another; one that comes later by more than so many is refused.
+# Concurrent calls may overtake one another; a call whose number is more than this behind is refused.
 WINDOW = 65_536
 _FIELDS = re.compile(r'(\w+)="([A-Za-z0-9_=-]*)"')
 _RANDOM_BYTES = 16
@@ -31,17 +31,17 @@ _MAC_BYTES = 16
 
 
 def secrets_of(text: str) -> tuple[str, ...]:
-    """The secrets in a setting, the one to prove first; while they are changed there are two, with a space between."""
+    """The secrets in a setting, the one for own proofs first; during a rotation there are two, separated by a space."""
     return tuple(text.split())
 
 
 def digest_of(body: bytes | None) -> str:
-    """What a proof says of a body."""
+    """Digest of a body that a proof covers."""
     return hashlib.sha256(body or b"").hexdigest()
 
 
 class Prover:
-    """One caller's side towards one engine. Without a ``secret`` it proves nothing."""
+    """One caller's side towards one engine. Without a ``secret`` it adds no proof."""
 
     def __init__(self, secret: str) -> None:
         self._secret = next(iter(secrets_of(secret)), "")
@@ -50,7 +50,7 @@ class Prover:
         self._number = 0
 
     def meets(self, headers: Sequence[str]) -> bool:
-        """Whether one of the challenges in the values of :data:`CHALLENGE_HEADER` can be answered: then call again."""
+        """Return whether one of the challenges in :data:`CHALLENGE_HEADER` can be answered; then retry the call."""
         for value in headers:
             scheme, _, rest = value.partition(" ")
             challenge = dict(_FIELDS.findall(rest)).get("challenge", "")
@@ -61,7 +61,7 @@ class Prover:
         return False
 
     def headers(self, method: str, path: str, digest: str) -> dict[str, str]:
-        """What a call carries; nothing before a challenge has come. ``path`` is that below ``/tercet/v1``."""
+        """Headers of a call; none before a challenge was received. ``path`` is relative to ``/tercet/v1``."""
         if not self._challenge:
             return {}
         self._number += 1
@@ -71,7 +71,7 @@ class Prover:
 
 
 class Callers:
-    """The other side: who may call. ``keys`` may be shown as they are, too, by people and their tools."""
+    """The server's side: who may call. People and tools may also show one of the ``keys`` itself."""
 
     def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = [key.strip() for key in keys if key.strip()]
@@ -84,15 +84,16 @@ class Callers:
         return bool(self._keys)
 
     def challenge(self) -> str:
-        """The value of :data:`CHALLENGE_HEADER` for whoever is refused."""
+        """The value of :data:`CHALLENGE_HEADER` for a caller that is refused."""
         said = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(_RANDOM_BYTES)
         text = base64.urlsafe_b64encode(said + self._mac(said)).decode()
         return f'{SCHEME} challenge="{text}"'
 
     def require(self, authorization: Sequence[str], method: str, path: str, refusal: str) -> str | None:
-        """Raise :class:`~tercet.protocol.Unauthorized` for a stranger's call.
+        """Raise :class:`~tercet.protocol.Unauthorized` for a caller that is not a member.
 
-        Returns the digest that the body must have (:func:`require_digest`); None if a key was shown, or none is asked.
+        Returns the digest that the body must have (:func:`require_digest`); None if a key was shown, or no key is
+        required.
         """
         if not self._keys or len(authorization) != 1 or not authorization[0].startswith(f"{SCHEME} "):
             self._bearer.require(authorization, refusal)
@@ -101,16 +102,16 @@ class Callers:
         challenge, own, body, number = (told.get(name, "") for name in ("challenge", "own", "body", "number"))
         ends = self._end_of(challenge)
         if ends is None or len(own) < _RANDOM_BYTES or not number.isdecimal() or len(number) > 15:
-            raise Unauthorized(f"{refusal}; the challenge is over, and there is another one", "authorization")
+            raise Unauthorized(f"{refusal}; the challenge has expired; retry with the new one", "authorization")
         expected = (_proof(_key(key, challenge, own), method, path, int(number), body) for key in self._keys)
         fits = [hmac.compare_digest(told.get("proof", ""), proof) for proof in expected]
         if not any(fits):
-            raise Unauthorized(f"{refusal}; the proof is not of a key that this one has", "authorization")
+            raise Unauthorized(f"{refusal}; the proof does not match any secret of this server", "authorization")
         self._once(challenge, own, int(number), ends)
         return body
 
     def _end_of(self, challenge: str) -> float | None:
-        """When a challenge of ours ends; None for one that has, or is none."""
+        """When a challenge that this process issued ends; None if it has ended or is not valid."""
         try:
             said = base64.urlsafe_b64decode(challenge)
         except ValueError:
@@ -125,26 +126,26 @@ class Callers:
         return hmac.digest(self._own, said, "sha256")[:_MAC_BYTES]
 
     def _once(self, challenge: str, own: str, number: int, ends: float) -> None:
-        """Raise :class:`~tercet.protocol.Unauthorized` for a call that has been made already."""
+        """Raise :class:`~tercet.protocol.Unauthorized` for a call that was already made."""
         numbers = self._seen.get((challenge, own))
         if numbers is None:
             now = self._clock()
             self._seen = {key: each for key, each in self._seen.items() if each.ends > now}
             numbers = self._seen[challenge, own] = _Numbers(ends)
         if not numbers.take(number):
-            raise Unauthorized("this call has been made before, or comes far too late", "authorization")
+            raise Unauthorized("this call was already made, or arrived too late", "authorization")
 
 
 class _Numbers:
-    """Numbers of calls under one challenge, each of which counts once; ``ends`` is when nobody asks any more."""
+    """Numbers of calls under one challenge, each accepted once; ``ends`` is when the challenge ends."""
 
     def __init__(self, ends: float) -> None:
         self.ends = ends
-        self._before = 0  # all up to it have been, or come too late
+        self._before = 0  # all numbers up to this one were used or are too old
         self._since: set[int] = set()
 
     def take(self, number: int) -> bool:
-        """Whether it has not been taken before."""
+        """Return whether this number was not used before, and mark it as used."""
         if number <= self._before or number in self._since:
             return False
         self._since.add(number)
@@ -158,9 +159,9 @@ class _Numbers:
 
 
 def require_digest(body: bytes, digest: str | None) -> None:
-    """Raise :class:`~tercet.protocol.Unauthorized` for a body that is not the one whose call was proved."""
+    """Raise :class:`~tercet.protocol.Unauthorized` for a body that differs from the signed one."""
     if digest is not None and not hmac.compare_digest(digest_of(body), digest):
-        raise Unauthorized("the body is not the one that the caller has signed", "authorization")
+        raise Unauthorized("the body differs from the one that the caller signed", "authorization")
 
 
 def _key(secret: str, challenge: str, own: str) -> bytes:

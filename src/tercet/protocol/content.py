@@ -1,7 +1,7 @@
-"""Whose KV it is: a short hash of tokens and of whatever else makes equal tokens have other KV.
+"""Identity of KV: a short hash of its tokens and of everything else that changes the KV of equal tokens.
 
-A lease is for certain tokens, and so is each send into it: positions alone would let KV of one sequence be taken for
-that of another.
+A lease is for certain tokens, and so is each send into it. Positions alone would allow KV of one sequence to be taken
+for that of another.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ DIGEST_BYTES = 16
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
-# Salts of clients that begin like a key of ours get it twice.
+# A client's salt that begins with our mark gets the mark twice.
 MARK, OF_ADAPTER, OF_FEATURES = "\0", "\0a", "\0m"
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """The first ``end`` tokens of a sequence; ``digest`` covers them, the cache salt, the adapter, and images."""
+    """The first ``end`` tokens of a sequence; ``digest`` covers them, the cache salt, the adapter, and the images."""
 
     end: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     digest: Digest
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as what is hashed: four bytes each, little-endian."""
+    """Token ids in the form that is hashed: four bytes each, little-endian."""
     found = array("I", tokens)
     if sys.byteorder == "big":
         found.byteswap()
@@ -39,10 +39,10 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def cache_key(salt: str | None, adapter: str = "", features: str = "") -> str | None:
-    """What beside the tokens KV is of, as one word that stands for no other.
+    """Key of everything except tokens that KV depends on, as one text without ambiguity.
 
-    It is of a cache salt, an adapter's digest, and that of all images and the like of the sequence. Of the salt alone
-    it is the salt, in all but those that look like one of these words.
+    It combines a cache salt, an adapter's digest, and the digest of all images and the like of the sequence. With a
+    salt alone the key is the salt itself, except for salts that look like one of these keys.
     """
     if features:
         return f"{OF_FEATURES}{len(features)}:{features}{cache_key(salt, adapter) or ''}"
@@ -53,11 +53,11 @@ def cache_key(salt: str | None, adapter: str = "", features: str = "") -> str | 
 
 
 def content_of(tokens: bytes, salt: str | None, end: int | None = None) -> Content:
-    """What KV of the first ``end`` of some :func:`packed` tokens is of, by default of all.
+    """Content of the KV of the first ``end`` of some :func:`packed` tokens, by default of all.
 
-    ``salt`` is a :func:`cache_key`, where there are adapters.
+    ``salt`` is a :func:`cache_key`, if there are adapters.
     """
     end = len(tokens) // TOKEN_BYTES if end is None else end
-    # vLLM's cache knows no difference between an empty salt and none. A key has 64 bytes at most, a salt any number.
+    # vLLM's cache treats an empty salt as no salt. A key has at most 64 bytes, a salt may have any length.
     key = blake2b(salt.encode()).digest() if salt else b""
     return Content(end, blake2b(memoryview(tokens)[: end * TOKEN_BYTES], digest_size=DIGEST_BYTES, key=key).digest())

@@ -14,18 +14,14 @@ from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """What ``prep_recv`` returned: where to send, and how much is there already.
-
-    ``matched_len`` tokens of the prompt are in the receiver's prefix cache and pinned; ``end`` is the absolute end of
-    the reserved range, so ``[matched_len, end)`` is what a sender must provide.
-    """
+    """Result of ``prep_recv``: where to send KV, and how much the receiver has already."""
 
     kv_addr_info: KVAddrInfo
     matched_len: int
 
     @property
     def lease(self) -> str:
-        """The lease that pins the blocks."""
+        """Id of the lease that pins the blocks."""
         return self.kv_addr_info.lease
 
     @property
@@ -40,11 +36,7 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """One engine: three verbs, and what it takes to stop them.
-
-    Every method raises errors of :mod:`tercet.protocol.errors` and nothing else. Cancelling a call, or closing its
-    stream, ends the work on the engine and gives back what it took.
-    """
+    """One engine: three verbs, and the calls that stop them."""
 
     @property
     def name(self) -> str:
@@ -54,28 +46,28 @@ class Engine(Protocol):
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
         """Match ``prompt[:end]`` in this engine's prefix cache and reserve blocks for the rest of it.
 
-        The blocks stay pinned under a lease until ``start_generate`` of the same sequence takes them over, the
-        context exits, or the lease expires. What was received by then stays behind as prefix cache.
+        The blocks stay pinned under a lease until ``start_generate`` of the same sequence takes them over, the context
+        exits, or the lease expires. What was received by then stays as prefix cache.
 
-        Raises :class:`~tercet.protocol.errors.NoSpace` when the blocks are not to be had now.
+        Raises :class:`~tercet.protocol.errors.NoSpace` if the blocks are not available now.
         """
         ...
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
-        """Extend an open reservation to ``prompt[:end]``, which begins with what it was made for; returns it anew.
+        """Extend an open reservation to ``prompt[:end]``, which begins with its prompt, and return the new reservation.
 
-        Of the new one, ``matched_len`` tokens are there by now, in whole blocks. No block is given back meanwhile, and
-        the first one's context ends both. If it fails, the lease is as it was.
+        The new reservation has ``matched_len`` tokens by now, in whole blocks. No block is given back in between, and
+        leaving the first reservation's context ends both. On failure the lease is unchanged.
 
         Raises :class:`~tercet.protocol.errors.NoSpace`, :class:`~tercet.protocol.errors.UnknownSequence` for a lease
-        that is over, :class:`~tercet.protocol.errors.BadRequest` for other tokens.
+        that has ended, :class:`~tercet.protocol.errors.BadRequest` for other tokens.
         """
         ...
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
-        """Have the KV of ``prompt[begin:end)`` here, from cache or by prefilling, and push it into ``to``.
+        """Get the KV of ``prompt[begin:end)`` from this engine's cache or by prefilling, and push it into ``to``.
 
         Returns when all of it is in place. With ``sample`` the first output token is sampled here too (``end`` must
         then be the prompt's end) and returned as :attr:`Sent.first`.
@@ -85,18 +77,18 @@ class Engine(Protocol):
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         """Prefill ``prompt[begin:]``, then decode; outputs come until one has a finish reason.
 
-        ``begin`` is the position up to which the caller provided KV; what is not there after all is computed.
-        ``output`` are tokens generated already, elsewhere: they count for ``max_tokens``, penalties, ``min_tokens``,
+        ``begin`` is the position up to which the caller provided KV; tokens whose KV is missing are computed.
+        ``output`` are tokens that another engine generated: they count for ``max_tokens``, penalties, ``min_tokens``,
         seeds and grammar state, and are not yielded again.
         """
         ...
 
     async def abort(self, seq_id: str) -> None:
-        """End whatever this engine does for ``seq_id``; unknown ids are fine."""
+        """End everything that this engine does for ``seq_id``; unknown ids are ignored."""
         ...
 
     async def status(self) -> EngineStatus:
-        """The engine's current state."""
+        """Return the engine's current state."""
         ...
 
 
@@ -105,24 +97,24 @@ class TakesAdapters(Protocol):
     """An engine that loads, replaces and unloads LoRA adapters while it runs."""
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
-        """Serve the adapter at ``path``, on the engine's machine, under ``name``; what it is.
+        """Serve the adapter at ``path`` on the engine's machine under ``name``, and return its report.
 
-        Raises :class:`~tercet.protocol.errors.Unauthorized` if its operator does not allow that,
-        :class:`~tercet.protocol.errors.Conflict` for a name or path that stands for something else, and
-        :class:`~tercet.protocol.errors.BadRequest` for what is no adapter of its model.
+        Raises :class:`~tercet.protocol.errors.Unauthorized` if the engine's operator does not allow it,
+        :class:`~tercet.protocol.errors.Conflict` for a name or path that is used for something else, and
+        :class:`~tercet.protocol.errors.BadRequest` if there is no adapter of the engine's model.
         """
         ...
 
     async def replace_adapter(self, name: str, path: str) -> AdapterReport:
-        """Have ``name`` stand for the adapter at ``path``, whatever it stood for; what it is.
+        """Use ``name`` for the adapter at ``path`` from now on, and return its report.
 
-        Raises as :meth:`load_adapter` does, and :class:`~tercet.protocol.errors.Conflict` while requests use what is to
-        be replaced; then nothing changes.
+        Raises as :meth:`load_adapter` does, and :class:`~tercet.protocol.errors.Conflict` while requests use the old
+        adapter; then nothing changes.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Take no more requests for it; what runs with it goes on.
+        """Accept no more requests for the adapter; running requests continue.
 
         Raises :class:`~tercet.protocol.errors.UnknownAdapter` and :class:`~tercet.protocol.errors.Unauthorized`.
         """

@@ -1,7 +1,8 @@
-"""Errors in the form of the API that a client speaks, which its path tells.
+"""Errors in the form of the API that a client uses, which the request's path tells.
 
-OpenAI's form is :meth:`~tercet.protocol.TercetError.to_wire`'s; Anthropic's and Cohere's clients read forms of their
-own. In streams, an error is the last event: one with OpenAI's body and ``[DONE]``, or one of the API's own types.
+OpenAI's form is that of :meth:`~tercet.protocol.TercetError.to_wire`; Anthropic's and Cohere's clients expect other
+forms. In streams, an error is the last event: one with OpenAI's body and ``[DONE]``, or one of the API's own event
+types.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tercet.protocol.openai_routes import RESPONSES
 Api = Literal["openai", "responses", "anthropic", "cohere"]
 MESSAGES = "/v1/messages"
 COHERE = "/cohere/"
-# Anthropic's names for statuses; what is not here is an ``api_error``, or an ``invalid_request_error`` below 500.
+# Anthropic's names for statuses; other statuses are an ``api_error``, or an ``invalid_request_error`` below 500.
 ANTHROPIC_TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -32,7 +33,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def api_of(path: str) -> Api:
-    """Whose API a path belongs to."""
+    """Return the API that a path belongs to."""
     if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
         return "anthropic"
     if path.startswith(COHERE):
@@ -41,12 +42,12 @@ def api_of(path: str) -> Api:
 
 
 def error_body(path: str, error: TercetError) -> bytes:
-    """What is said of an error to a client that has asked for ``path``."""
+    """Body of an error answer to a request for ``path``."""
     return in_form(path, error.status, error.to_wire()["error"])
 
 
 def in_form(path: str, status: int, said: Mapping[str, Any]) -> bytes:
-    """An error whose ``message``, ``type``, ``param`` and ``code`` are ``said`` as OpenAI does, in the path's form."""
+    """Error body for ``path``. ``said`` is OpenAI's error object (``message``, ``type``, ``param``, ``code``)."""
     return msgspec.json.encode(_FORMS[api_of(path)](status, said))
 
 
@@ -68,7 +69,7 @@ _FORMS: Mapping[Api, Callable[[int, Mapping[str, Any]], Any]] = {
 
 
 def anthropic_type(status: int) -> str:
-    """What Anthropic calls errors of an HTTP status."""
+    """Anthropic's name for errors with an HTTP status."""
     other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     return ANTHROPIC_TYPES.get(status, other)
 
@@ -77,7 +78,7 @@ def anthropic_type(status: int) -> str:
 
 
 def last_events(path: str, error: TercetError, before: Mapping[str, Any] | None = None) -> bytes:
-    """The end of a stream that fails. ``before`` is the last event of it that has a JSON object, if there was one."""
+    """The last events of a stream that fails. ``before`` is its last event with a JSON object, if there was one."""
     said: Mapping[str, Any] = error.to_wire()["error"]
     api = api_of(path)
     if api == "anthropic":
@@ -91,7 +92,7 @@ def last_events(path: str, error: TercetError, before: Mapping[str, Any] | None 
 
 
 def _response_failed(said: Mapping[str, Any], before: Mapping[str, Any]) -> bytes:
-    """OpenAI's ``error`` event, and ``response.failed`` if the response that it ends is known."""
+    """OpenAI's ``error`` event, and ``response.failed`` if the failed response is known."""
     last = before.get("sequence_number")
     number = last + 1 if isinstance(last, int) else 0
     error = {"code": said["code"], "message": said["message"], "param": said["param"]}

@@ -1,8 +1,8 @@
 """Everything that can go wrong, as one tree: :class:`TercetError`, and one class for each kind with its HTTP status.
 
 ``code`` is the stable name on the wire, ``status`` the HTTP status. The wire form is the one that OpenAI's API uses:
-``{"error": {"message", "type", "param", "code"}}``. A class that is declared with a status has its own name, in snake
-case, as code, so that renaming it changes the wire; any other class goes by its base's.
+``{"error": {"message", "type", "param", "code"}}``. The code of a class that is declared with a status is its name in
+snake case, so renaming the class changes the wire. Any other class has the code of its base.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 LONGEST_MESSAGE = 4096
-"""Characters that are kept of what another process says: it goes to logs and to clients."""
+"""Characters of another process's message that are kept: it goes to logs and to clients."""
 
 
 class TercetError(Exception):
     """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
 
-    ``blames`` names the engine at fault, where that is not the one that was called. ``retry_after`` is in how many
-    seconds trying again may help, where that is known.
+    ``blames`` names the engine at fault if it is not the one that was called. ``retry_after`` is the number of seconds
+    after which a retry may succeed, if known.
     """
 
     code: ClassVar[str] = "tercet_error"
@@ -39,11 +39,11 @@ class TercetError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """What a command ends with: 2 for what it was given, 1 for what happened."""
+        """Exit code of a command: 2 for wrong input, 1 for a failure."""
         return 2 if HTTPStatus.BAD_REQUEST <= self.status < HTTPStatus.INTERNAL_SERVER_ERROR else 1
 
     def to_wire(self) -> dict[str, Any]:
-        """The error body of an HTTP answer. What no encoder can write of a quoted input is escaped."""
+        """Return the error body of an HTTP answer. Characters of a quoted input that cannot be encoded are escaped."""
         param = None if self.param is None else _writable(self.param)
         message = _writable(self.message)
         return {"error": {"message": message, "type": type(self).__name__, "param": param, "code": self.code}}
@@ -54,11 +54,11 @@ class BadRequest(TercetError, status=400):
 
 
 class Unauthorized(TercetError, status=401):
-    """The caller has not shown the key that this server asks for."""
+    """The caller has not shown the key that this server requires."""
 
 
 class Forbidden(TercetError, status=403):
-    """The caller may not do this from where it is, or with what it names, whatever key it shows."""
+    """The caller may not do this from its address, or with what it names, whatever key it shows."""
 
 
 class UnknownEngine(TercetError, status=404):
@@ -78,11 +78,11 @@ class UnknownModel(TercetError, status=404):
 
 
 class UnknownPath(TercetError, status=404):
-    """Nothing is served under this path."""
+    """Nothing is served at this path."""
 
 
 class MethodNotAllowed(TercetError, status=405):
-    """Something is served under this path, but not by this HTTP method."""
+    """This path is served, but not for this HTTP method."""
 
 
 class RequestTimeout(TercetError, status=408):
@@ -90,36 +90,36 @@ class RequestTimeout(TercetError, status=408):
 
 
 class Conflict(TercetError, status=409):
-    """The name is taken: a seq_id by a reservation or a running request of this engine, or an engine's by another.
+    """The name is in use: a seq_id by a reservation or a running request of this engine, or an engine's name.
 
     Or the call was meant for another start of the engine.
     """
 
 
 class LayoutMismatch(TercetError, status=409):
-    """KV of one engine has no meaning in the other one; the message names the difference."""
+    """KV of one engine cannot be used by the other; the message names the difference."""
 
 
 class LeaseEnded(TercetError, status=410):
-    """The lease was released, expired or used, and its blocks may be somebody else's: nothing more is written there."""
+    """The lease was released, expired or used. Its blocks may have a new owner: nothing more is written there."""
 
 
 class RequestTooLarge(TercetError, status=413):
-    """The request's body has more bytes than this server takes."""
+    """The request's body has more bytes than this server accepts."""
 
 
 class UnsupportedMediaType(TercetError, status=415):
-    """The request's body is of a kind that is not taken here."""
+    """The request's body has a media type that is not accepted here."""
 
 
 class HeadTooLarge(TercetError, status=431):
-    """The request's line and headers have more bytes than this server takes."""
+    """The request line and headers have more bytes than this server accepts."""
 
 
 class Saturated(TercetError, status=429):
-    """The fleet has as much to do as it may; come back after ``retry_after`` seconds.
+    """The fleet is at its limit; retry after ``retry_after`` seconds.
 
-    ``waited``: the request has waited for as long as it may.
+    ``waited``: the request has waited for the longest allowed time.
     """
 
     waited: bool = False
@@ -130,17 +130,17 @@ class Saturated(TercetError, status=429):
 
 
 class DeadlineExceeded(TercetError, status=504):
-    """The request took longer than this server lets any take."""
+    """The request took longer than this server allows."""
 
 
 class ShuttingDown(TercetError, status=503):
-    """The front door is about to end: it takes nothing new, or gives up what runs. Another one may serve."""
+    """The front door is shutting down: it accepts nothing new, or ends what runs. Another one may serve."""
 
     retry_after = 5
 
 
 class NoSpace(TercetError, status=503):
-    """The engine cannot pin that many blocks now; try another one, or later."""
+    """The engine cannot pin that many blocks now; try another engine, or retry later."""
 
 
 class EngineError(TercetError, status=500):
@@ -148,19 +148,19 @@ class EngineError(TercetError, status=500):
 
 
 class ProgramFailed(TercetError, status=500):
-    """The program that served the request failed by its own fault."""
+    """The program that served the request failed because of an error in it."""
 
 
 class FrontDoorFailed(TercetError, status=500):
-    """The front door failed while it served the request, which is a mistake of ours; its log has the traceback."""
+    """The front door failed because of a bug in it while it served the request; its log has the traceback."""
 
 
 class TransferFailed(TercetError, status=502):
-    """KV did not arrive: the receiver refused it, vanished, or took too long."""
+    """KV did not arrive: the receiver refused it, disappeared, or took too long."""
 
 
 class FrontDoorUnreachable(TercetError, status=502):
-    """The engine cannot connect to its caller, to stream tokens there: nobody whom it may answers at that address."""
+    """The engine cannot connect to the front door that called it, to stream tokens to its address."""
 
 
 class EngineUnreachable(TercetError, status=503):
@@ -168,11 +168,11 @@ class EngineUnreachable(TercetError, status=503):
 
 
 class RoleUnavailable(TercetError, status=503):
-    """No engine of a role can be picked, and the fleet's policy is not to have others do its work."""
+    """No engine of a role can be picked, and the fleet's policy does not allow others to replace it."""
 
 
 class EngineNotReached(EngineUnreachable):
-    """It did not even get the call, so nothing that was asked for has been begun. Its code is its base's."""
+    """The call did not reach the engine, so no part of it has started. The code is that of the base class."""
 
 
 def _writable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What programs may ask of a fleet, and what may be read of an engine in it."""
+"""What programs may ask of a fleet, and what they may read of each engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tercet.protocol.types import AdapterReport, Request
 
 Role = Literal["prefill", "decode", "both"]
 WithoutRole = Literal["serve", "refuse"]
-"""What becomes of a pick while no engine of its role answers: others take its place, or it is refused."""
+"""What happens to a pick while no engine of its role answers: other engines serve it, or it is refused."""
 
 
 class EngineView(Protocol):
     """What programs and scheduling plugins may read of one engine.
 
-    ``role`` is ``prefill``, ``decode`` or ``both``; ``labels`` are its operator's words. It is ``reachable`` if it
-    answered when it was asked last. ``in_flight`` counts the sequences that this front door runs on it now,
-    ``in_flight_tokens`` their prompt tokens. ``adapters`` are the LoRA adapters that it says it has, by name.
+    ``role`` is ``prefill``, ``decode`` or ``both``; ``labels`` are set by its operator. It is ``reachable`` if it
+    answered the last poll. ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens``
+    their prompt tokens. ``adapters`` are the LoRA adapters that it reports, by name.
     """
 
     @property
@@ -47,7 +47,7 @@ class EngineView(Protocol):
 
 @dataclass(frozen=True)
 class Route:
-    """Who serves a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it."""
+    """Engines that serve a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it."""
 
     decode: Engine
     prefill: Engine | None = None
@@ -55,22 +55,23 @@ class Route:
 
 
 class PrefillRule(Protocol):
-    """Whether a second engine shall prefill; deciders of a scheduling file are such rules."""
+    """Rule that decides whether a second engine prefills; deciders of a scheduling file are such rules."""
 
     def disaggregates(self, request: Request, cached: int, prefill: Any) -> bool:
-        """``cached`` tokens of the prompt are believed to be on the decode engine; ``prefill`` are who could help."""
+        """Decide. ``cached``: estimated prompt tokens in the decode engine's cache; ``prefill``: candidates."""
         ...
 
 
 class Fleet(Protocol):
     """The engines that a program picks from.
 
-    Each program gets a view for its request: what failed the request is not picked for it again while there is another.
+    Each program gets a view for its request: an engine that failed the request is not picked for it again while there
+    is another.
     """
 
     @property
     def members(self) -> Sequence[EngineView]:
-        """Every engine, those that are being drained included."""
+        """All engines, including those that are being drained."""
         ...
 
     def pick(
@@ -80,15 +81,15 @@ class Fleet(Protocol):
         other_than: Engine | None = None,
         request: Request | None = None,
     ) -> AbstractContextManager[Engine]:
-        """An engine that may serve in ``role`` (``both`` means any); counted as busy while entered.
+        """Pick an engine that may serve in ``role`` (``both`` means any); it counts as busy while entered.
 
         ``by`` is ``round_robin``, ``least_loaded``, the name of a scheduling profile, or ``scheduled`` for the profile
         of the role. Profiles that look at prompts or headers need the ``request``.
 
         Engines that are being drained are left out, and those without the request's LoRA adapter; those that do not
-        answer are while others do, and so is ``other_than``. If no engine of the role answers, others serve in its
-        place, unless the fleet is told to refuse that. Raises :class:`~tercet.protocol.EngineUnreachable` if there is
-        no engine or a strict filter leaves none, :class:`~tercet.protocol.RoleUnavailable`,
+        answer are left out while others do, and so is ``other_than``. If no engine of the role answers, others serve in
+        its place, unless the fleet is configured to refuse that. Raises :class:`~tercet.protocol.EngineUnreachable` if
+        there is no engine or a strict filter leaves none, :class:`~tercet.protocol.RoleUnavailable`,
         :class:`~tercet.protocol.UnknownAdapter`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         ...
@@ -102,11 +103,11 @@ class Fleet(Protocol):
     ) -> AbstractContextManager[Route]:
         """The engine, or the pair of engines, that is predicted to serve the request at the least cost.
 
-        ``ttft`` and ``tpot`` are objectives in seconds: what meets them goes before what is cheaper. ``explore`` is the
-        share of requests that may take a pair which is not the cheapest, to learn from it, while the fleet is idle.
-        Engines are left out as in :meth:`pick`, their roles do not count.
-        Raises :class:`~tercet.protocol.EngineUnreachable` if there is no engine, and
-        :class:`~tercet.protocol.BadRequest` for an objective or a share that makes no sense.
+        ``ttft`` and ``tpot`` are objectives in seconds: routes that meet them are preferred to cheaper ones.
+        ``explore`` is the share of requests that may take a pair which is not the cheapest, to learn from it, while the
+        fleet is idle. Engines are left out as in :meth:`pick`; roles are ignored. Raises
+        :class:`~tercet.protocol.EngineUnreachable` if there is no engine, and :class:`~tercet.protocol.BadRequest` for
+        an objective or a share out of range.
         """
         ...
 
@@ -115,9 +116,9 @@ class Fleet(Protocol):
         ...
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
-        """Whether another engine shall prefill for ``decode``, which was picked for this request.
+        """Whether another engine should prefill for ``decode``, which was picked for this request.
 
-        ``by`` is a rule, or names a decider of the scheduling file; None is its handler's. False if there is no other
-        engine to prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
+        ``by`` is a rule, or names a decider of the scheduling file; None means the decider of the file's handler. False
+        if there is no other engine to prefill. Raises :class:`~tercet.protocol.BadRequest` for an unknown decider.
         """
         ...

@@ -1,4 +1,4 @@
-"""HTTP headers that mean something to Tercet, each declared once."""
+"""HTTP headers that Tercet reads or sends, each declared once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SESSION_HEADER = "x-session-token"
 REQUEST_ID_HEADER = "x-request-id"
 PREFILLER_HEADER = "x-prefiller-host-port"
 PREFILLED_HEADER = "x-tercet-prefilled"
-# With these a client could send a request, or an engine, wherever it likes: whoever decides sets them anew.
+# With these headers a client could choose the engine itself. The deciding server replaces them.
 CONTROL_HEADERS = (
     "x-gateway-destination-endpoint", "x-gateway-destination-endpoint-served", "x-gateway-destination-endpoint-subset",
     PREFILLER_HEADER, PREFILLED_HEADER, "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port",
@@ -20,7 +20,7 @@ CONTROL_HEADERS = (
 
 
 class Header(NamedTuple):
-    """A header, whose message it is on, and what it says."""
+    """A header, the messages that carry it, and its meaning."""
 
     name: str
     on: str
@@ -28,7 +28,7 @@ class Header(NamedTuple):
 
 
 HEADERS = (
-    Header(PROGRAM_HEADER, "requests to a front door", "The program that shall serve this request."),
+    Header(PROGRAM_HEADER, "requests to a front door", "The program that serves this request."),
     Header(
         TRACE_HEADER,
         "requests to a front door, an engine or a sidecar",
@@ -43,40 +43,40 @@ HEADERS = (
     Header(
         REQUEST_ID_HEADER,
         "requests to a front door, calls to an engine",
-        "vLLM's: the id of the request, in its answer and in each line of a log that is about it; there one of over "
+        "vLLM's: the id of the request, in its answer and in each log line about it. In logs an id of over "
         "128 characters is shortened.",
     ),
     Header(
         "authorization",
         "requests to a front door or an engine",
         "`Bearer KEY`: the API key of either, the admin key on `/tercet/v1` of a front door, or the fleet's secret "
-        "towards an engine. `Tercet ...`: a member's proof that it knows the secret, for this call.",
+        "towards an engine. `Tercet ...`: a member's proof, for this call, that it knows the secret.",
     ),
     Header(
         "www-authenticate",
         "answers of an engine or a sidecar",
-        '`Tercet challenge="..."`: with 401, what a caller signs its calls under.',
+        '`Tercet challenge="..."`: with 401, the challenge that a caller signs its calls with.',
     ),
     Header(
         PREFILLER_HEADER,
         "requests to an engine or a sidecar",
-        "Engines (`HOST:PORT`, in the order to try them) that shall prefill the prompt, of its `prefill-hosts` only.",
+        "Engines (`HOST:PORT`, in the order to try them) that prefill the prompt; all must be in its `prefill-hosts`.",
     ),
     Header(
         PREFILLED_HEADER,
         "requests of a sidecar to its engine",
-        "`LEASE CACHED`: KV of the prompt has come under this lease, from an engine that had so many tokens of it in "
-        "its cache; the answer's `cached_tokens` tell that. Of a lease that the engine does not hold it is ignored.",
+        "`LEASE CACHED`: KV of the prompt arrived under this lease, from an engine that had CACHED tokens of it in "
+        "its cache; the answer's `cached_tokens` reports that. A lease that the engine does not hold is ignored.",
     ),
     Header(
         BEHIND_HEADER,
         "answers of a front door",
-        "Processes that share the fleet and have not followed the change within 30 s, and why.",
+        "Processes that share the fleet and have not applied the change within 30 s, and the reasons.",
     ),
-    Header("retry-after", "answers of a front door", "In how many seconds trying again may help (429 and 503)."),
+    Header("retry-after", "answers of a front door", "Seconds after which a retry may succeed (429 and 503)."),
     Header(
         INCARNATION_HEADER,
         "calls to an engine",
-        "The start of the engine that the call is meant for; any other one refuses it (409).",
+        "The incarnation of the engine that the call is for; any other one refuses it (409).",
     ),
 )

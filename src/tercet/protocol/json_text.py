@@ -1,7 +1,7 @@
-"""JSON that clients send: one reader for all who look into a body, so that they all see the same in it.
+"""JSON that clients send: one reader for all parts that look into a body, so that they all see the same content.
 
-RFC 8259 asks for UTF-8. Python's reader, which vLLM uses, also takes UTF-16, UTF-32 and a byte order mark, and carries
-text that no encoder can write (half of a surrogate pair) and numbers that JSON lacks (NaN). Encodings are unified here;
+RFC 8259 requires UTF-8. Python's reader, which vLLM uses, also takes UTF-16, UTF-32 and a byte order mark. It accepts
+text that cannot be encoded (half of a surrogate pair) and numbers that JSON lacks (NaN). Here, encodings are unified;
 text and numbers that cannot be passed on are the client's error, with the field's name.
 """
 
@@ -16,21 +16,21 @@ import msgspec
 
 from tercet.protocol.errors import BadRequest
 
-# What msgspec raises for bytes that are no message: beside its own errors it lets through that text is not UTF-8, and
-# that something is nested too deeply.
+# What msgspec raises for invalid messages: its own errors, and Python's for text that is not UTF-8 and for nesting that
+# is too deep.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 UTF8, UTF8_WITH_MARK = "utf-8", "utf-8-sig"
 MARK_BYTES = 3
-# Bytes of a text in which the field is looked for that makes it none: looking takes longer than reading.
+# Largest text, in bytes, in which the invalid field is searched: the search takes longer than reading.
 MOST_EXPLAINED = 2 * 1024 * 1024
-NO_TEXT = "has half of a surrogate pair, which stands for no character: send whole characters"
-NO_NUMBER = "is no number of JSON's, or larger than a double may be"
+NO_TEXT = "has half of a surrogate pair, which does not encode a character: send whole characters"
+NO_NUMBER = "is not a valid JSON number, or does not fit into a double"
 
 
 def in_utf8(content: bytes) -> bytes:
-    """JSON in the encoding that JSON is to have, whichever of Unicode's it came in.
+    """Return JSON text in UTF-8, whichever Unicode encoding it came in.
 
-    What is no text stays as it is, for the reader to refuse.
+    Bytes that are not text are returned unchanged, for the reader to refuse.
     """
     encoding = json.detect_encoding(content)
     if encoding == UTF8:
@@ -46,7 +46,7 @@ def in_utf8(content: bytes) -> bytes:
 def read_json(content: bytes) -> Any:
     """The value of a JSON text that :func:`in_utf8` has made.
 
-    Raises :class:`~tercet.protocol.errors.BadRequest`, whose ``param`` names the field where it is one field's fault.
+    Raises :class:`~tercet.protocol.errors.BadRequest`, whose ``param`` names the field if one field is invalid.
     """
     try:
         return msgspec.json.decode(content)
@@ -56,20 +56,20 @@ def read_json(content: bytes) -> Any:
 
 def _read_as_python_does(content: bytes, error: Exception) -> Any:
     if len(content) > MOST_EXPLAINED:
-        raise BadRequest(f"the request's body is no JSON: {error}") from error
+        raise BadRequest(f"the request's body is not JSON: {error}") from error
     try:
         value = json.loads(content.decode(UTF8, "surrogatepass"))
     except RecursionError:
         raise BadRequest("the request's body has lists or objects that are nested too deeply") from error
     except ValueError:
-        raise BadRequest(f"the request's body is no JSON: {error}") from error
+        raise BadRequest(f"the request's body is not JSON: {error}") from error
     for field, why in _unwritable(value):
         raise BadRequest(f"{field or 'the body'}: {why}", field or None) from error
     return value
 
 
 def unwritable_field(value: Any) -> str | None:
-    """The field of a value as Python has it that no encoder of ours can write, or None: all can be written."""
+    """Return the name of the field of a Python value that our encoders cannot write, or None if there is none."""
     try:
         msgspec.json.encode(value)
     except (UnicodeEncodeError, OverflowError):
@@ -78,7 +78,7 @@ def unwritable_field(value: Any) -> str | None:
 
 
 def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
-    """Fields that cannot be written, in their order, and why."""
+    """Fields that cannot be written, in order, with the reasons."""
     left: list[tuple[_Path, Any]] = [(None, value)]
     while left:
         at, found = left.pop()
@@ -100,7 +100,7 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
             left.extend(((at, index), item) for index, item in numbered if not isinstance(item, int))
 
 
-# A field by the one that it is in and its key or index; names are made of those that are told of.
+# A field as its parent and its key or index; the full name is only built for fields that are reported.
 _Path = tuple[Any, Any] | None
 
 
@@ -113,7 +113,7 @@ def _name_of(at: _Path) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written in any encoding of Unicode."""
+    """Return whether the text can be written in every Unicode encoding."""
     if text.isascii():
         return True
     try:
@@ -124,5 +124,5 @@ def is_text(text: str) -> bool:
 
 
 def as_text(text: str) -> str:
-    """The text with an escape, as a program would write it, for whatever of it cannot be written."""
+    """Return the text with backslash escapes for the characters that cannot be encoded."""
     return text if is_text(text) else text.encode(UTF8, "backslashreplace").decode(UTF8)

@@ -1,8 +1,8 @@
-"""Images and the like in a prompt: where their placeholder tokens are, and what stands there instead of them.
+"""Images and the like in a prompt: where their placeholder tokens are, and the data that replaces them.
 
-The placeholder tokens of two pictures are the same, so whatever goes by a prompt's tokens goes by the digests of its
-features, too. A digest is of what the model is given, not of a name that somebody chose: who computes with a feature
-has checked it (:meth:`MultiModalFeature.require_genuine`).
+The placeholder tokens of two pictures are the same, so code that compares prompts by tokens compares the digests of
+their features, too. A digest covers what the model receives, not a name that a client chose. Engines check it before
+they compute with a feature (:meth:`MultiModalFeature.require_genuine`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MOST_FEATURES = 1024
 class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One image, sound or video of a prompt, processed.
 
-    ``[offset, offset + length)`` are the positions of its placeholder tokens. ``embeds`` has a byte for each, which is
-    1 where the model is given an embedding and 0 where it is given the token; empty if it is 1 everywhere. ``data`` are
-    the processor's tensors, encoded as vLLM encodes them; empty where nothing is computed of it.
+    ``[offset, offset + length)`` are the positions of its placeholder tokens. ``embeds`` has one byte per position: 1
+    where the model receives an embedding, 0 where it receives the token; empty if all are 1. ``data`` are the
+    processor's tensors, encoded as vLLM encodes them; empty where the feature is not computed.
     """
 
     modality: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -36,18 +36,18 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def end(self) -> int:
-        """The position behind its placeholder tokens."""
+        """The position after its last placeholder token."""
         return self.offset + self.length
 
     def require_genuine(self) -> None:
-        """Raise :class:`~tercet.protocol.errors.BadRequest` unless the data is there, and what the digest is of."""
+        """Raise :class:`~tercet.protocol.errors.BadRequest` unless the data is present and matches the digest."""
         if not self.data:
-            raise BadRequest("mm_features: data: is missing, and what computes a feature needs it", "mm_features")
+            raise BadRequest("mm_features: data: is missing; an engine needs it to compute the feature", "mm_features")
         if digest_of_feature(self.modality, self.length, self.embeds, self.data) != self.digest:
-            raise BadRequest("mm_features: digest: is not that of the data", "mm_features")
+            raise BadRequest("mm_features: digest: does not match the data", "mm_features")
 
     def without_data(self) -> MultiModalFeature:
-        """What names its KV."""
+        """Copy without data, which is enough to identify its KV."""
         return msgspec.structs.replace(self, data=b"")
 
 
@@ -55,7 +55,7 @@ MultiModalFeatures = Annotated[tuple[MultiModalFeature, ...], msgspec.Meta(max_l
 
 
 def digest_of_feature(modality: str, length: int, embeds: bytes, data: bytes) -> str:
-    """What stands for a feature wherever it is in a prompt."""
+    """Digest that identifies a feature, wherever it is in a prompt."""
     found = blake2b(f"{modality}\0{length}\0{len(embeds)}\0".encode(), digest_size=DIGEST_HEX // 2)
     found.update(embeds)
     found.update(data)
@@ -63,24 +63,22 @@ def digest_of_feature(modality: str, length: int, embeds: bytes, data: bytes) ->
 
 
 def digest_of_features(features: Iterable[MultiModalFeature]) -> str:
-    """What stands for all features of a prompt and for where they are; empty if there are none."""
+    """Digest that identifies all features of a prompt and their positions; empty if there are none."""
     placed = [(feature.digest, feature.offset, feature.length) for feature in features]
     return blake2b(repr(placed).encode(), digest_size=DIGEST_HEX // 2).hexdigest() if placed else ""
 
 
 def whole_features(features: Iterable[MultiModalFeature], end: int) -> int:
-    """How many tokens to compute for KV of the first ``end``: features are not cut.
+    """Tokens to compute to get the KV of the first ``end`` tokens: features are not cut.
 
-    Their tokens may look at each other both ways, and of models that want them in one step vLLM waits for all.
+    Tokens of a feature may attend to each other in both directions, and for models that need them in one step vLLM
+    waits for all of them.
     """
     return next((feature.end for feature in features if feature.offset < end < feature.end), end)
 
 
 def require_placed(features: Sequence[MultiModalFeature], length: int) -> None:
-    """Refuse features that do not lie one behind another in a prompt of ``length`` tokens.
-
-    Raises :class:`~tercet.protocol.errors.BadRequest`.
-    """
+    """Refuse features that are not in order and apart in a prompt of ``length`` tokens."""
     end = 0
     for feature in features:
         if feature.offset < end:

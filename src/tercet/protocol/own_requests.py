@@ -1,8 +1,9 @@
-"""Requests that change a fleet, told from those that a web page has a browser send.
+"""Checks that tell an operator's requests that change a fleet from requests that a web page makes a browser send.
 
-A browser sends what a page of any origin asks for to any address that it reaches, loopback included: some of it without
-asking that address first, and under a host name of the page's owner (DNS rebinding) as if it were the page's own. What
-such a request cannot do is to leave out or choose ``Host``, ``Origin`` and ``Sec-Fetch-Site``, or to be JSON unasked.
+A page of any origin can make a browser send requests to any address that it reaches, loopback included. Some are sent
+without a preflight request, and under a host name of the page's owner (DNS rebinding) they count as the page's own
+origin. Such a request cannot leave out or choose ``Host``, ``Origin`` and ``Sec-Fetch-Site``, and cannot have the type
+JSON without a preflight.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from urllib.parse import urlsplit
 
 from tercet.protocol.errors import Forbidden, UnsupportedMediaType
 
-# A browser's word for requests of the same origin, and for those that its user typed.
+# A browser's value for requests of the same origin, and for those that its user typed.
 _OWN_SITES = frozenset({"same-origin", "none"})
-# What pages may send to other origins without asking them first.
+# Types that pages may send to other origins without a preflight request.
 _UNASKED = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
-# A proxy says by one of these that somebody else is behind it.
+# A proxy adds one of these headers to requests that it forwards.
 _OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 
 
 class ShownHeaders:
-    """The headers of one request by name; each may come several times."""
+    """The headers of one request by name; each may occur several times."""
 
     def __init__(self, headers: Iterable[tuple[str, str]]) -> None:
         self._values: dict[str, list[str]] = {}
@@ -31,26 +32,26 @@ class ShownHeaders:
 
     @classmethod
     def of_asgi(cls, headers: Iterable[tuple[bytes, bytes]]) -> ShownHeaders:
-        """As an ASGI scope has them."""
+        """From the headers of an ASGI scope."""
         return cls((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
 
     def all(self, name: str) -> Sequence[str]:
-        """The values under a name in lower case."""
+        """The values of the header with this lower-case name."""
         return self._values.get(name, ())
 
     @property
     def has_body(self) -> bool:
-        """Whether a body follows, as far as the headers say."""
+        """Whether the headers announce a body."""
         return "transfer-encoding" in self._values or any(value.strip() != "0" for value in self.all("content-length"))
 
     @property
     def media_types(self) -> Sequence[str]:
-        """What the body is said to be, without parameters."""
+        """The media types of the body, without parameters."""
         return [value.partition(";")[0].strip().lower() for value in self.all("content-type")]
 
 
 def require_no_page(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.Forbidden` for a request that a page of another origin has had sent."""
+    """Raise :class:`~tercet.protocol.errors.Forbidden` for a request that a page of another origin caused."""
     sites = headers.all("sec-fetch-site")
     if any(site.strip().lower() not in _OWN_SITES for site in sites):
         raise Forbidden(f"sec-fetch-site: a page of another origin sent this ({sites[0]:.40})", "sec-fetch-site")
@@ -60,9 +61,9 @@ def require_no_page(headers: ShownHeaders) -> None:
 
 
 def require_local_host(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.Forbidden` unless the request is for this machine by a name of loopback.
+    """Raise :class:`~tercet.protocol.errors.Forbidden` unless the request names this machine by a loopback name.
 
-    A name that its owner points at this machine (DNS rebinding) is none; nor is it for this machine alone if it came
+    A name that its owner points at this machine (DNS rebinding) does not count, and neither does a request that came
     through a proxy.
     """
     hosts = headers.all("host")
@@ -74,9 +75,9 @@ def require_local_host(headers: ShownHeaders) -> None:
 
 
 def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
-    """Raise :class:`~tercet.protocol.TercetError` for a call, where no key is asked, that a page has had sent.
+    """Raise :class:`~tercet.protocol.TercetError` for a call that a page caused, where no key is required.
 
-    ``peer`` is the caller's address; None for a socket file, where names mean nothing.
+    ``peer`` is the caller's address; None for a socket file, where host names are not checked.
     """
     require_no_page(headers)
     if peer is not None:
@@ -87,10 +88,10 @@ def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
 
 
 def require_json(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not said to be JSON.
+    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not declared as JSON.
 
-    Some clients, aiohttp among them, name ``application/octet-stream`` where they send no body. No page may send that
-    type to another origin without having asked.
+    Some clients, aiohttp among them, name ``application/octet-stream`` when they send no body. No page may send that
+    type to another origin without a preflight request.
     """
     types = headers.media_types
     if types == ["application/octet-stream"] and not headers.has_body:
@@ -102,14 +103,14 @@ def require_json(headers: ShownHeaders) -> None:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a host's name stands for this machine alone, without a look at any name server."""
+    """Whether a host name stands for this machine only, without a DNS lookup."""
     if name.rstrip(".").lower() == "localhost":
         return True
     return is_loopback_address(name)
 
 
 def is_loopback_address(text: str) -> bool:
-    """Whether an address reaches this machine alone."""
+    """Whether an address reaches this machine only."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -119,7 +120,7 @@ def is_loopback_address(text: str) -> bool:
 
 
 def _name_in(host: str) -> str:
-    """The name in a Host header, without its port; empty for what is none."""
+    """The name in a Host header, without its port; empty if the header is not valid."""
     try:
         parts = urlsplit(f"//{host.strip()}")
         _ = parts.port
@@ -129,7 +130,7 @@ def _name_in(host: str) -> str:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Whether an Origin is that of the host which the request is for."""
+    """Whether an Origin is that of the host which the request names."""
     scheme, _, place = origin.strip().lower().partition("://")
     default = {"http": ":80", "https": ":443"}.get(scheme)
     if default is None or not place:

@@ -1,4 +1,4 @@
-"""Which engines a request may name to prefill it: an allow-list of hosts and ports."""
+"""Allow-list of hosts and ports: the engines that a request may name to prefill it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class _Pattern:
-    """Hosts of a network, or whose names fit, at ports of ``[first, last]``."""
+    """Hosts of a network, or hosts whose names match, at ports of ``[first, last]``."""
 
     host: _Network | str
     first: int
     last: int
 
     def covers(self, host: str, port: int) -> bool:
-        """Names are compared as they are written, and never looked up: who answers for a name may change his mind."""
+        """Whether the pattern covers it. Names are compared as text, never resolved: a DNS answer may change later."""
         if not self.first <= port <= self.last:
             return False
         address = _address(host)
@@ -42,7 +42,7 @@ class _Pattern:
 
 
 class AllowedPrefillers:
-    """The allow-list that ``text`` says: patterns ``HOST:PORT``, with commas between them; none for empty text.
+    """The allow-list in ``text``: patterns ``HOST:PORT``, separated by commas; no hosts for empty text.
 
     ``HOST`` is an address, a network (``10.0.0.0/8``, ``[fd00::]/8``) or a name, which may have ``*`` in it; ``PORT``
     is a port, a range (``8000-8010``) or ``*``. Raises :class:`~tercet.protocol.BadRequest` naming ``param``.
@@ -55,7 +55,7 @@ class AllowedPrefillers:
         return bool(self._patterns)
 
     def named(self, header: str) -> Sequence[str]:
-        """The engines (``host:port``) that the header's value names, in its order.
+        """The engines (``host:port``) that the header's value names, in order.
 
         Raises :class:`~tercet.protocol.BadRequest` naming the header if it is malformed, or one of them is not allowed.
         """
@@ -85,7 +85,7 @@ def _pattern(text: str, param: str) -> _Pattern:
     of = _network(host) or (host if _NAME_PATTERN.fullmatch(host) and "/" not in host else None)
     if found is None or of is None:
         raise BadRequest(
-            f"{param}: {text!r} is not HOST:PORT, such as 10.0.0.0/8:8000, *.prefill.svc:8000-8010 or 127.0.0.1:*",
+            f"{param}: {text!r} is not HOST:PORT; such as 10.0.0.0/8:8000, *.prefill.svc:8000-8010 or 127.0.0.1:*",
             param,
         )
     return _Pattern(of, *found)
@@ -100,15 +100,15 @@ def _range_of(text: str) -> tuple[int, int] | None:
 
 
 def _host_and_port(text: str) -> tuple[str, str]:
-    """Both parts; the brackets of an IPv6 address are gone, wherever its network's length stands."""
+    """Both parts, without the brackets of an IPv6 address (a network's length may follow the brackets)."""
     host, _, port = text.rpartition(":")
     return host.replace("[", "", 1).replace("]", "", 1) if host.startswith("[") else host, port
 
 
 def _address(host: str) -> _Address | None:
-    """An IPv4 address in IPv6's clothes is the IPv4 address that is reached by it; one with a zone is none.
+    """The address, with an IPv4-mapped IPv6 address as IPv4; None if it is not an address or has a zone.
 
-    A zone may be any text, such as what makes another host of a URL.
+    A zone may be any text, including characters that change the host of a URL.
     """
     if "%" in host:
         return None

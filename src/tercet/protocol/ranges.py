@@ -1,4 +1,4 @@
-"""Half-open token ranges and how a caller may write their ends."""
+"""Half-open token ranges, and the forms in which a caller may write their ends."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Ids of sequences: a client's request keeps its own, what engines do for it later has others that begin with it."""
+"""Ids of sequences: a client's request keeps its id, and later attempts get ids that begin with it."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
 
-# Characters of a sequence's id: engines take 256, and what they do later adds a few to it.
+# Characters of a sequence's id: engines accept 256, and later attempts add a few characters.
 LONGEST_ID = 200
-# Of a longer one, what is kept to know it by in logs.
+# Characters of a longer id that are kept, to recognise it in logs.
 KEPT = 64
 
 
 def sequence_id(request_id: str) -> str:
-    """What a sequence is called on engines and in logs, whose request has an id that its client may have chosen.
+    """Return the id of a request's sequence on engines and in logs. The client may have chosen the request's id.
 
-    It is the same, unless that is too long or cannot be printed: then it is its beginning and a digest of all of it.
+    It is the request's id, unless that is too long or not printable: then it is the beginning and a digest of the id.
     """
     if len(request_id) <= LONGEST_ID and request_id.isprintable():
         return request_id
@@ -23,12 +23,12 @@ def sequence_id(request_id: str) -> str:
 
 
 def further_id(seq_id: str, number: int) -> str:
-    """Another id for the sequence of that request; numbers begin with 1."""
+    """Another id for the sequence of that request; numbers start at 1."""
     return f"{seq_id}.{number}"
 
 
 def find_id(known: Iterable[str], wanted: str) -> str | None:
-    """The id among those ``known`` that is ``wanted``, else the last of those that a request of that id got later."""
+    """Return ``wanted`` if it is in ``known``, else the id of the last further attempt of that request."""
     ids = list(known)
     if wanted in ids:
         return wanted

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes on their way through: framed by lines, whatever the text in them says."""
+"""Server-sent events as bytes that are passed on: they are split by lines, whatever text they contain."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class WholeEvents:
         self._rest = b""
 
     def passed(self, chunk: bytes) -> bytes:
-        """What can go on now."""
+        """Return the events that are complete now."""
         text = self._rest + chunk if self._rest else chunk
         end = max(text.rfind(mark) + len(mark) if mark in text else 0 for mark in _ENDS)
         self._rest = text[end:]
         return text[:end]
 
     def rest(self) -> bytes:
-        """What is left when the stream has ended by itself."""
+        """Return the rest after the stream has ended by itself."""
         rest, self._rest = self._rest, b""
         return rest
 
 
 def events_of(whole: bytes) -> Iterator[bytes]:
-    """The events in what :meth:`WholeEvents.passed` gave, each with its end; and what follows the last one."""
+    """Yield the events in a result of :meth:`WholeEvents.passed`, each with its end; then what follows the last one."""
     end = 0
     for found in _WHOLE.finditer(whole):
         end = found.end()
@@ -47,7 +47,7 @@ def events_of(whole: bytes) -> Iterator[bytes]:
 
 
 def data_of(event: bytes) -> bytes:
-    """What the ``data`` lines of an event say, joined by newlines, as the standard has it."""
+    """Return the ``data`` lines of an event, joined by newlines as the standard requires."""
     said: list[bytes] = []
     for line in event.splitlines():
         if line.startswith(DATA):
@@ -57,7 +57,7 @@ def data_of(event: bytes) -> bytes:
 
 
 def object_of(event: bytes) -> dict[str, Any]:
-    """The JSON object of an event; empty where it is something else, such as the end of a stream."""
+    """Return the JSON object of an event; empty if it has none, such as the end of a stream."""
     try:
         return msgspec.json.decode(data_of(event), type=dict[str, Any])
     except UNREADABLE:

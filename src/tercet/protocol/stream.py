@@ -1,4 +1,4 @@
-"""One sequence's outputs, on their way from who produces them to observers and to one consumer."""
+"""One sequence's outputs, on the way from a producer to observers and to one consumer."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from typing import Any, Protocol
 from tercet.protocol.errors import EngineError, TercetError
 from tercet.protocol.types import Output
 
-# Outputs that wait for a consumer that iterates; past this many the sequence ends.
+# Outputs that may wait for an iterating consumer; with more, the sequence ends.
 MOST_QUEUED = 64 * 1024
 
 
 class OutputObserver(Protocol):
-    """Is told of every output once, in order, before the consumer has it. Must not raise."""
+    """Receives every output once, in order, before the consumer. Must not raise."""
 
     def on_start(self, stream: OutputStream) -> None:
-        """The work begins, in this stream; without this call there is none of the others."""
+        """The work begins in this stream; the other calls come only after this one."""
 
     def on_output(self, output: Output) -> None:
-        """An output has come."""
+        """An output arrived."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """The work is over: called once, also when the stream was closed early or its consumer was cancelled."""
+        """The work has ended: called once, also when the stream was closed early or its consumer was cancelled."""
 
 
 class OutputStream:
-    """The outputs of one sequence. ``produce`` is called with the stream when a consumer begins, and puts them in it.
+    """The outputs of one sequence. ``produce`` is called with the stream when a consumer starts, and fills it.
 
-    There is one consumer. It gives :meth:`run` a function, the output callback; then ``produce`` runs in the consumer's
-    task, and no task is woken up for an output, which costs more than all else that is done for a token. Or it
-    iterates; then ``produce`` runs in a task of its own, and an ``async for`` that is left early ends it.
+    There is one consumer. It passes an output callback to :meth:`run`; then ``produce`` runs in the consumer's task,
+    and no task is woken up for an output (waking one costs more than all other work for a token). Or the consumer
+    iterates; then ``produce`` runs in a separate task, which ends when the ``async for`` is left early.
 
-    The stream is over with the first output that has a finish reason, with an error, and when ``produce`` returns.
-    Nothing is put into it then. ``produce`` is cancelled when the consumer leaves, and has ended when :meth:`aclose`
-    returns and before an error is raised to the consumer. The consumer does not see it when another producer goes on
-    with the sequence (:meth:`hand_over`); so what one has set going puts nothing into the stream after it has ended.
+    The stream is over after the first output that has a finish reason, after an error, and when ``produce`` returns.
+    After that it accepts no outputs. ``produce`` is cancelled when the consumer leaves; it has ended when
+    :meth:`aclose` returns, and before an error is raised to the consumer. Another producer may continue the sequence
+    without the consumer noticing (:meth:`hand_over`), so tasks that a producer has started put nothing into the stream
+    after that producer has ended.
     """
 
     __slots__ = (
@@ -58,20 +59,20 @@ class OutputStream:
         self._until_over: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
         self._following: Callable[[], OutputStream] | None = None
-        self._runner: asyncio.Task[Any] | None = None  # the task that produces, while it does
+        self._runner: asyncio.Task[Any] | None = None  # the task that produces, while it runs
         self._begun = self._over = self._stopped = self._interrupted = False
-        # A producer that holds outputs back to put several at once says here how to have them put now.
+        # A producer that holds outputs back to put several at once sets this; calling it flushes them.
         self.held_back: Callable[[], object] | None = None
 
     def subscribe(self, observer: OutputObserver) -> None:
-        """Tell ``observer`` of what happens from the start on; the one that came first is told first."""
+        """Notify ``observer`` of all events from the start; observers are called in the order of their subscription."""
         self._observers += (observer,)
 
     # ---- the producer's side ---------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be passed on."""
+        """Whether the stream accepts no more outputs."""
         return self._over
 
     @property
@@ -81,11 +82,11 @@ class OutputStream:
 
     @property
     def iterated(self) -> bool:
-        """Whether its consumer iterates: it may act on each output when it comes, so none should be held back."""
+        """Whether the consumer iterates: it may react to each output at once, so none should be held back."""
         return self._task is not None
 
     def put(self, output: Output) -> None:
-        """The next output; dropped if the stream is over."""
+        """Pass on the next output; it is dropped if the stream is over."""
         if self._over:
             return
         self._begun = True
@@ -97,40 +98,40 @@ class OutputStream:
         if consume is not None:
             try:
                 consume(output)
-            except Exception as error:  # raised to the consumer, which is not this caller
+            except Exception as error:  # raised to the consumer, not to this caller
                 self._failure = error
                 self._end()
                 self._interrupt()
         else:
             self._queue.append(output)
             if len(self._queue) > MOST_QUEUED:
-                self.give_up(EngineError(f"nobody has taken the last {MOST_QUEUED} outputs of the sequence"))
+                self.give_up(EngineError(f"the consumer has not read the last {MOST_QUEUED} outputs of the sequence"))
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
     def fail(self, error: TercetError) -> None:
-        """The sequence has ended in an error."""
+        """End the sequence with an error."""
         if not self._over:
             self._failure = error
             self._end()
 
     def give_up(self, error: TercetError) -> None:
-        """The same, and ``produce`` is not waited for: it is cancelled wherever it is."""
+        """End the sequence with an error, and cancel ``produce`` at once instead of waiting for it."""
         if not self._over:
             self.fail(error)
             self._interrupt()
 
     def catch_up(self) -> None:
-        """Have all put that is produced by now: for who goes by how far the sequence is."""
+        """Flush the outputs that are held back, for callers that need to know how far the sequence is."""
         if self.held_back is not None and not self._over:
             self.held_back()
 
     def hand_over(self, following: Callable[[], OutputStream]) -> bool:
-        """Have another producer go on with the sequence, unless the stream is over already; whether it was not.
+        """Let another producer continue the sequence; returns False if the stream is over already.
 
-        The one that works on it is cancelled, wherever it is. ``following`` is called once nothing more can come from
-        there; the producer and the observers of what it returns take the places of those that this stream has. Their
-        stream is not used otherwise.
+        The current producer is cancelled, wherever it is. ``following`` is called once the old producer can send
+        nothing more; the producer and the observers of the stream that it returns replace those of this stream. The
+        returned stream is not used otherwise.
         """
         if self._over:
             return False
@@ -139,13 +140,13 @@ class OutputStream:
         return True
 
     async def until_over(self) -> None:
-        """Return once nothing more is wanted: for a producer whose outputs come from elsewhere."""
+        """Return once no more outputs are accepted: for a producer whose outputs come from elsewhere."""
         if not self._over:
             self._until_over = asyncio.get_running_loop().create_future()
             await self._until_over
 
     async def until_asked(self) -> None:
-        """Return once the consumer has had everything, has done what it does with it, and waits for more."""
+        """Return once the consumer has processed all outputs and waits for more."""
         if self._until_consumed is not None:
             await self._until_consumed()
         while self._consume is None and not self._over and (self._queue or self._waiter is None):
@@ -163,12 +164,12 @@ class OutputStream:
     async def run(
         self, consume: Callable[[Output], object], until_consumed: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Produce in this task until the stream is over; ``consume`` is called with each output as it comes.
+        """Produce in this task until the stream is over; ``consume`` is called with each output.
 
-        Producers that can wait do so for ``until_consumed`` after each. Raises what ended the stream, and what
-        ``consume`` raises, which ends it, wherever ``produce`` is.
+        Producers that can wait await ``until_consumed`` after each output. Raises what ended the stream, and what
+        ``consume`` raises, which ends the stream wherever ``produce`` is.
         """
-        if self._task is not None:  # iterated before: what is left of it
+        if self._task is not None:  # iterated before: continue with the remaining outputs
             async for output in self:
                 consume(output)
                 if until_consumed is not None:
@@ -201,11 +202,11 @@ class OutputStream:
         return self._queue.popleft()
 
     async def aclose(self) -> None:
-        """End it, wherever it is: the engine stops working on the sequence. More than once does nothing."""
+        """End the stream, wherever it is: the engine stops working on the sequence. Further calls do nothing."""
         task, was_over = self._task, self._over
         self._end()
         if task is not None and not self._stopped:
-            if not was_over:  # if it was, ``produce`` is about to return, and is not disturbed in giving back
+            if not was_over:  # if it was, ``produce`` is about to return; do not disturb its clean-up
                 task.cancel()
             await asyncio.wait([task])
             self._stopped = True
@@ -232,7 +233,7 @@ class OutputStream:
     # ---- the work --------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """One producer after another, in this task, until the stream is over."""
+        """Run one producer after another, in this task, until the stream is over."""
         goes_on = self._failure is None
         while goes_on:
             if self._following is not None:
@@ -243,13 +244,13 @@ class OutputStream:
             error = await self._produced()
             goes_on = self._following is not None and not self._over and not isinstance(error, asyncio.CancelledError)
             if not goes_on:
-                self._failure = self._failure or error  # the first one is what ended it
+                self._failure = self._failure or error  # the first failure is the one that ended it
                 self._end()
             for observer in self._observers:
                 observer.on_end(error if goes_on else self._failure)
 
     async def _produced(self) -> BaseException | None:
-        """Let ``produce`` work; returns what it failed with. An interruption of this stream's own is no failure."""
+        """Run ``produce``; returns its failure. An interruption by this stream itself does not count as one."""
         self._runner = runner = asyncio.current_task()
         self._interrupted = False
         cancelled_before = runner.cancelling() if runner is not None else 0
@@ -262,15 +263,15 @@ class OutputStream:
         if not self._interrupted or runner is None:
             return failure
         if not isinstance(failure, asyncio.CancelledError):
-            with suppress(asyncio.CancelledError):  # it is still to come, as nothing was waited for any more
+            with suppress(asyncio.CancelledError):  # the cancellation is still pending if nothing was awaited after it
                 await asyncio.sleep(0)
-        if runner.uncancel() > cancelled_before:  # somebody else has cancelled the task as well
+        if runner.uncancel() > cancelled_before:  # another task has cancelled the task as well
             self._failure = asyncio.CancelledError()
             return self._failure
         return None if isinstance(failure, asyncio.CancelledError) else failure
 
     def _interrupt(self) -> None:
-        """``produce`` is not to be waited for; the cancellation of its task ends with it."""
+        """Cancel ``produce`` without waiting for it; the cancellation of its task ends with it."""
         if self._runner is not None and not self._interrupted:
             self._interrupted = self._runner.cancel()
 

@@ -1,21 +1,21 @@
-"""What one request went through, as its answer tells it: an event for each verb that was called for it."""
+"""The trace of one request, as its answer contains it: an event for each verb that was called for it."""
 
 from __future__ import annotations
 
 import msgspec
 
-# What is no verb in a trace, and takes no time: another way was taken, or the same one again, and why.
+# Events that are not verbs and take no time: a fallback to another way or a retry, and its reason.
 FALLBACK, RETRY = "fallback", "retry"
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
     """One call of a verb. ``begin, end`` are token positions, counts are tokens, ``seconds`` runs to its end.
 
-    For ``start_generate`` ``seconds`` is the time to its first output. A ``move`` is no verb: it comes behind those
-    that were called for it, and has the ``number`` that it has among the moves of its front-door process, why it was
-    made, what came of it, and for how many seconds the client had no token. Nor is a ``fallback`` or a ``retry``: it
-    has the engine that failed, the error's ``code``, how many tokens there were (``end``), and the ``reason``, as in
-    "disaggregated -> data_parallel: decode-0 does not answer: Connection refused".
+    For ``start_generate`` ``seconds`` is the time to its first output. A ``move`` event is not a verb. It follows the
+    verbs that were called for it, and has its ``number`` among the moves of its front-door process, its reason, its
+    result, and the seconds for which the client received no token. A ``fallback`` or ``retry`` event has the engine
+    that failed, the error's ``code``, the number of tokens so far (``end``), and the ``reason``, as in "disaggregated
+    -> data_parallel: decode-0 does not answer: Connection refused".
     """
 
     verb: str
@@ -44,7 +44,7 @@ class VerbTrace(msgspec.Struct):
     events: list[TraceEvent] = []
 
     def filled(self) -> TraceEvent | None:
-        """How another engine has filled the last reservation; None if none has, or another way was taken since."""
+        """The send that filled the last reservation; None if there was none, or a fallback happened since."""
         for event in reversed(self.events):
             if event.verb == "remote_send":
                 return event

@@ -12,7 +12,7 @@ from tercet.protocol.multimodal import MultiModalFeature
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# Finite: no number compares with one that is none, and JSON has no word for the other.
+# Finite: JSON has no infinity and no NaN, and NaN does not compare with any number.
 NotNegativeNumber = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -21,12 +21,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to serve, as programs see it.
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
-    ``SamplingParams`` by field name; what is left out has vLLM's default. ``headers`` are the client's HTTP headers,
-    lower case; ``user`` is what its OpenAI request called its end user. ``adapter`` is the name of the LoRA adapter
-    that it asks for, None for the base model; programs need not look at it, since it goes wherever the request does.
-    ``adapter_digest`` says which contents that name stood for when the request came (:class:`AdapterReport`): an
-    engine with other ones refuses. Empty: whatever an engine has under the name.
-    So do ``mm_features``, the images and the like that the prompt has placeholder tokens for, in their order there.
+    ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, lower
+    case; ``user`` is the field ``user`` of its OpenAI request. ``adapter`` is the name of the LoRA adapter that it asks
+    for, None for the base model; programs can ignore it, since it goes wherever the request does. ``adapter_digest``
+    identifies the contents of that adapter when the request came (:class:`AdapterReport`): an engine with other
+    contents refuses. Empty: any contents. ``mm_features`` are the images and the like that the prompt has placeholder
+    tokens for, in the order of the prompt; programs can ignore them, too.
     """
 
     seq_id: str
@@ -55,11 +55,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine did for a sequence, in tokens; sent once, with the first output.
-
-    ``prompt + output`` = ``cached`` (found in the prefix cache) + ``received`` (pushed under a lease) + ``computed``
-    (run through the model here).
-    """
+    """Work of an engine for a sequence, in tokens; sent once, with the first output."""
 
     cached: Count = 0
     received: Count = 0
@@ -86,7 +82,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def broken_off(self) -> bool:
-        """Whether the engine ended the sequence before its end."""
+        """Whether the engine ended the sequence too early."""
         return self.finish_reason in ("abort", "error")
 
 
@@ -110,10 +106,10 @@ class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine says which blocks it stores and drops: vLLM's own events, by ZeroMQ.
+    """Publisher of an engine's KV events: vLLM's own events about stored and dropped blocks, by ZeroMQ.
 
-    ``endpoint`` is its publisher's address and ``replay`` that of the one that repeats events, if there is one; a host
-    of ``0.0.0.0`` or ``[::]`` stands for the engine's own. ``epoch`` is another one after each start of the engine.
+    ``endpoint`` is the publisher's address and ``replay`` the address that repeats events, if there is one; a host of
+    ``0.0.0.0`` or ``[::]`` stands for the engine's host. ``epoch`` changes with each start of the engine.
     """
 
     endpoint: str
@@ -123,9 +119,9 @@ class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterReport(msgspec.Struct, frozen=True):
-    """A LoRA adapter that an engine serves: its ``name``, and where its files are.
+    """A LoRA adapter that an engine serves: its ``name``, and the path of its files.
 
-    ``digest`` stands for its config and weights: of two engines that say another one for a name, none takes the
+    ``digest`` identifies its config and weights: two engines that report different digests for a name do not take each
     other's KV.
     """
 
@@ -134,32 +130,30 @@ class AdapterReport(msgspec.Struct, frozen=True):
     digest: str
 
     def require(self, digest: str) -> None:
-        """Raises :class:`~tercet.protocol.UnknownAdapter` if somebody wants another digest; empty stands for any."""
+        """Raise :class:`~tercet.protocol.UnknownAdapter` if another digest is required; empty means any digest."""
         if digest and digest != self.digest:
             raise UnknownAdapter(
-                f"adapter: this engine's {self.name!r} has other contents (digest {self.digest}) than the request is "
-                f"for ({digest})",
+                f"adapter: this engine's {self.name!r} has the digest {self.digest}, and the request needs {digest}",
                 "adapter",
             )
 
 
 class TextFingerprint(msgspec.Struct, frozen=True):
-    """What stands for a model's ``tokenizer``, its vocabulary included, and its ``chat_template``; empty if unknown."""
+    """Digests of a model's ``tokenizer``, its vocabulary included, and its ``chat_template``; empty if unknown."""
 
     tokenizer: str = ""
     chat_template: str = ""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's state: who it is, how loaded it is, and what it holds for others.
+    """One engine's state: identity, load, and blocks that it holds for others.
 
-    ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None
-    for an engine that publishes none. ``incarnation`` is another one after each start, and is what calls may be
-    addressed to; ``fingerprint`` stands for the model's config and weights, ``dtype`` is that of its KV, and
-    ``model_dtype`` that in which it computes, empty if it has not said. ``stalled_s`` as in :class:`EngineLoad`.
-    ``text`` stands for its tokenizer and chat template.
-    ``max_adapters`` is how many LoRA adapters one step may serve, 0 if it serves none; ``adapters`` are those that it
-    has.
+    ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None for
+    an engine that publishes none. ``incarnation`` changes with each start, and calls may be addressed to it;
+    ``fingerprint`` identifies the model's config and weights, ``dtype`` is that of its KV, and ``model_dtype`` that in
+    which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its tokenizer
+    and chat template. ``max_adapters`` is the number of LoRA adapters that one step may serve, 0 if it serves none;
+    ``adapters`` are those that it has.
     """
 
     engine: str
@@ -191,9 +185,9 @@ class SequenceReport(msgspec.Struct, frozen=True):
     """One sequence that an engine generates, as the engine knows it.
 
     ``seq_id`` is its caller's name for it. ``tokens`` counts prompt and output so far, ``blocks`` the KV blocks that it
-    holds there. It is ``running`` unless it waits in the engine's queue, where preempted ones wait, too. ``age`` is
-    in seconds since it arrived there. ``door`` is the address of the front door that its tokens go to by stream; empty
-    if it was asked for over plain HTTP.
+    holds there. It is ``running`` unless it waits in the engine's queue, where preempted ones wait, too. ``age`` is in
+    seconds since it arrived there. ``door`` is the address of the front door that receives its tokens by stream; empty
+    if it was requested over plain HTTP.
     """
 
     seq_id: str
@@ -205,9 +199,9 @@ class SequenceReport(msgspec.Struct, frozen=True):
 
 
 class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody would have a sequence on another engine: ``destination`` is that one's name, ``reason`` says why.
+    """Proposal to move a sequence to the engine named ``destination``; ``reason`` says why.
 
-    ``seq_id`` is its id on the engine that generates it. Only the front door that runs it can move it.
+    ``seq_id`` is its id on the engine that generates it. Only the front door that runs the sequence can move it.
     """
 
     seq_id: str
@@ -218,8 +212,8 @@ class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA adapters of an engine: which its sequences use, in its batch (``running``) and in its queue.
 
-    One step serves ``max`` of them at most. This is vLLM's ``vllm:lora_requests_info``. ``stamp`` is another number
-    when the engine has other adapters than before: then its status says which.
+    One step serves ``max`` of them at most. This is vLLM's ``vllm:lora_requests_info``. ``stamp`` changes when the
+    engine's adapters change; its status then lists them.
     """
 
     running: tuple[str, ...] = ()
@@ -231,11 +225,11 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How busy an engine is.
 
-    ``waiting`` and ``running`` count requests, ``tokens`` those that the engine has still to work on, ``kv_usage`` is
-    the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not said.
-    ``stalled_s`` is for how many seconds at least one of its processes (core, workers, agents) has shown no progress.
-    An engine that is ``stopping`` ends when it is empty, or soon: what runs there is to go elsewhere.
-    ``adapters`` is None of an engine that serves none.
+    ``waiting`` and ``running`` count requests, ``tokens`` those that the engine still has to process, ``kv_usage`` is
+    the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not reported.
+    ``stalled_s`` is the number of seconds since the last progress of its slowest process (core, workers, agents). An
+    engine that is ``stopping`` ends when it is empty, or soon: its sequences must move elsewhere. ``adapters`` is None
+    for an engine that serves none.
     """
 
     waiting: Count

@@ -1,13 +1,12 @@
 """The verbs over HTTP, as JSON or as MessagePack: one struct per call. Unknown fields are refused.
 
-Fields that have their defaults are left out: an engine of an earlier version, which lacks a field, takes the calls that
-do not need it.
+Fields with default values are left out: an engine of an earlier version, which lacks a field, accepts the calls that do
+not need it.
 
-``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's
-``SamplingParams`` by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. With an
-``adapter_digest`` an engine whose adapter of that name has other contents refuses.
-``mm_features`` are the images and the like that the prompt has placeholder tokens for; without their data where nothing
-is computed.
+``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's ``SamplingParams``
+by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. An engine whose adapter of
+that name has another digest than ``adapter_digest`` refuses. ``mm_features`` are the images and the like that the
+prompt has placeholder tokens for; without their data where nothing is computed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from tercet.protocol.multimodal import MultiModalFeatures
 
 PREFIX = "/tercet/v1"
 JSON, MSGPACK = "application/json", "application/msgpack"
-# As vLLM's arrays and its tokenizers take them.
+# The range that vLLM's arrays and its tokenizers accept.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-# What vLLM's own messages can carry.
+# The range that vLLM's own messages can carry.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[str, msgspec.Meta(max_length=256)]
@@ -39,7 +38,7 @@ Prompt = str | list[TokenId]
 class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/prep_recv``. ``ttl`` (seconds) may shorten the engine's own lease time.
 
-    With ``lease``, that open lease of the same sequence is extended: the prompt begins with what it was taken for.
+    With ``lease``, that open lease of the same sequence is extended: the prompt begins with the lease's prompt.
     """
 
     prompt: Prompt
@@ -54,7 +53,7 @@ class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer. ``ttl`` is the time in seconds after which the lease ends by itself."""
+    """Answer of ``prep_recv``. ``ttl`` is the time in seconds after which the lease ends by itself."""
 
     kv_addr_info: KVAddrInfo
     matched_len: int
@@ -83,9 +82,9 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A front door's place for token streams: its ``address`` (``host:port``), and the ``key`` that opens it.
+    """Address of a front door for token streams (``host:port``), and the ``key`` that it accepts.
 
-    The key is this engine's alone.
+    The key is for this engine only.
     """
 
     address: Name
@@ -93,7 +92,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Destination(Door, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the outputs of one sequence go: the front door calls it ``number``, which is never used again."""
+    """Destination of one sequence's outputs: the front door's ``number`` for it, which is never used again."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -148,7 +147,7 @@ class ReleaseCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ReleaseAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer: the whole blocks among tokens ``[0, valid_end)`` of the reserved prompt are prefix cache now."""
+    """Answer of ``release``: the whole blocks among tokens ``[0, valid_end)`` of the prompt are prefix cache now."""
 
     valid_end: int
 
@@ -172,18 +171,18 @@ _PATH = re.compile(r"at `\$\.?([^`\[]*)")
 
 
 def require_incarnation(named: str | None, own: str) -> None:
-    """Raise :class:`~tercet.protocol.errors.Conflict` if a call names another start of the engine than its ``own``."""
+    """Raise :class:`~tercet.protocol.errors.Conflict` if a call names another incarnation than the engine's ``own``."""
     if named is not None and named != own:
         raise Conflict(
-            f"the call is meant for the engine that was here before: this one has the incarnation {own}",
+            f"the call is for an earlier start of this engine: its incarnation is now {own}",
             INCARNATION_HEADER,
         )
 
 
 def encode_call(call: msgspec.Struct) -> tuple[bytes, str]:
-    """A call's body and its content type: MessagePack with tensors in it, which JSON has as base64 text, else JSON.
+    """Return a call's body and content type: MessagePack if it has tensors (base64 in JSON), else JSON.
 
-    Raises :class:`~tercet.protocol.errors.BadRequest` for text and numbers that neither can write.
+    Raises :class:`~tercet.protocol.errors.BadRequest` for text and numbers that cannot be encoded.
     """
     try:
         if any(feature.data for feature in getattr(call, "mm_features", ())):
@@ -202,7 +201,7 @@ def decode_call(body: bytes, kind: type[C], content_type: str = JSON) -> C:
         return msgspec.msgpack.decode(body, type=kind) if is_packed else msgspec.json.decode(in_utf8(body), type=kind)
     except UNREADABLE as error:
         if not is_packed and not isinstance(error, msgspec.ValidationError):
-            read_json(in_utf8(body))  # it names the field of text that is none
+            read_json(in_utf8(body))  # it names the field with invalid text
         field = field_of(error)
         where = f"{field}: " if field else ""
         raise BadRequest(f"{where}{error}", field) from error
@@ -214,6 +213,6 @@ def large_field_of(call: msgspec.Struct) -> str:
 
 
 def field_of(error: Exception) -> str | None:
-    """The field that one of ``UNREADABLE`` is about, if it says one."""
+    """The field that one of the ``UNREADABLE`` errors names, if it names one."""
     found = _FIELD.search(str(error)) or _PATH.search(str(error))
     return found.group(1) if found and found.group(1) else None

@@ -1,6 +1,6 @@
-"""Which engine: filters, scorers and pickers over what is known of the candidates. Pure, without I/O.
+"""Choice of engines: filters, scorers and pickers that use what is known of the candidates. Pure, without I/O.
 
-A plugin of one's own is one class made from :class:`Filter`, :class:`Scorer`, :class:`Picker` or :class:`Decider`.
+A custom plugin is one class derived from :class:`Filter`, :class:`Scorer`, :class:`Picker` or :class:`Decider`.
 """
 
 from tercet.scheduling.assembly import load_scheduling

@@ -1,4 +1,4 @@
-"""Filters that keep a request where its prefix or its session is.
+"""Filters that keep a request on the engines that have its prefix or its session.
 
 Written from the formulas of llm-d-router's ``prefix-cache-affinity-filter`` and ``session-affinity-filter``.
 """
@@ -22,9 +22,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 class AffinityFilter(Filter, frozen=True):
     """Keeps engines that have at least ``affinity_threshold`` of the prompt, if any has; else all.
 
-    All are kept, too, by chance (``exploration_probability``), and where affinity would cost too much: where the least
-    busy engine that has the prompt is behind the least busy one that has not by more than ``max_ttft_penalty_ms`` at
-    ``peak_prefill_throughput`` (tokens per second), or by more than ``max_tokens_in_flight_penalty``. 0 is no limit.
+    All are kept, too, by chance (``exploration_probability``), and if affinity would cost too much: if the least busy
+    engine that has the prompt is behind the least busy one without it by more than ``max_ttft_penalty_ms`` at
+    ``peak_prefill_throughput`` (tokens per second), or by more than ``max_tokens_in_flight_penalty``. 0 means no limit.
     """
 
     affinity_threshold: Annotated[float, Meta(le=1)] = 0.8
@@ -34,7 +34,7 @@ class AffinityFilter(Filter, frozen=True):
     max_tokens_in_flight_penalty: Annotated[int, Meta(ge=0)] = 0
 
     def shares(self, decision: Decision, engines: Engines) -> Floats:
-        """Of the prompt, how much each engine has."""
+        """Return the share of the prompt that each engine has."""
         raise NotImplementedError(f"{type(self).__name__} has no shares()")
 
     def keep(self, decision: Decision, engines: Engines) -> Booleans:
@@ -55,7 +55,7 @@ class AffinityFilter(Filter, frozen=True):
 
 
 class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):
-    """By what was routed to engines before, as ``prefix-cache-scorer`` counts it."""
+    """By the prompts that were routed to engines before, as ``prefix-cache-scorer`` counts them."""
 
     block_size: Annotated[int, Meta(ge=1)] = 64
     max_prefix_blocks_to_match: Annotated[int, Meta(ge=1)] = 256
@@ -66,14 +66,14 @@ class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):
         return matched[engines.rows] / max(1, of)
 
     def picked(self, decision: Decision, row: int) -> None:
-        """The prompt's blocks will be on the engine that was picked."""
+        """Record that the prompt's blocks will be on the picked engine."""
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
 
 
 class PrecisePrefixCacheAffinityFilter(AffinityFilter, frozen=True):
-    """By what engines say they hold, through their KV events."""
+    """By the blocks that engines report to hold, through their KV events."""
 
     def shares(self, decision: Decision, engines: Engines) -> Floats:
         return stored_shares(decision, engines, lambda blocks, of, block_size: blocks / of)
@@ -82,8 +82,8 @@ class PrecisePrefixCacheAffinityFilter(AffinityFilter, frozen=True):
 class SessionAffinityFilter(Filter, frozen=True):
     """Keeps the engine that the request's session belongs to; all, for a request without one.
 
-    ``header`` (lower case), ``by_user`` and whom a session belongs to are those of ``session-affinity-scorer``, but for
-    engines that are busy: none is passed over.
+    ``header`` (lower case), ``by_user`` and the engine of a session are those of ``session-affinity-scorer``, except
+    that busy engines are not skipped.
     """
 
     header: Header = SESSION_HEADER

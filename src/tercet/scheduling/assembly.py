@@ -1,4 +1,4 @@
-"""From a scheduling file to a :class:`Scheduling`.
+"""Makes a :class:`Scheduling` from a scheduling file.
 
 The file is YAML in the form of llm-d's ``EndpointPickerConfig``, and read strictly.
 """
@@ -43,7 +43,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_
 
 
 class PluginEntry(_Strict, frozen=True):
-    """One plugin: its type, what profiles call it (its type, if not said), and its parameters."""
+    """One plugin: its type, its name in profiles (its type by default), and its parameters."""
 
     type: Name
     name: Name | None = None
@@ -51,25 +51,25 @@ class PluginEntry(_Strict, frozen=True):
 
 
 class PluginUse(_Strict, frozen=True):
-    """A plugin in a profile; ``weight`` is for scorers, 1 if not said."""
+    """A plugin in a profile; ``weight`` is for scorers, 1 by default."""
 
     plugin_ref: Name
     weight: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
 
 
 class ProfileConfig(_Strict, frozen=True):
-    """A profile: filters run in the order in which they stand here."""
+    """A profile; its filters run in the order of the file."""
 
     name: Name
     plugins: tuple[PluginUse, ...] = ()
 
 
 class SchedulingConfig(_Strict, frozen=True):
-    """The whole file. ``api_version`` and ``kind`` may be there and change nothing.
+    """The whole file. ``api_version`` and ``kind`` are optional and ignored.
 
-    ``saturation_detector`` says when an engine has no room for more, to an endpoint picker; ``concurrency_detector``,
-    instead of it, when all engines together have none. ``fairness_headers`` (lower case) name whom a request shares its
-    turns with, where its fairness id does not.
+    ``saturation_detector`` tells an endpoint picker when an engine has no room for more; ``concurrency_detector``,
+    instead of it, when all engines together have none. ``fairness_headers`` (lower case) name the flow of a request, if
+    its fairness id does not.
     """
 
     plugins: tuple[PluginEntry, ...]
@@ -81,15 +81,15 @@ class SchedulingConfig(_Strict, frozen=True):
     fairness_headers: tuple[FairnessHeader, ...] = ()
 
     def saturation(self) -> Saturation | ConcurrencyLimit | None:
-        """What of both is given. Raises :class:`~tercet.protocol.BadRequest` if both are."""
+        """The one of both that is given. Raises :class:`~tercet.protocol.BadRequest` if both are."""
         if self.saturation_detector is not None and self.concurrency_detector is not None:
             field = "concurrencyDetector"
-            raise BadRequest(f"{field}: give this one or saturationDetector", field)
+            raise BadRequest(f"{field}: give either this or saturationDetector", field)
         return self.saturation_detector or self.concurrency_detector
 
 
 def convert(content: object, to: type[T], at: str) -> T:
-    """``content`` as a record; ``at`` is its place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Convert ``content`` to a record; ``at`` is its place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
     try:
         return msgspec.convert(content, to)
     except msgspec.ValidationError as error:
@@ -101,10 +101,10 @@ def convert(content: object, to: type[T], at: str) -> T:
 
 
 def load_scheduling(path: Path, content: str | None = None, locate: Locate | None = None) -> Scheduling:
-    """What a scheduling file says; plugins of the user's are found from its folder.
+    """Load a scheduling file; the user's plugins are found relative to its folder.
 
-    With a ``content`` that is what it says, and none is read. ``locate`` finds the files of plugins. Raises
-    :class:`~tercet.protocol.BadRequest` that names the file and the field that is wrong.
+    A ``content`` is used instead of reading the file. ``locate`` finds the files of plugins. Raises
+    :class:`~tercet.protocol.BadRequest` that names the file and the invalid field.
     """
     name = f"scheduling: {path}"
     found = load_yaml(path, name, "scheduling") if content is None else parse_yaml(content, name, "scheduling")
@@ -117,7 +117,7 @@ def load_scheduling(path: Path, content: str | None = None, locate: Locate | Non
 def _assembled(found: object, path: Path, is_file: bool, locate: Locate | None) -> Scheduling:
     content, passed_over = translated(found)
     for line in passed_over:
-        logger.warning("scheduling: %s of llm-d is passed over: %s", path.name, line)
+        logger.warning("scheduling: %s of llm-d is ignored: %s", path.name, line)
     try:
         return _made(content, path, is_of_llm_d(found), is_file, locate)
     except BadRequest as error:
@@ -167,7 +167,10 @@ def _require_free_name(name: str, profiles: Mapping[str, SchedulingProfile], at:
 
 
 def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str, weighs_anything: bool) -> SchedulingProfile:
-    """The profile; a weight of what is no scorer is an error, unless the file ``weighs_anything`` as llm-d's do."""
+    """Build the profile; a weight for a plugin that is not a scorer is an error, unless the file ``weighs_anything``.
+
+    Files of llm-d do.
+    """
     filters: list[Filter] = []
     scorers: list[tuple[Scorer, float]] = []
     picker: Picker | None = None
@@ -178,15 +181,15 @@ def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str, weigh
             scorers.append((plugin, 1.0 if use.weight is None else use.weight))
             continue
         if use.weight is not None and weighs_anything:
-            logger.warning("scheduling: the weight of %s is passed over: it is no scorer", use.plugin_ref)
+            logger.warning("scheduling: the weight of %s is ignored: it is not a scorer", use.plugin_ref)
         elif use.weight is not None:
-            raise BadRequest(f"{here}.weight: {use.plugin_ref} is no scorer, and has no weight", f"{here}.weight")
+            raise BadRequest(f"{here}.weight: {use.plugin_ref} is not a scorer; leave its weight out", f"{here}.weight")
         if isinstance(plugin, Filter):
             filters.append(plugin)
         elif isinstance(plugin, Picker) and picker is None:
             picker = plugin
         else:
-            why = "is the second picker" if isinstance(plugin, Picker) else "is no filter, scorer or picker"
+            why = "is the second picker" if isinstance(plugin, Picker) else "is not a filter, scorer or picker"
             raise BadRequest(f"{here}.pluginRef: {use.plugin_ref} {why}", f"{here}.pluginRef")
     scorers.sort(key=lambda weighted: weighted[0].runs_last)  # stable: the others keep their order
     return SchedulingProfile(given.name, filters, scorers, picker or MaxScorePicker())

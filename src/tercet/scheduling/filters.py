@@ -1,4 +1,4 @@
-"""Filters: which engines are left out."""
+"""Filters: plugins that leave engines out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.scheduling.plugin import Booleans, Decision, Engines, Filter, Floats
 
 
 class PrefillFilter(Filter, frozen=True):
-    """Keeps engines whose role is ``prefill``; with ``allows_both``, also those that do everything."""
+    """Keeps engines whose role is ``prefill``; with ``allows_both``, also engines of the role ``both``."""
 
     lasting: ClassVar[bool] = True
     allows_both: bool = True
@@ -53,7 +53,7 @@ class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: frozenset[str] = frozenset()
 
     def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether it is met."""
+        """Whether the labels meet it."""
         value = labels.get(self.key)
         if self.operator in ("In", "Exists"):
             return value is not None and (self.operator == "Exists" or value in self.values)
@@ -73,7 +73,7 @@ class ByLabelSelector(Filter, frozen=True):
 
 
 class HealthFilter(Filter, frozen=True):
-    """Keeps engines that answered last time; with ``max_age``, only those heard of in so many seconds."""
+    """Keeps engines that answered the last poll; with ``max_age``, only those with a report within that time."""
 
     strict: bool = False
     max_age: float | None = None
@@ -88,7 +88,7 @@ class HealthFilter(Filter, frozen=True):
 class SaturationFilter(Filter, frozen=True):
     """Keeps engines with at most ``queue_depth_threshold`` waiting and ``kv_cache_util_threshold`` of the KV in use.
 
-    An engine of which nothing recent is known counts as full, unless ``allows_unknown``.
+    An engine without a recent report counts as full, unless ``allows_unknown``.
     """
 
     strict: bool = False
@@ -104,16 +104,16 @@ class SaturationFilter(Filter, frozen=True):
 
 
 class UtilizationCondition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The most that an engine may have of something."""
+    """The most that an engine may use of one resource."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
     max_value: Annotated[float, Meta(ge=0)]
 
 
 class UtilizationFilter(Filter, frozen=True):
-    """Keeps engines that meet all ``conditions``, and those of which nothing recent is known.
+    """Keeps engines that meet all ``conditions``, and those without a recent report.
 
-    If none does, all of them with ``fallback_on_empty``, else the pick fails.
+    If none is left, keeps all of them with ``fallback_on_empty``, else the pick fails.
     """
 
     conditions: Annotated[tuple[UtilizationCondition, ...], Meta(min_length=1)]

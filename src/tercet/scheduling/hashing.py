@@ -18,17 +18,17 @@ def block_hashes(request: Request, block_size: int, limit: int | None = None) ->
 
 
 def key_of(name: str) -> int:
-    """64 bits made of a name, the same in every process."""
+    """Hash a name to 64 bits, equal in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def preference(session: str, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """How much a session wants each engine (``keys``, from :func:`key_of`): it belongs to the one with the most.
+    """A session's preference for each engine (``keys``, from :func:`key_of`): it belongs to the highest.
 
-    An engine that joins or leaves changes nothing between two others.
+    An engine that joins or leaves does not change the order of the others.
     """
     mixed = keys ^ np.uint64(key_of(session))
-    # The finalizer of SplitMix64: each bit of the input changes half of the output's.
+    # The finalizer of SplitMix64: each bit of the input changes half of the output's bits.
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))

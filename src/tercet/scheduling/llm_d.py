@@ -1,7 +1,7 @@
-"""An ``EndpointPickerConfig`` of llm-d as a scheduling file of ours: what is called otherwise, or needs no plugin.
+"""Translates an ``EndpointPickerConfig`` of llm-d to our scheduling file: renames, and removes what is not needed.
 
-What is passed over is said, one line each: nothing of it changes which engine is picked, or how is said there. What
-would change it, and is not there, is refused with the reason. :mod:`.llm_d_plugins` has the tables.
+Each ignored part is logged on one line: it does not change which engine is picked, or the line tells how. Parts that
+would change picks and are not supported are refused with the reason. :mod:`.llm_d_plugins` has the tables.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 API_GROUPS = ("inference.networking.", "llm-d.ai/")
 APPROXIMATE, PRECISE = "approx-prefix-cache-producer", "precise-prefix-cache-producer"
 SHORTEST_BLOCK = 64
-"""Tokens: llm-d takes smaller blocks of this producer for that."""
+"""Tokens: llm-d raises smaller block sizes of this producer to this one."""
 DETECTOR_SECTIONS = {DETECTOR: "saturationDetector", CONCURRENCY: "concurrencyDetector"}
 TOPOLOGY, CONTEXT_LENGTH = "topology-extractor", "context-length-aware"
 AGENTS = "agent-identity"
 AFFINITY_FILTER = "prefix-cache-affinity-filter"
 PREFIX_PLUGINS = ("prefix-cache-scorer", AFFINITY_FILTER)
-# Parameters of the producer that their users have here, and what they are called there.
+# Parameters of the producer that belong to its users here, with their names here.
 OF_PRODUCERS = {
     "blockSize": "blockSize",
     "blockSizeTokens": "blockSize",
@@ -53,9 +53,9 @@ OF_PRODUCERS = {
 
 
 def translated(content: Any) -> tuple[Any, list[str]]:
-    """The file's content in our words, and what was passed over; as it is, if it is none of llm-d's.
+    """Return the content in our form, and the ignored parts; unchanged if it is not a file of llm-d.
 
-    Raises :class:`~tercet.protocol.BadRequest` for what would change picks and is not there.
+    Raises :class:`~tercet.protocol.BadRequest` for unsupported parts that would change picks.
     """
     told = mapping_of(content)
     if not is_of_llm_d(content):
@@ -64,13 +64,13 @@ def translated(content: Any) -> tuple[Any, list[str]]:
 
 
 def as_in_file(content: Any, error: BadRequest) -> BadRequest:
-    """The error, of what :func:`translated` made of a file's content, with the place in the file."""
+    """Return an error about translated content with the place in the original file."""
     if not is_of_llm_d(content):
         return error
     made = _Translation(mapping_of(content))
     made.result()
     place, _, reason = error.message.partition(": ")
-    for part in reversed(list(_PART.finditer(place))):  # of a thing and what it is in, the thing
+    for part in reversed(list(_PART.finditer(place))):  # the innermost place that is known
         there = made.places.get(place[: part.end()])
         if there is not None:
             place = there + place[part.end() :]
@@ -79,7 +79,7 @@ def as_in_file(content: Any, error: BadRequest) -> BadRequest:
 
 
 def is_of_llm_d(content: Any) -> bool:
-    """Whether the file is one of llm-d's."""
+    """Whether the file is an ``EndpointPickerConfig`` of llm-d."""
     told = mapping_of(content)
     profiles = told.get("schedulingProfiles")
     lists = isinstance(told.get("plugins"), list) and (profiles is None or isinstance(profiles, list))
@@ -90,10 +90,10 @@ class _Translation:
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.told = told
         self.notes: list[str] = []
-        # Where each thing is in the file, by where it is in the content that is made of it; both begin at the top.
+        # Place in the original file of each part of the translated content; both places begin at the top.
         self.places: dict[str, str] = {}
-        self.uses_of: list[list[str]] = []  # of each profile, the places of what it uses
-        self.named: dict[str, list[str]] = {}  # what became of each plugin, by names
+        self.uses_of: list[list[str]] = []  # places of the plugins that each profile uses
+        self.named: dict[str, list[str]] = {}  # translation of each plugin, by name
         self.entries = {_name(entry): mapping_of(entry) for entry in list_of(told["plugins"])}
         self.in_profiles = _used(told.get("schedulingProfiles") or [])
 
@@ -125,7 +125,7 @@ class _Translation:
         return content, self.notes
 
     def borrowed(self, entry: Any, index: int) -> dict[str, str]:
-        """Where the parameters of a plugin are said that it has from another one, or by other names."""
+        """Original places of the parameters of a plugin that come from another plugin, or were renamed."""
         given = mapping_of(entry)
         own = mapping_of(given.get("parameters"))
         at = f"plugins[{index}].parameters"
@@ -139,16 +139,16 @@ class _Translation:
         return found
 
     def parameters_of(self, name: Any) -> tuple[str, Mapping[str, Any]]:
-        """The place of a plugin's parameters, and these."""
+        """The place of a plugin's parameters, and the parameters."""
         return f"{self.place_of(name)}.parameters", mapping_of(self.entries.get(str(name), {}).get("parameters"))
 
     def place_of(self, name: Any) -> str:
-        """Where a plugin is."""
+        """The place of a plugin."""
         names = [_name(entry) for entry in list_of(self.told["plugins"])]
         return f"plugins[{names.index(str(name))}]" if str(name) in names else "plugins"
 
     def noted(self, what: str, why: str | None) -> bool:
-        """Whether it is passed over."""
+        """Whether the part is ignored, which is then noted."""
         if why is not None:
             self.notes.append(f"{what}: {why}")
         return why is not None
@@ -156,18 +156,18 @@ class _Translation:
     # ---- plugins ---------------------------------------------------------------------------------------------
 
     def plugins(self, entry: Any, index: int) -> list[Any]:
-        """The plugin in our words: none if none is needed, two for one that filters and scores."""
+        """The plugin in our form: none if it is not needed, two for a plugin that filters and scores."""
         given = mapping_of(entry)
         kind = str(given.get("type"))
         if kind in REFUSED:
             raise BadRequest(
-                f"plugins[{index}].type: {kind} of llm-d is not there: {REFUSED[kind]}", f"plugins[{index}].type"
+                f"plugins[{index}].type: {kind} of llm-d is not supported: {REFUSED[kind]}", f"plugins[{index}].type"
             )
         if self.noted(kind, PASSED_OVER.get(kind)):
             return []
         parameters = mapping_of(given.get("parameters"))
         if not given or (not parameters and given.get("parameters")):
-            return [entry]  # what is wrong with it is said where it is read
+            return [entry]  # the reader of the result reports errors in it
         name = _name(given)
         kind = RENAMED_TYPES.get(kind, kind)
         if kind in DETECTOR_SECTIONS:
@@ -186,13 +186,13 @@ class _Translation:
         kept = {
             RENAMED.get((kind, key), key): value
             for key, value in parameters.items()
-            # In Go what is null is what is not given.
+            # In Go, null means not given.
             if value is not None and not self.noted(f"{kind}.{key}", PARAMETERS.get((kind, key)))
         }
         return [{**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}]
 
     def topology(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters, with the labels that its producer says."""
+        """The parameters, with the labels of its producer."""
         own = dict(parameters)
         producer = self.entries.get(str(own.pop("topologyProducerName", TOPOLOGY)), {})
         labels = dict(mapping_of(producer.get("parameters")))
@@ -201,7 +201,7 @@ class _Translation:
         return {**own, **({"labels": labels} if labels else {})}
 
     def prefix_plugin(self, kind: str, parameters: Mapping[str, Any], index: int) -> tuple[str, Mapping[str, Any]]:
-        """The plugin, with what its producer says; that of what engines say they hold is another one here."""
+        """The plugin with its producer's parameters; for blocks that engines report, a different plugin here."""
         own = {key: value for key, value in parameters.items() if key != "prefixMatchInfoProducerName"}
         if kind == AFFINITY_FILTER:
             own = load_gate(own, index)
@@ -210,7 +210,7 @@ class _Translation:
             return f"precise-{kind}", own
         given = dict(mapping_of(producer.get("parameters")))
         if given.pop("autoTune", None) is not None:
-            self.notes.append(f"{APPROXIMATE}.autoTune: blocks have the size that blockSizeTokens says")
+            self.notes.append(f"{APPROXIMATE}.autoTune: blocks have the size blockSizeTokens")
         characters = given.pop("blockSize", None)
         block = given.pop("blockSizeTokens", characters // 4 if isinstance(characters, int) else None)
         size = max(SHORTEST_BLOCK, block) if isinstance(block, int) else SHORTEST_BLOCK
@@ -222,7 +222,7 @@ class _Translation:
     # ---- sections --------------------------------------------------------------------------------------------
 
     def saturation(self) -> Mapping[str, Any]:
-        """When there is no room: the section itself, or the plugin that it names. Nothing if neither is there."""
+        """The saturation section: the section itself, or the plugin that it names; empty if there is none."""
         flow = mapping_of(self.told.get("flowControl"))
         section = dict(mapping_of(flow.get("saturationDetector") or self.told.get("saturationDetector")))
         name = str(section.pop("pluginRef", DETECTOR))
@@ -243,18 +243,18 @@ class _Translation:
         }
 
     def fairness(self) -> Mapping[str, Any]:
-        """The headers of agents' sessions, if they count."""
+        """The headers of agents' sessions, if they are used."""
         agents = [name for name, entry in self.entries.items() if entry.get("type") == AGENTS]
         if not agents:
             return {}
         at, parameters = self.parameters_of(agents[0])
         self.places["fairnessHeaders"] = f"{at}.additionalSessionHeaders"
         own: Any = parameters.get("additionalSessionHeaders") or []
-        named = list_of(own if isinstance(own, list) else [own])  # what is wrong with it is said where it is read
+        named = list_of(own if isinstance(own, list) else [own])  # the reader of the result reports errors in it
         return {"fairnessHeaders": [*(n.lower() if isinstance(n, str) else n for n in named), *AGENT_HEADERS]}
 
     def profiles(self) -> list[Any]:
-        """The profiles, with what became of their plugins; one of all plugins if the file has none."""
+        """The profiles, with their translated plugins; one of all plugins if the file has none."""
         given = self.told.get("schedulingProfiles")
         if given:
             return [self.profile(profile, f"schedulingProfiles[{n}]") for n, profile in enumerate(list_of(given))]
@@ -273,10 +273,10 @@ class _Translation:
         return {**told, "plugins": [ours for _, ours in uses]}
 
     def uses(self, use: Any) -> list[Any]:
-        """What a profile's use of a plugin there is here; a weight is the scorer's, which is the first one."""
+        """A profile's use of a plugin in our form; the weight belongs to the scorer, which comes first."""
         told = mapping_of(use)
         ours = self.named.get(str(told.get("pluginRef")))
-        if ours is None:  # what is wrong with it is said where it is read
+        if ours is None:  # the reader of the result reports errors in it
             return [use]
         return [{**told, "pluginRef": name} if name == ours[0] else {"pluginRef": name} for name in ours]
 
@@ -285,13 +285,13 @@ class _Translation:
 
 
 def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where no decider is named, llm-d never has another engine prefill: then the decode profile is the only one."""
+    """Keep the decode profile only if no decider is named: llm-d never disaggregates then."""
     handlers = [p for p in list_of(content["plugins"]) if mapping_of(p).get("type") == "disagg-profile-handler"]
     if len(handlers) != 1:
         return content
     told = mapping_of(handlers[0]["parameters"])
     if mapping_of(told.get("deciders")).get("prefill") or set(told) != {"profiles", "deciders"}:
-        return content  # what is wrong with others is said where it is read
+        return content  # the reader of the result reports errors in others
     decode = str(mapping_of(told["profiles"]).get("decode", "decode"))
     single = {"type": "single-profile-handler", "name": _name(handlers[0])}
     plugins = [single if plugin is handlers[0] else plugin for plugin in content["plugins"]]
@@ -300,7 +300,7 @@ def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _used(profiles: Any) -> set[str]:
-    """The names of plugins that profiles use; what is wrong with these is said where they are read."""
+    """Names of plugins that profiles use; errors in profiles are reported by their reader."""
     lists = [mapping_of(profile).get("plugins") for profile in list_of(profiles)]
     uses = [use for plugins in lists if isinstance(plugins, list) for use in list_of(plugins)]
     return {str(mapping_of(use).get("pluginRef")) for use in uses}

@@ -1,4 +1,4 @@
-"""What plugins of llm-d are told, in our words: parameters that are called otherwise, or are another plugin's here."""
+"""Parameters of llm-d's plugins in our form: renamed ones, and those that belong to another plugin here."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FLAT = {
     "prefillDeciderPluginName": ("deciders", "prefill"),
     "encodeDeciderPluginName": ("deciders", "encode"),
 }
-"""A profile handler's parameters in their older form, and where they are now."""
+"""A profile handler's parameters in their older form, and their places in the present form."""
 DETECTOR, CONCURRENCY = "utilization-detector", "concurrency-detector"
 
 
 def mapping_of(value: Any) -> Mapping[str, Any]:
-    """The value, if it is one; else an empty one."""
+    """Return the value if it is a mapping; else an empty mapping."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def list_of(value: Any) -> list[Any]:
-    """The value, which is one."""
+    """Return the value if it is a list; else an empty list."""
     return cast("list[Any]", value)
 
 
 def detector_filter(kind: str, name: str, parameters: Mapping[str, Any], index: int) -> Any:
-    """A detector as a filter: it keeps engines that are below its thresholds, which ``headroom`` raises."""
+    """Return a detector as a filter: it keeps engines below its thresholds, which ``headroom`` raises."""
     at = f"plugins[{index}].parameters"
     raised = 1 + _number(parameters, "headroom", 0, at)
     if kind == DETECTOR:
@@ -48,7 +48,7 @@ def detector_filter(kind: str, name: str, parameters: Mapping[str, Any], index: 
 
 
 def _number(parameters: Mapping[str, Any], key: str, otherwise: float, at: str) -> float:
-    """A parameter that is a number. Raises :class:`~tercet.protocol.BadRequest` for another one."""
+    """Return a parameter that is a number. Raises :class:`~tercet.protocol.BadRequest` for another value."""
     value = parameters.get(key, otherwise)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise BadRequest(f"{at}.{key}: must be a number of 0 or more, is {value!r}", f"{at}.{key}")
@@ -61,19 +61,19 @@ def _below(limit: float) -> int:
 
 
 def load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """When affinity costs too much: by tokens in flight, for which there are two names of the limit."""
+    """The limits above which affinity costs too much: tokens in flight, for which llm-d has two names."""
     told = dict(parameters)
     by = told.pop("ttftSource", "prefillThroughput")
     if by != "prefillThroughput" and told.get("maxTTFTPenaltyMs", 1):
         at = f"plugins[{index}].parameters.ttftSource"
         raise BadRequest(f"{at}: {by}: {LATENCY}", at)
     if not told.get("peakPrefillThroughput", 1):
-        del told["peakPrefillThroughput"]  # llm-d takes 0 where there is no limit
+        del told["peakPrefillThroughput"]  # llm-d uses 0 for no limit
     return told
 
 
 def context_length(name: str, parameters: Mapping[str, Any]) -> list[Any]:
-    """One plugin there, which filters if it is told to, and scores."""
+    """Translate one plugin of llm-d, which scores, and also filters if so configured."""
     told = dict(parameters)
     kinds = {name: "context-length-scorer"}
     if told.pop("enableFiltering", False):
@@ -82,14 +82,14 @@ def context_length(name: str, parameters: Mapping[str, Any]) -> list[Any]:
 
 
 def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> Mapping[str, Any]:
-    """A profile handler's parameters; in its older form they are flat."""
+    """A profile handler's parameters, from the flat form of older files or the present form."""
     at = f"plugins[{index}].parameters"
     flat = dict(parameters)
     if flat.pop("primaryPort", 0):
         raise BadRequest(f"{at}.primaryPort: {REFUSED['data-parallel-profile-handler']}", f"{at}.primaryPort")
     if flat.get("stageOrder") == "prefill-first":
         raise BadRequest(
-            f"{at}.stageOrder: the decode engine is picked first, prefill-first is not there", f"{at}.stageOrder"
+            f"{at}.stageOrder: the decode engine is picked first, prefill-first is not supported", f"{at}.stageOrder"
         )
     profiles, deciders = dict(mapping_of(flat.get("profiles"))), dict(mapping_of(flat.get("deciders")))
     sections = {"profiles": profiles, "deciders": deciders}
@@ -107,7 +107,7 @@ def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> 
 
 
 def session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Where the session's name is read from; of several places the first."""
+    """Where to read the session's name; of several places the first."""
     at = f"plugins[{index}].parameters"
     kept = dict(parameters)
     by_id = kept.pop("strategy", "encoded_endpoint_header") == "session_id"

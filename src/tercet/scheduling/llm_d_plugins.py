@@ -1,7 +1,7 @@
-"""What becomes of each plugin type of llm-d: read as ours, passed over, or refused, each with its reason.
+"""Every plugin type of llm-d: supported, ignored or refused, with the reason.
 
-As of llm-d-router v0.10 and llm-d-inference-scheduler before it, with the types that they still accept, and those of
-later ones that published files use. A type that is in none of the tables is not llm-d's, or is newer.
+As of llm-d-router v0.10 and llm-d-inference-scheduler before it, with the older types that they still accept, and later
+types that published files use. A type in none of the tables is not llm-d's, or is newer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 FLEET = "the fleet does that by itself"
 HEADERS = "the endpoint picker names the prefill engine by itself"
-REQUESTS = "requests of OpenAI's API are read, others are picked for without their prompt"
-TOKENS = "tokens are made as --render-model says"
+REQUESTS = "requests of OpenAI's API are parsed; for others an engine is picked without their prompt"
+TOKENS = "the prompt is tokenized according to --render-model"
 TURNS = "requests of one priority take turns by their fairness id, and of one id first come, first served"
-ENGINES = "engines are those of --engine"
+ENGINES = "the engines are those of --engine"
 
 WITHOUT_GAPS = "counted in tokens, without gaps, and not rescaled: 0.1 is a tenth of the prompt"
-SESSIONS = "sessions belong to engines by hashing: nothing is handed to clients, or kept"
+SESSIONS = "sessions belong to engines by hashing: no cookie is sent, and no table is kept"
 TIERS = "by labels alone"
 READ: Mapping[str, str] = {
     "active-request-scorer": "",
@@ -53,10 +53,10 @@ READ: Mapping[str, str] = {
     "utilization-filter": "",
     "weighted-random-picker": "",
 }
-"""Those that are there; how they differ, if they do."""
+"""Types that are supported; the text tells the difference, if there is one."""
 
 PASSED_OVER: Mapping[str, str] = {
-    "agent-identity": "its headers say whom a request shares its turns with, where its fairness id does not",
+    "agent-identity": "its headers name the flow of a request, if its fairness id does not",
     "anthropic-parser": REQUESTS,
     "approx-prefix-cache-producer": "its parameters go to the scorers and filters that use it",
     "core-metrics-extractor": FLEET,
@@ -71,16 +71,16 @@ PASSED_OVER: Mapping[str, str] = {
     "models-data-extractor": FLEET,
     "models-data-source": FLEET,
     "openai-parser": REQUESTS,
-    "p2p-source-producer": "picks are the same; nobody is told where else to fetch KV",
+    "p2p-source-producer": "picks are the same; engines are not notified of another place to fetch KV from",
     "passthrough-parser": REQUESTS,
-    "precise-prefix-cache-producer": "block sizes and hashes are what engines say in their KV events",
+    "precise-prefix-cache-producer": "block sizes and hashes are those in engines' KV events",
     "prefill-header-handler": HEADERS,
-    "request-attribute-reporter": "the endpoint picker does not see answers, and reports nothing of them",
+    "request-attribute-reporter": "the endpoint picker does not see answers, and reports nothing about them",
     "round-robin-fairness-policy": TURNS,
     "served-model-filter": "an engine without the request's adapter is never picked",
     "session-id-producer": "session-affinity-scorer reads its header by itself",
     "sglanghttp-parser": REQUESTS,
-    "static-usage-limit-policy": "requests come in while an engine has room, whatever their priority",
+    "static-usage-limit-policy": "requests are admitted while an engine has room, whatever their priority",
     "token-producer": TOKENS,
     "tokenizer": TOKENS,
     "topology-extractor": "its labels go to the filter and the scorer that use it",
@@ -88,22 +88,20 @@ PASSED_OVER: Mapping[str, str] = {
     "vllmhttp-parser": REQUESTS,
 }
 
-ENCODE = "there are no engines that only encode; leave the stage out"
-LATENCY = (
-    "there is no predictor of latencies; what engines report of their load, and the decider learned-cost, come near"
-)
+ENCODE = "there are no encode-only engines; leave the stage out"
+LATENCY = "there is no predictor of latencies; the load that engines report, and the decider learned-cost, are similar"
 LIMITS = "there is one limit for all priorities: an engine's room"
 DEADLINES = "requests have no deadlines here"
-PICTURES = "pictures are not told apart"
+PICTURES = "pictures are not distinguished"
 CLUSTERS = "engines are picked, not clusters"
-REVISIONS = "engines of two revisions are not kept apart: give each revision a picker of its own while both run"
-LABELS = "write a plugin of your own over engines' labels (docs/scheduling.md)"
+REVISIONS = "engines of two revisions are not kept apart: start one picker for each revision while both run"
+LABELS = "write a plugin that uses engines' labels (docs/scheduling.md)"
 
-RANKS = "each data parallel rank is an engine of its own: list their ports with --engine"
-FAIRNESS = "requests take turns by their fairness id, each counting the same"
+RANKS = "each data parallel rank is an engine: list their ports with --engine"
+FAIRNESS = "flows, by their fairness id, take turns with equal weights"
 REFUSED: Mapping[str, str] = {
     "always-disagg-multimodal-decider": ENCODE,
-    "burst-prefix-cache-producer": "requests do not wait for others like them",
+    "burst-prefix-cache-producer": "requests do not wait for similar requests",
     "data-parallel-profile-handler": RANKS,
     "dcgm-data-source": LABELS,
     "dcgm-extractor": LABELS,
@@ -134,64 +132,64 @@ REFUSED: Mapping[str, str] = {
     "multicluster-session-affinity-filter": CLUSTERS,
     "predicted-latency-producer": LATENCY,
     "priority-holdback-policy": LIMITS,
-    "priority-then-time-eviction-order-policy": "nothing that runs is ended for others",
+    "priority-then-time-eviction-order-policy": "running requests are not ended for others",
     "probabilistic-admitter": "a request that may be dropped is dropped when no engine has room, not by chance before",
     "program-aware-fairness": FAIRNESS,
-    "sheddable-eviction-filter": "nothing that runs is ended for others",
+    "sheddable-eviction-filter": "running requests are not ended for others",
     "slo-deadline-ordering-policy": DEADLINES,
     "slo-headroom-tier-filter": LATENCY,
     "soft-reflective-ceiling-policy": LIMITS,
     "thunder-agent": FAIRNESS,
-    "vllmgrpc-parser": "engines are asked by HTTP",
+    "vllmgrpc-parser": "engines are called by HTTP",
 }
 
-WAITING = "who waits is for --max-queued, --queue-timeout and --objective to say"
+WAITING = "waiting is configured by --max-queued, --queue-timeout and --objective"
 SECTIONS: Mapping[str, str] = {
     "data": FLEET,
     "dataLayer": FLEET,
-    "featureGates": "what they switch is always on here, or not there",
+    "featureGates": "the features that they switch are always on here, or not supported",
     "flowControl": WAITING,
     "parser": REQUESTS,
     "requestHandler": REQUESTS,
 }
 
-# What coding agents call their sessions: Claude Code, OpenCode, and Codex in two forms.
+# Headers of coding agents with their session: Claude Code, OpenCode, and Codex in two forms.
 AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 
-KV_EVENTS = "block sizes and hashes are what engines say in their KV events"
+KV_EVENTS = "block sizes and hashes are those in engines' KV events"
 DEPRECATED = "llm-d does not use it either"
 PRODUCER = "the fleet keeps the data"
 PARAMETERS: Mapping[tuple[str, str], str] = {
     ("active-request-scorer", "requestTimeout"): DEPRECATED,
     ("disagg-profile-handler", "stageOrder"): "the decode engine is picked first",
-    ("no-hit-lru-scorer", "prefixMatchInfoProducerName"): "every prefix scorer of the profile is heard",
-    ("no-hit-lru-scorer", "prefixPluginName"): "every prefix scorer of the profile is heard",
-    ("no-hit-lru-scorer", "prefixPluginType"): "every prefix scorer of the profile is heard",
+    ("no-hit-lru-scorer", "prefixMatchInfoProducerName"): "all prefix scorers of the profile count",
+    ("no-hit-lru-scorer", "prefixPluginName"): "all prefix scorers of the profile count",
+    ("no-hit-lru-scorer", "prefixPluginType"): "all prefix scorers of the profile count",
     ("precise-prefix-cache-scorer", "indexerConfig"): KV_EVENTS,
     ("precise-prefix-cache-scorer", "kvEventsConfig"): KV_EVENTS,
     ("precise-prefix-cache-scorer", "speculativeIndexing"): KV_EVENTS,
     ("precise-prefix-cache-scorer", "speculativeTTL"): KV_EVENTS,
     ("precise-prefix-cache-scorer", "tokenProcessorConfig"): KV_EVENTS,
-    ("prefix-based-pd-decider", "prefixMatchInfoProducerName"): "what the scorers of the decode profile found counts",
+    ("prefix-based-pd-decider", "prefixMatchInfoProducerName"): "matches of the decode profile's scorers count",
     **{
         (f"{kind}prefix-cache-affinity-filter", f"{data}ProducerName"): PRODUCER
         for kind in ("", "precise-")
         for data in ("inFlightLoad", "latencyPredictionInfo")
     },
-    ("prefix-cache-scorer", "autoTune"): "blocks have the size that blockSize says",
-    ("concurrencyDetector", "headroom"): "room is what is below the thresholds",
+    ("prefix-cache-scorer", "autoTune"): "blocks have the size blockSize",
+    ("concurrencyDetector", "headroom"): "an engine has room while it is below the thresholds",
     ("concurrencyDetector", "inFlightLoadProducerName"): PRODUCER,
-    ("saturationDetector", "headroom"): "room is what is below the thresholds",
+    ("saturationDetector", "headroom"): "an engine has room while it is below the thresholds",
     ("saturationDetector", "metricsStalenessThreshold"): "a report counts for 1 s",
     **dict.fromkeys(
         (("session-affinity-scorer", "profileName"), ("session-affinity-filter", "profileName")),
-        "each profile has sessions of its own",
+        "each profile has separate sessions",
     ),
     ("token-load-scorer", "inFlightLoadProducerName"): PRODUCER,
     ("active-request-scorer", "inFlightLoadProducerName"): PRODUCER,
     ("utilization-filter", "inFlightLoadProducerName"): PRODUCER,
     **{
-        (kind, "maxNumOfEndpoints"): "--fallbacks says how many endpoints are named"
+        (kind, "maxNumOfEndpoints"): "--fallbacks sets the number of endpoints"
         for kind in ("max-score-picker", "random-picker", "weighted-random-picker")
     },
 }
@@ -200,7 +198,7 @@ RENAMED_TYPES: Mapping[str, str] = {
     "label-selector-filter": "by-label-selector",
     "pd-profile-handler": "disagg-profile-handler",
 }
-# What a parameter is in llm-d that is another one here if it is not given.
+# Parameters whose default in llm-d differs from the default here.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "prefill-filter": {"allowsBoth": False},
     "prefix-cache-affinity-filter": {"maxPrefixBlocksToMatch": 2048},

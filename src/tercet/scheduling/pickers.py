@@ -1,4 +1,4 @@
-"""Pickers: one engine, by the scores of a profile or, in plain picks, by turns."""
+"""Pickers: choose one engine, by the scores of a profile or, in plain picks, by turns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightedRandomPicker(Picker, frozen=True):
         sums = np.cumsum(scores)
         if not sums[-1]:
             return decision.random.randrange(len(engines))
-        # "right": an engine with score 0 adds nothing to the sums and so is never found. Rounding may reach the end.
+        # "right": an engine with score 0 adds nothing to the sums and is never found. Rounding may reach the end.
         found = int(sums.searchsorted(decision.random.random() * float(sums[-1]), side="right"))
         return min(found, int(np.flatnonzero(scores)[-1]))
 
@@ -39,7 +39,7 @@ class WeightedRandomPicker(Picker, frozen=True):
 class PowerOfTwoPicker(Picker, frozen=True):
     """Of two engines drawn at random, the one with the higher score; if equal, the one with fewer sequences.
 
-    Many front doors that see the same, slightly old, reports do not all run to the same engine.
+    Many front doors with the same, slightly old, reports do not all pick the same engine.
     """
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:

@@ -1,4 +1,4 @@
-"""What a plugin is, a frozen record of its parameters with one method, and what it is given to decide.
+"""Base classes of plugins (a frozen record of parameters with one method) and the data for their decisions.
 
 In a file parameters are written in camel case (``block_size`` is ``blockSize``); unknown ones are refused.
 """
@@ -24,9 +24,9 @@ Booleans = NDArray[np.bool_]
 
 
 class Reports(Protocol):
-    """What engines said of themselves, by row; a row is an engine's place in every column, for as long as it is here.
+    """Engines' reports, by row; a row is an engine's index in every column, as long as it is a member.
 
-    What was never said, or too long ago, is NaN.
+    A value that was never reported, or too long ago, is NaN.
     """
 
     def column(self, name: str, rows: Integers) -> Floats:
@@ -34,29 +34,29 @@ class Reports(Protocol):
         ...
 
     def counted(self, name: str, rows: Integers) -> Floats:
-        """``in_flight`` or ``in_flight_tokens``: what this process has the engines in ``rows`` do now."""
+        """``in_flight`` or ``in_flight_tokens``: what this process runs on the engines in ``rows`` now."""
         ...
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
-        """Which LoRA adapters the engines in ``rows`` use; None for one that serves none, or has not said it lately."""
+        """LoRA adapters that the engines in ``rows`` use; None for one without adapters or a recent report."""
         ...
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
-        """Numbers made of the engines' names, the same in every process."""
+        """Hashes of the engines' names, the same in every process."""
         ...
 
 
 def _said(name: str) -> cached_property[Floats]:
-    """A column, looked up when it is asked for first."""
+    """Return a property for a column, which is looked up at its first use."""
     return cached_property(lambda engines: engines._reports.column(name, engines.rows))
 
 
 class Engines:
     """The candidates of one decision, in one order: ``engines[i]`` belongs to item ``i`` of each column.
 
-    Iterating gives :class:`EngineView` objects. Columns of what engines said have NaN where nothing is known:
-    requests ``waiting`` and ``running``, ``tokens`` still to work on, the share (0 to 1) of the KV cache in use
-    (``kv_usage``), the seconds of recent steps (``step_time``), and of the last report, however old, its ``age``.
+    Iterating gives :class:`EngineView` objects. Columns of reports have NaN for unknown values: requests ``waiting``
+    and ``running``, ``tokens`` still to process, the share (0 to 1) of the KV cache in use (``kv_usage``), the seconds
+    of recent steps (``step_time``), and of the last report, however old, its ``age``.
     """
 
     waiting = _said("waiting")
@@ -69,7 +69,7 @@ class Engines:
     def __init__(
         self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None
     ) -> None:
-        """``places`` are those of ``views`` that are meant, all if not given."""
+        """Select ``places`` of ``views``, all if not given."""
         self.rows = rows
         self._all = views
         self._places = places
@@ -78,14 +78,14 @@ class Engines:
 
     @cached_property
     def views(self) -> Sequence[EngineView]:
-        """Each as it is."""
+        """The view of each engine."""
         if self._places is None:
             return self._all
         places: list[int] = self._places.tolist()
         return [self._all[place] for place in places]
 
     def anew(self) -> Engines:
-        """The same engines, for another decision: what they said is looked up again."""
+        """Return the same engines for another decision: their reports are looked up again."""
         same = Engines(self._all, self.rows, self._reports, self._places)
         same._lasting = self._lasting
         return same
@@ -100,8 +100,8 @@ class Engines:
         return self._all[index if self._places is None else self._places[index]]
 
     def where(self, keep: Sequence[bool] | Booleans) -> Engines:
-        """Those for which ``keep`` is true."""
-        if isinstance(keep, list) and False not in keep:  # a tenth of what an array of it costs
+        """Engines for which ``keep`` is true."""
+        if isinstance(keep, list) and False not in keep:  # a tenth of the cost of an array
             return self
         chosen = np.asarray(keep, dtype=np.bool_)
         if chosen.all():
@@ -110,84 +110,84 @@ class Engines:
         return Engines(self._all, self.rows[chosen], self._reports, places)
 
     def kept_by(self, plugin: Filter, decision: Decision) -> Engines:
-        """Those that a filter keeps; of one that always keeps the same, those that it kept before."""
+        """Engines that a filter keeps; the result of a lasting filter is cached."""
         if not plugin.lasting:
             return self.where(plugin.keep(decision, self))
         known = self._lasting.get(id(plugin))
-        if known is None:  # the filter is kept beside it: so nothing else has its id
+        if known is None:  # the filter is stored with the result, so its id is not reused
             known = self._lasting[id(plugin)] = plugin, self.where(plugin.keep(decision, self))
         return known[1].anew()
 
     @cached_property
     def in_flight(self) -> Floats:
-        """Sequences that this front door runs on each."""
+        """Sequences that this front door runs on each engine."""
         return self._reports.counted("in_flight", self.rows)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
-        """Prompt tokens of the sequences that this front door runs on each."""
+        """Prompt tokens of the sequences that this front door runs on each engine."""
         return self._reports.counted("in_flight_tokens", self.rows)
 
     @cached_property
     def adapter_loads(self) -> Sequence[AdapterLoad | None]:
-        """Which LoRA adapters each uses; None for one that serves none, or has not said it lately."""
+        """LoRA adapters that each engine uses; None for one without adapters or a recent report."""
         return self._reports.adapters(self.rows)
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:
-        """A number made of each engine's name, the same in every process."""
+        """A hash of each engine's name, the same in every process."""
         return self._reports.keys(self.rows)
 
 
 class PrefixIndex(Protocol):
-    """Which engine holds which blocks."""
+    """Index of engines by the blocks that they hold."""
 
     def matched(self, hashes: Sequence[int]) -> Integers:
-        """By row: how many of the first blocks the engine holds, without a gap."""
+        """Number of the first blocks that each engine (by row) holds, without a gap."""
         ...
 
 
 class RoutedPrefixes(PrefixIndex, Protocol):
-    """An index that knows only what was routed where."""
+    """An index of routed prompts only."""
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
-        """These blocks are on their way to the engine in ``row``."""
+        """Record that these blocks will be on the engine in ``row``."""
         ...
 
 
 class Knowledge(Protocol):
-    """What a fleet remembers beyond its engines' reports.
+    """Knowledge of a fleet beyond its engines' reports.
 
-    It belongs to the fleet, not to plugins: a scheduling file that is loaded anew finds it as it was.
+    It belongs to the fleet, not to plugins: it is kept when a scheduling file is reloaded.
     """
 
     def routed(self, block_size: int, capacity: int) -> RoutedPrefixes:
-        """The index of what was routed, in blocks of ``block_size`` tokens, at most ``capacity`` blocks per engine."""
+        """The index of routed prompts, in blocks of ``block_size`` tokens, at most ``capacity`` blocks per engine."""
         ...
 
     @property
     def stored(self) -> Mapping[int, PrefixIndex]:
-        """The indexes of what engines say they hold, by the block size (tokens) that they use."""
+        """The indexes of blocks that engines report to hold, by the block size (tokens) that they use."""
         ...
 
     def cold_turns(self, rows: Integers, size: int) -> Floats:
-        """When each engine last took a prompt that nobody had cached: larger is later, 0 is never.
+        """When each engine last got a prompt that no engine had cached: larger is later, 0 is never.
 
         Only the ``size`` latest engines are remembered.
         """
         ...
 
     def note_cold(self, row: int) -> None:
-        """The engine in ``row`` takes a prompt that nobody had cached."""
+        """Record that the engine in ``row`` gets a prompt that no engine had cached."""
         ...
 
 
 @dataclass
 class Decision:
-    """One pick: for whom, in which role, and what scorers found out on the way.
+    """One pick: its request and role, and the matches that scorers found.
 
-    ``matched`` are the tokens of the prompt that each engine (by row) is believed to hold; None while no scorer looked.
-    ``partner`` is the engine that was picked to decode, where one that prefills for it is picked, if that is known.
+    ``matched`` is the estimated number of the prompt's tokens in the cache of each engine (by row); None before a
+    scorer looked. ``partner`` is the picked decode engine when an engine is picked to prefill for it, if that is known.
     """
 
     request: Request | None
@@ -208,7 +208,7 @@ class Decision:
         return self._hashes[key]
 
     def note_match(self, tokens: Integers) -> None:
-        """A scorer believes that engines hold so many tokens, by row; the largest belief counts."""
+        """Record a scorer's estimate of cached tokens, by row; the largest estimate counts."""
         self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
 
 
@@ -219,32 +219,32 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_u
     """Base of all plugins; its fields are the parameters."""
 
     def picked(self, decision: Decision, row: int) -> None:
-        """The decision fell on the engine in ``row``. For plugins that tell :class:`Knowledge` what happened."""
+        """Called after the decision for the engine in ``row``. For plugins that record in :class:`Knowledge`."""
 
 
 class Filter(Plugin, frozen=True, kw_only=True):
     """Leaves out engines.
 
-    If a filter that is not ``strict`` leaves out all, it is passed over; a strict one then fails the pick. One that is
-    ``lasting`` goes by names, roles and labels of engines alone, and keeps the same for every request: it is asked when
-    those have changed.
+    If a filter that is not ``strict`` leaves out all, its result is ignored; a strict one then fails the pick. A
+    ``lasting`` filter depends on names, roles and labels of engines alone, so its result is the same for every request:
+    it runs again only when those have changed.
     """
 
     strict: bool = True
     lasting: ClassVar[bool] = False
 
     def keep(self, decision: Decision, engines: Engines) -> Booleans | Sequence[bool]:
-        """For each engine, whether it stays."""
+        """Return for each engine whether it stays."""
         raise NotImplementedError(f"{type(self).__name__} has no keep()")
 
 
 class Scorer(Plugin, frozen=True):
-    """Gives each engine a score from 0 to 1; the sum of scores times weights is what pickers see."""
+    """Gives each engine a score from 0 to 1; pickers get the weighted sum of scores."""
 
     runs_last: ClassVar[bool] = False
 
     def score(self, decision: Decision, engines: Engines) -> Scores:
-        """A score for each engine, 1 for the best. What is outside of 0 to 1 is cut off there; NaN counts as 0."""
+        """Return a score for each engine, 1 for the best. Scores are clipped to 0 to 1; NaN counts as 0."""
         raise NotImplementedError(f"{type(self).__name__} has no score()")
 
 
@@ -252,15 +252,15 @@ class Picker(Plugin, frozen=True):
     """Picks one of the engines that filters left, by their scores."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
-        """The index of the engine to take; there is at least one."""
+        """Return the index of the engine to pick; there is at least one."""
         raise NotImplementedError(f"{type(self).__name__} has no pick()")
 
 
 class Decider(Plugin, frozen=True):
-    """Decides whether a second engine shall prefill for the decode engine that was picked."""
+    """Decides whether a second engine prefills for the picked decode engine."""
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
-        """``cached`` tokens of the prompt are believed to be on the decode engine; ``prefill`` could compute the rest.
+        """Decide. ``cached``: estimated prompt tokens on the decode engine; ``prefill``: engines for the rest.
 
         ``prefill`` leaves the decode engine out, and is never empty.
         """

@@ -1,4 +1,4 @@
-"""Profiles pick one engine, deciders say whether a second one shall prefill, handlers assign both to roles."""
+"""Profiles pick one engine, deciders choose disaggregation, handlers assign both to roles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AlwaysDisaggregate(Decider, frozen=True):
 
 
 class PrefixBasedDecider(Decider, frozen=True):
-    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine; with 0 none does.
+    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine; with 0 never.
 
     Prompts shorter than ``prompt_tokens`` stay on one engine, whatever is cached.
     """
@@ -33,16 +33,17 @@ class PrefixBasedDecider(Decider, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
-        if not self.non_cached_tokens:  # as in llm-d, where that switches it off
+        if not self.non_cached_tokens:  # as in llm-d, where 0 switches it off
             return False
         return request.num_tokens >= self.prompt_tokens and request.num_tokens - cached >= self.non_cached_tokens
 
 
 class LoadBasedDecider(Decider, frozen=True):
-    """Another engine prefills if so many tokens are missing, unless every prefill engine has a queue.
+    """Another engine prefills if enough tokens are missing, unless every prefill engine has a queue.
 
     The prompt must have ``prompt_tokens``, of which the decode engine lacks at least ``non_cached_tokens``; 0 means no
-    limit. A queue is more than ``max_waiting`` waiting requests; an engine of which nothing recent is known has none.
+    limit. A queue is more than ``max_waiting`` waiting requests; an engine without a recent report counts as one
+    without a queue.
     """
 
     non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -56,11 +57,11 @@ class LoadBasedDecider(Decider, frozen=True):
 
 
 SCHEDULED = "scheduled"
-"""As ``by`` of a pick: the profile that the handler has for the role."""
+"""Value of ``by`` in a pick: the profile that the handler has for the role."""
 
 
 def _highest(scores: Floats, most: int) -> list[int]:
-    """The places of the highest scores, from the highest down; at most so many."""
+    """Indices of the ``most`` highest scores, in descending order."""
     if len(scores) <= 2 * most:
         return (-scores).argsort(kind="stable")[:most].tolist()
     falling = -scores
@@ -71,7 +72,7 @@ def _highest(scores: Floats, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SchedulingProfile:
-    """How to pick an engine for one purpose; filters and scorers, each with its weight, run in the order given."""
+    """A way to pick an engine for one purpose; filters and scorers (with weights) run in the given order."""
 
     name: str
     filters: Sequence[Filter]
@@ -80,21 +81,18 @@ class SchedulingProfile:
 
     @cached_property
     def _weights(self) -> Floats:
-        """Of the scorers, as a column."""
+        """Weights of the scorers, as a column."""
         return np.array([[weight] for _, weight in self.scorers], dtype=np.float64)
 
     def pick(self, decision: Decision, engines: Engines) -> int:
-        """The row of the engine to take; ``engines`` are at least one.
+        """Return the row of the engine to pick; there is at least one engine.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
         """
         return self.ranked(decision, engines, 1)[0]
 
     def ranked(self, decision: Decision, engines: Engines, most: int) -> list[int]:
-        """The row of the engine to take, and rows of those to try next, by their scores; at most ``most`` rows.
-
-        Raises as :meth:`pick`.
-        """
+        """Return the row of the engine to pick, then those to try next, by scores; at most ``most`` rows."""
         left = self._filtered(decision, engines)
         scores = self._scores(decision, left)
         first = self.picker.pick(decision, left, scores)
@@ -127,22 +125,22 @@ class SchedulingProfile:
                 kind = type(scorer).__name__
                 raise ValueError(f"{kind} gave scores of shape {given.shape} for {len(engines)} engines")
             scores[place] = given
-        np.fmin(np.fmax(scores, 0.0, out=scores), 1.0, out=scores)  # these two leave NaN behind
+        np.fmin(np.fmax(scores, 0.0, out=scores), 1.0, out=scores)  # these two keep NaN
         scores *= self._weights
         return np.add.reduce(scores, axis=0)
 
 
 class Saturation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """From how many waiting requests on, and above which share of its KV cache in use, an engine has no room."""
+    """Thresholds of waiting requests and of the used share of the KV cache above which an engine has no room."""
 
     queue_depth_threshold: Annotated[int, Meta(ge=1)] = 5
     kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
 
 
 class ConcurrencyLimit(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """How much engines may run together until none has room: so many requests, or tokens of prompts, for each of them.
+    """The most requests, or tokens of prompts, per engine that all engines run together before they count as full.
 
-    With ``hybrid`` each engine counts by the scarcer one of both.
+    With ``hybrid`` each engine counts by the scarcer of both.
     """
 
     max_concurrency: Annotated[int, Meta(ge=1)] = 100
@@ -152,11 +150,11 @@ class ConcurrencyLimit(msgspec.Struct, frozen=True, kw_only=True, rename="camel"
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How a fleet picks engines.
+    """The rules by which a fleet picks engines.
 
-    ``by_role`` says which profile serves a role; ``decider`` whether a second engine shall prefill. ``files`` are the
-    file that all of it was read from, and those of the user's own plugins. ``saturation`` is what it says of room, and
-    the first of the ``fairness_headers`` that a request has says whom it shares its turns with, if nothing else does.
+    ``by_role`` has the profile of each role; ``decider`` decides whether a second engine prefills. ``files`` are the
+    scheduling file and those of the user's plugins. ``saturation`` has the limits of room, and the first of the
+    ``fairness_headers`` that a request has names its flow, if nothing else does.
     """
 
     profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
@@ -173,7 +171,7 @@ class Scheduling:
 
     @property
     def splits(self) -> bool:
-        """Whether it has a profile of its own for engines that prefill for others."""
+        """Whether there is a separate profile for engines that prefill for others."""
         return self.by_role.get("prefill", "") not in ("", self.by_role.get("decode"))
 
     def decider_called(self, name: str | None) -> Decider:
@@ -188,7 +186,7 @@ class Scheduling:
 
 
 class Handler(Plugin, frozen=True):
-    """Assigns the profiles of a file."""
+    """Assigns the profiles of a file to roles."""
 
     def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
         """``at`` is the handler's place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
@@ -208,7 +206,7 @@ class SingleProfileHandler(Handler, frozen=True):
 
 
 class DeciderNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``prefill`` is the name of the decider plugin that is asked whether a second engine shall prefill."""
+    """``prefill`` is the name of the decider plugin for disaggregation."""
 
     prefill: str | None = None
 
@@ -238,7 +236,7 @@ class DisaggProfileHandler(Handler, frozen=True):
 
 
 def of_one_profile(profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider]) -> Scheduling:
-    """Every role by the only profile; with several and no handler, none by any."""
+    """Assign the only profile to every role; with several profiles and no handler, none to any."""
     if len(profiles) != 1:
         return Scheduling(profiles, {}, deciders)
     (name,) = profiles

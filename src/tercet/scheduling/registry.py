@@ -1,4 +1,4 @@
-"""From a plugin's type, as a scheduling file names it, to its class; and the user's own Python files."""
+"""Finds a plugin's class by its type in a scheduling file; loads the user's Python files."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ _TO_WRITE = {Filter: "keep", Scorer: "score", Picker: "pick", Decider: "disaggre
 
 
 class Locate(Protocol):
-    """From a path to the file that may be read there; see :func:`user_file`, which lets anything be read."""
+    """Returns the file of a path if it may be read there; see :func:`user_file`, which allows any file."""
 
     def __call__(self, path: str, field: str, beside: Path = ..., /) -> Path:
-        """``field`` is what errors name. Raises :class:`~tercet.protocol.TercetError`."""
+        """Return the file; ``field`` is named in errors. Raises :class:`~tercet.protocol.TercetError`."""
         ...
 
 
 def plugin_class(kind: str, beside: Path, field: str, locate: Locate | None = None) -> type[Plugin]:
-    """The class that ``kind`` names: a built-in one, or that of ``file.py:Class``.
+    """Return the class that ``kind`` names: a built-in one, or that of ``file.py:Class``.
 
-    ``beside`` is the folder that relative paths start from, ``field`` the place that errors name. Raises
+    ``beside`` is the folder that relative paths start from, ``field`` the place in errors. Raises
     :class:`~tercet.protocol.BadRequest`.
     """
     found = BUILT_IN.get(kind)
@@ -84,21 +84,21 @@ def _checked(found: object, kind: str, field: str) -> type[Plugin]:
                 raise BadRequest(f"{field}: {kind} has no method {method}", field)
             return found
     bases = ", ".join(base.__name__ for base in _TO_WRITE)
-    raise BadRequest(f"{field}: {kind} is not a class made from one of tercet.scheduling's {bases}", field)
+    raise BadRequest(f"{field}: {kind} is not a class derived from one of tercet.scheduling's {bases}", field)
 
 
 def user_file(path: str, field: str, beside: Path = Path()) -> Path:
-    """The file that a user names; raises :class:`~tercet.protocol.BadRequest` if there is none.
+    """Return the file that a user names; raises :class:`~tercet.protocol.BadRequest` if it does not exist.
 
-    What is no plain file is none: reading it may not end.
+    Only regular files are accepted: reading another kind may never end.
     """
     try:
         file = beside / Path(path).expanduser()
-    except RuntimeError as error:  # the home of a user who is not there
+    except RuntimeError as error:  # the home of an unknown user
         raise BadRequest(f"{field}: {path}: {error}", field) from error
     try:
         is_file = file.is_file()
-    except (OSError, ValueError) as error:  # nobody may look there, or there can be no such name
+    except (OSError, ValueError) as error:  # no permission, or an impossible name
         raise BadRequest(f"{field}: {path!r} cannot be read: {getattr(error, 'strerror', error)}", field) from error
     if not is_file:
         raise BadRequest(f"{field}: there is no file {path}", field)
@@ -106,18 +106,18 @@ def user_file(path: str, field: str, beside: Path = Path()) -> Path:
 
 
 def load_module(file: Path, field: str, source: str | None = None) -> ModuleType:
-    """The file's module, from its text of now; raises :class:`~tercet.protocol.BadRequest` that names ``field``.
+    """Load the file's module from its present text; raises :class:`~tercet.protocol.BadRequest` that names ``field``.
 
-    With a ``source`` that is the text, and there need be no file. Not through the import system: that may answer from
-    its cache what a file contained less than a second ago.
+    A ``source`` is used instead of the file, which need not exist. The import system is not used: its cache may answer
+    with a text of less than a second ago.
     """
     name = f"tercet_file_{file.absolute().as_posix()}"
     module, before = ModuleType(name), sys.modules.get(name)
     module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses and type hints look their module up
+    sys.modules[name] = module  # dataclasses and type hints look up their module
     try:
         exec(compile(file.read_bytes() if source is None else source, str(file), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         if before is None:
             del sys.modules[name]
         else:

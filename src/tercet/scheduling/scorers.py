@@ -1,6 +1,6 @@
-"""Scorers: how good each engine is for this request, from 0 to 1.
+"""Scorers: rate each engine for a request, from 0 to 1.
 
-An engine of which nothing recent is known gets the middle of a load scorer's range.
+An engine without a recent report gets the middle of a load scorer's range.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class ActiveRequestScorer(Scorer, frozen=True):
         scores = counts / most
         np.subtract(1.0, scores, out=scores)
         scores *= self.max_busy_score
-        return np.maximum(scores, counts <= self.idle_threshold, out=scores)  # of which True is 1, and none is above it
+        return np.maximum(scores, counts <= self.idle_threshold, out=scores)  # True is 1, the highest score
 
 
 class TokenLoadScorer(Scorer, frozen=True):
     """1 for an engine without work, falling to 0 at ``queue_threshold_tokens`` tokens of it.
 
-    An engine's work is what it reported, or the prompts that this front door runs there, whichever is more.
+    An engine's work is the reported tokens or the prompts that this front door runs there, whichever is more.
     """
 
     queue_threshold_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
@@ -98,12 +98,12 @@ class TokenLoadScorer(Scorer, frozen=True):
 
 
 def prompt_tokens_of(engines: Engines) -> Floats:
-    """The tokens that each has to work on: what it reported, or the prompts that run there, whichever is more."""
+    """Tokens that each engine has to process: the reported ones or the prompts that run there, whichever is more."""
     return np.fmax(engines.tokens, engines.in_flight_tokens)
 
 
 class MatchScorer(Scorer, frozen=True):
-    """The share of the prompt that an engine has; with ``match_length_weight``, in part how much that is.
+    """The share of the prompt that an engine has; ``match_length_weight`` adds the length of the match.
 
     Length counts by its square, since attention does: 1 from ``match_length_scale_tokens`` tokens on.
     """
@@ -121,7 +121,7 @@ class MatchScorer(Scorer, frozen=True):
 
 
 class PrefixCacheScorer(MatchScorer, frozen=True):
-    """The share of the prompt that was routed to an engine before: a guess, from routing history alone.
+    """The share of the prompt that was routed to an engine before: an estimate, from routing history alone.
 
     Prompts are cut into blocks of ``block_size`` tokens; only the first ``max_prefix_blocks_to_match`` count, and per
     engine the ``lru_capacity_per_server`` blocks routed to it most recently are remembered.
@@ -136,14 +136,14 @@ class PrefixCacheScorer(MatchScorer, frozen=True):
         return self.weighed(matched[engines.rows], of, self.block_size) if of else np.zeros(len(engines))
 
     def picked(self, decision: Decision, row: int) -> None:
-        """The prompt's blocks will be on the engine that was picked."""
+        """Record that the prompt's blocks will be on the picked engine."""
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
 
 
 class RoutedHistory(Protocol):
-    """How a plugin remembers what was routed where."""
+    """Parameters of a plugin's history of routed prompts."""
 
     @property
     def block_size(self) -> int: ...
@@ -156,7 +156,7 @@ class RoutedHistory(Protocol):
 
 
 def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, int]:
-    """By row, how many of the prompt's first blocks were routed to an engine before; and how many count."""
+    """By row, the number of the prompt's first blocks that were routed before; and the number that counts."""
     hashes = decision.hashes(history.block_size, history.max_prefix_blocks_to_match)
     index = decision.knowledge.routed(history.block_size, history.lru_capacity_per_server)
     matched: Integers = index.matched(hashes)
@@ -166,7 +166,7 @@ def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, 
 
 
 class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
-    """The share of the prompt's full blocks that an engine says it holds, through its KV events."""
+    """The share of the prompt's full blocks that an engine reports to hold, through its KV events."""
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         return stored_shares(decision, engines, self.weighed)
@@ -175,7 +175,7 @@ class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
 def stored_shares(
     decision: Decision, engines: Engines, weighed: Callable[[Integers, int, int], Floats]
 ) -> Floats:  # fmt: skip
-    """The best of ``weighed(blocks held, of so many, block size)``, over the block sizes that engines use."""
+    """The best of ``weighed(blocks held, blocks, block size)``, over the block sizes that engines use."""
     shares = np.zeros(len(engines))
     for block_size, index in decision.knowledge.stored.items():
         hashes = decision.hashes(block_size)
@@ -189,8 +189,8 @@ def stored_shares(
 class NoHitLRUScorer(Scorer, frozen=True):
     """For a prompt that no engine has cached: 1 for the engine that took such a prompt the longest ago, 0 for the last.
 
-    Engines that never did come first. For a prompt that some engine has, all get 0.5. Whether one has is for the
-    prefix scorers of the same profile to say; without any, every prompt is new. ``lru_size`` engines are remembered.
+    Engines that never took one come first. For a prompt that some engine has, all get 0.5. The prefix scorers of the
+    same profile find that; without them, every prompt is new. ``lru_size`` engines are remembered.
     """
 
     runs_last: ClassVar[bool] = True
@@ -207,7 +207,7 @@ class NoHitLRUScorer(Scorer, frozen=True):
         return scores
 
     def picked(self, decision: Decision, row: int) -> None:
-        """The engine that was picked is the last one to take a new prompt, if it is one."""
+        """Record that the picked engine was the last one to take a new prompt, if the prompt is new."""
         if _is_cold(decision):
             decision.knowledge.note_cold(row)
 
@@ -220,7 +220,7 @@ class LoraAffinityScorer(Scorer, frozen=True):
     """1 for an engine that runs the request's LoRA adapter, 0.8 for one with room for another adapter in its batch.
 
     0.6 for one without room, where requests for the adapter wait already; 0 for any other, and for one that serves no
-    adapters or has said nothing lately. The base model is an adapter that no engine runs.
+    adapters or has no recent report. The base model counts as an adapter that no engine runs.
     """
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
@@ -243,8 +243,8 @@ class SessionAffinityScorer(Scorer, frozen=True):
 
     ``header`` (lower case) names the session; without it, and with ``by_user``, the OpenAI request's ``user`` does. It
     belongs to an engine by consistent hashing: no table is kept, front doors agree, and only the sessions of an engine
-    that leaves move. An engine that has more than ``max_load`` times its share of this front door's sequences is passed
-    over; its sessions go to the next one in their own order.
+    that leaves move. An engine that has more than ``max_load`` times its share of this front door's sequences is
+    skipped; its sessions go to the next engine of their preference.
     """
 
     header: Header = SESSION_HEADER
@@ -256,7 +256,7 @@ class SessionAffinityScorer(Scorer, frozen=True):
         session = session_of(decision.request, self.header, self.by_user)
         if session:
             weights = preference(session, engines.keys)
-            # One more than its share is always allowed: with few sequences any of them would be above it.
+            # One more than its share is always allowed: otherwise with few sequences any engine would exceed it.
             bound = np.ceil(self.max_load * (engines.in_flight.sum() + 1) / len(engines))
             weights[engines.in_flight >= bound] = 0
             scores[int(weights.argmax())] = 1.0
@@ -264,7 +264,7 @@ class SessionAffinityScorer(Scorer, frozen=True):
 
 
 def session_of(request: Request | None, header: str, by_user: bool) -> str | None:
-    """What names the request's session, if anything does."""
+    """The name of the request's session, if it has one."""
     if request is None:
         return None
     return request.headers.get(header) or (request.user if by_user else None)

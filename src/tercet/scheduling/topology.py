@@ -1,4 +1,4 @@
-"""How near an engine is to the one that it works with: the decode engine that was picked, for one that prefills.
+"""Plugins for the distance between an engine and its partner: the picked decode engine, for one that prefills.
 
 By labels, from the nearest tier to the farthest, as in llm-d-router's ``topology-affinity-filter`` and ``-scorer``.
 """
@@ -29,7 +29,7 @@ class TierLabels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     region: Label = "topology.kubernetes.io/region"
 
     def nearest_common(self, one: EngineView, other: EngineView) -> Tier | None:
-        """The nearest tier of which both have the same; None if there is none."""
+        """The nearest tier whose labels are equal on both; None if there is none."""
         for tier in TIERS:
             label = getattr(self, tier)
             value = one.labels.get(label)
@@ -39,7 +39,7 @@ class TierLabels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TopologyAffinityFilter(Filter, frozen=True):
-    """Keeps engines that are at least as near as ``min_affinity``; all if none is, or if no other engine is known."""
+    """Keeps engines at least as near as ``min_affinity``; all if none is, or if there is no partner."""
 
     min_affinity: Tier = "host"
     labels: TierLabels = TierLabels()

@@ -1,4 +1,4 @@
-"""One engine's connection, at the front door: what it brings, sorted by sequence."""
+"""One engine's connection, on the front door's side: incoming data, by sequence."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputS
 from tercet.protocol.wire import StartGenerateCall, large_field_of
 from tercet.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 
-# What an engine that has stopped reading may leave unread before it is asked for nothing more.
+# Bytes that an engine may leave unread before it gets no more calls.
 MOST_UNREAD = 16 * 1024 * 1024
 _batches = msgspec.msgpack.Decoder(OutputBatch)
 
 
 class EngineConnection:
-    """The sequences that one engine runs for this front door, and the TCP connection that their tokens come by.
+    """The sequences that one engine runs for this front door, and the TCP connection that carries their tokens.
 
-    The engine connects to ``address`` and shows ``key`` there. ``on_load`` is told every report of its load,
-    ``on_proposal`` every move that it passes on. Numbers of sequences are ``numbers``'s: never used twice in this
-    process, so that what comes late is nobody's. Only the start of the engine that was met, called ``incarnation``, may
-    connect; any one until then. ``on_lost`` is called when the connection is closed, which may be the engine's end.
+    The engine connects to ``address`` and shows ``key`` there. ``on_load`` receives every report of its load,
+    ``on_proposal`` every move that it passes on. ``numbers`` numbers the sequences and never repeats one in this
+    process, so late data matches no sequence. Only the engine's known ``incarnation`` may connect; any one before it is
+    known. ``on_lost`` is called when the connection is closed, which may be the engine's end.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class EngineConnection:
 
     @contextmanager
     def sequence(self, position: int, stream: OutputStream) -> Generator[int]:
-        """A new sequence's number; its outputs are put into ``stream``, from the one at ``position`` on.
+        """Yield a new sequence's number; its outputs are put into ``stream``, from ``position`` on.
 
-        What is not over at the exit is cancelled on the engine.
+        A sequence that has not ended at the exit is cancelled on the engine.
         """
         number = next(self._numbers)
         self.inbox.open(number, position, stream)
@@ -69,10 +69,10 @@ class EngineConnection:
                 self._send(StreamCommand(cancelled=(number,)))
 
     def start(self, call: StartGenerateCall) -> None:
-        """Have the engine generate; outputs and errors come to the sequence that ``call.door`` numbers.
+        """Send a call to generate; outputs and errors come to the sequence that ``call.door`` numbers.
 
-        Raises :class:`~tercet.protocol.RequestTooLarge` for a call that no message holds, and
-        :class:`~tercet.protocol.EngineUnreachable` if the engine does not read what it is told.
+        Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
+        :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.
         """
         frame = frame_of(StreamCommand(starts=(call,)))
         if not fits(frame):
@@ -81,11 +81,11 @@ class EngineConnection:
                 f"{large}: the call has {len(frame)} bytes, and a message at most {LONGEST_FRAME}", large
             )
         if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
-            raise EngineUnreachable(f"{self.engine} does not read what it is told")
+            raise EngineUnreachable(f"{self.engine} does not read its messages")
         self._write(frame)
 
     def receive(self, frame: bytes) -> None:
-        """The engine sent this; raises one of ``UNREADABLE`` for what no engine sends."""
+        """Handle a frame from the engine; raises one of ``UNREADABLE`` for an invalid frame."""
         batch = _batches.decode(frame)
         self.last_heard = time.monotonic()
         if batch.load is not None:
@@ -97,9 +97,9 @@ class EngineConnection:
             self._send(StreamCommand(cancelled=tuple(unwanted)))
 
     def attach(self, transport: asyncio.Transport) -> None:
-        """The engine has connected, perhaps again: then what the connection before carried is lost."""
+        """Use a new connection of the engine; data on an earlier one is lost."""
         if self._transport is not None:
-            self.drop("connected anew")
+            self.drop("it connected again")
         self._transport = transport
         self.last_heard = time.monotonic()
         self.heartbeat()
@@ -118,7 +118,7 @@ class EngineConnection:
         self.inbox.lose(EngineUnreachable(f"{self.engine}: its token stream ended: {why}"))
 
     def heartbeat(self) -> None:
-        """Tell the engine that somebody is listening."""
+        """Send a heartbeat: the front door is listening."""
         self._send(StreamCommand())
 
     def _send(self, command: StreamCommand) -> None:
@@ -138,8 +138,8 @@ class _Sequence:
 class SequenceInbox:
     """The sequences of one engine. Decides without I/O; ``engine`` is its name in messages.
 
-    Every sequence that was opened gets outputs whose positions follow each other, until one is the last, or one error.
-    What was there already is dropped. A gap is an error: nobody gets a token that does not follow the one before.
+    Every open sequence gets outputs whose positions follow each other, until the last one or an error. Repeated outputs
+    are dropped. A gap is an error: no client gets a token that does not follow the one before.
     """
 
     def __init__(self, engine: str) -> None:
@@ -151,11 +151,11 @@ class SequenceInbox:
         self.sequences[number] = _Sequence(position, stream)
 
     def close(self, number: int) -> bool:
-        """Nobody waits for the sequence any more; whether it was still open."""
+        """Close a sequence that is not wanted any more; returns whether it was still open."""
         return self.sequences.pop(number, None) is not None
 
     def receive(self, deltas: Iterable[TokenDelta]) -> list[int]:
-        """Deliver a message's deltas; returns the numbers of sequences that the engine should not work on."""
+        """Deliver a message's deltas; returns the numbers of sequences that the engine should stop."""
         unwanted: list[int] = []
         for delta in deltas:
             sequence = self.sequences.get(delta.number)
@@ -169,14 +169,14 @@ class SequenceInbox:
                 self._fail(
                     delta.number,
                     EngineUnreachable(
-                        f"{self._engine} lost tokens: output position {sequence.position} was due, "
-                        f"{delta.position} came"
+                        f"{self._engine} lost tokens: expected output position {sequence.position}, "
+                        f"received {delta.position}"
                     ),
                 )
         return unwanted
 
     def lose(self, error: TercetError) -> None:
-        """The stream is lost: every open sequence ends with ``error``."""
+        """End every open sequence with ``error``: the stream is lost."""
         for number in list(self.sequences):
             self._fail(number, error)
 

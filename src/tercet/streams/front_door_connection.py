@@ -45,12 +45,12 @@ from tercet.streams.wire_format import (
 
 logger = logging.getLogger(__name__)
 Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
-"""Has the engine generate for a front door; returns once the engine has the sequence, or raises."""
-# What a front door may leave unread before it counts as gone. The longest message must not be a reason for that, so one
-# that is large and does not fit below this mark ends its sequence.
+"""Starts to generate for a front door; returns once the engine has the sequence, or raises."""
+# Bytes that a front door may leave unread before it counts as dead. The longest message must not cause that, so a large
+# message that does not fit below this mark ends its sequence.
 MOST_UNSENT = 2 * LONGEST_FRAME
 LARGE = 1024 * 1024
-# Cancellations of sequences that are not here: over, or still on their way here by HTTP.
+# Cancellations of sequences that are not here: ended, or not yet arrived by HTTP.
 CANCELLED_KEPT = 4096
 _commands = msgspec.msgpack.Decoder(ReceivedCommand)
 _calls = msgspec.msgpack.Decoder(StartGenerateCall)
@@ -67,7 +67,7 @@ class SequenceSender:
     stop: Callable[[], object]
 
     def send(self, output: Output) -> None:
-        """New tokens; goes out with what else this engine step produced."""
+        """Send new tokens, together with the other outputs of this engine step."""
         delta = delta_of(self.number, self.position, output)
         self.position += len(output.token_ids)
         self.connection.send(delta)
@@ -75,29 +75,29 @@ class SequenceSender:
             self.close()
 
     def fail(self, error: Exception) -> None:
-        """The sequence has ended in an error."""
+        """Send the sequence's error, which ends it."""
         self.connection.send(failed_delta(self.number, self.position, failure_of(error)))
         self.close()
 
     def propose(self, proposal: MoveProposal) -> None:
-        """Somebody would have the sequence elsewhere; the front door decides."""
+        """Send a proposal to move the sequence; the front door decides."""
         self.connection.propose(proposal)
 
     @property
     def open(self) -> bool:
-        """Whether the front door still waits for more."""
+        """Whether the front door still wants outputs."""
         return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:
-        """Nothing more will be sent."""
+        """Stop sending."""
         self.connection.senders.pop(self.number, None)
 
 
 class FrontDoorConnection(asyncio.Protocol):
-    """Output batches go out, commands come in. ``lost`` is called once it is over; every sequence is stopped then.
+    """Sends output batches, and receives commands. ``lost`` is called at its end, when every sequence is stopped.
 
-    ``address`` is the front door's. ``start`` does what commands ask for; what it raises ends the sequence. A call has
-    ``longest_call`` bytes at most.
+    ``address`` is the front door's. ``start`` runs commands; its errors end the sequence. A call has ``longest_call``
+    bytes at most.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class FrontDoorConnection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the front door has said that it listens, and has not gone since."""
+        """Whether the front door has accepted the connection, and has not disconnected since."""
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
     async def greet(self, key: str, engine: str, incarnation: str) -> None:
-        """Say who connects; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
+        """Introduce the engine; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
         if self._transport is not None:
             self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine, incarnation)))
         await self._accepted.wait()
@@ -135,28 +135,24 @@ class FrontDoorConnection(asyncio.Protocol):
             raise self._failure
 
     def sender(self, number: int, position: int, stop: Callable[[], object]) -> SequenceSender:
-        """A sequence begins to send; ``stop`` is called when nobody waits for it any more, not after its end.
-
-        Raises :class:`~tercet.protocol.Conflict` if it was cancelled before it began or runs already, and
-        :class:`~tercet.protocol.FrontDoorUnreachable` if the connection is over.
-        """
+        """Return the sender of a sequence; ``stop`` is called if it is not wanted any more, but not after its end."""
         if number in self._cancelled:
             del self._cancelled[number]
             raise Conflict(f"door: sequence {number} was cancelled before it began", "door")
         if number in self.senders:
             raise Conflict(f"door: sequence {number} runs already", "door")
         if not self.open:
-            raise FrontDoorUnreachable("door: the front door has gone", "door")
+            raise FrontDoorUnreachable("door: the front door has disconnected", "door")
         sender = self.senders[number] = SequenceSender(self, number, position, stop)
         return sender
 
     def send(self, delta: TokenDelta) -> None:
-        """Goes out with all other deltas of this pass of the event loop."""
+        """Send it with all other deltas of this pass of the event loop."""
         self._flush_soon()
         self._deltas.append(delta)
 
     def propose(self, proposal: MoveProposal) -> None:
-        """Goes out with them."""
+        """Send it with them."""
         self._flush_soon()
         self._proposals.append(proposal)
 
@@ -165,11 +161,11 @@ class FrontDoorConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def report(self) -> None:
-        """What there is to say, now: how busy the engine is, at least."""
+        """Send everything that is pending now; at least the engine's load."""
         self._flush()
 
     def tick(self) -> None:
-        """A report, if nothing went out lately; the end, if the front door is silent or does not read."""
+        """Send a report if nothing was sent lately; close if the front door is silent or does not read."""
         now = time.monotonic()
         if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
@@ -190,7 +186,7 @@ class FrontDoorConnection(asyncio.Protocol):
         load = self._load()
         try:
             frame = frame_of(OutputBatch(tuple(deltas), load, proposals))
-        except Exception:  # one of them cannot be said
+        except Exception:  # one of them cannot be encoded
             frame = None
         if frame is not None and self._has_room(frame):
             self._transport.write(frame)
@@ -202,7 +198,7 @@ class FrontDoorConnection(asyncio.Protocol):
         self._transport.write(frame_of(OutputBatch((), load, proposals)))
 
     def _sent_alone(self, delta: TokenDelta, transport: asyncio.Transport) -> bool:
-        """Send a message of one delta; one for which there is no room ends its sequence instead."""
+        """Send a message with one delta; if there is no room for it, its sequence ends instead."""
         error: TercetError
         try:
             frame = frame_of(OutputBatch((delta,)))
@@ -213,10 +209,10 @@ class FrontDoorConnection(asyncio.Protocol):
                 transport.write(frame)
                 return True
             if fits(frame):
-                error = FrontDoorUnreachable(f"door: the front door has {self._unread()} bytes still to read", "door")
+                error = FrontDoorUnreachable(f"door: the front door has {self._unread()} unread bytes", "door")
             else:
                 error = BadRequest(
-                    f"sampling_params: what is to be told of one step has {len(frame)} bytes, and a message at most "
+                    f"sampling_params: the output of one step has {len(frame)} bytes, and a message at most "
                     f"{LONGEST_FRAME}: ask for fewer log probabilities",
                     "sampling_params",
                 )
@@ -252,7 +248,7 @@ class FrontDoorConnection(asyncio.Protocol):
             for frame in self._splitter.split(data):
                 self._follow(_commands.decode(frame))
         except (FrameTooLong, *UNREADABLE) as error:
-            logger.error("a front door broke the protocol of token streams: %s", error)
+            logger.error("a front door violated the protocol of token streams: %s", error)
             self.abort()
 
     def _follow(self, command: ReceivedCommand) -> None:
@@ -296,7 +292,7 @@ class FrontDoorConnection(asyncio.Protocol):
 
 
 def failure_of(error: Exception) -> TercetError:
-    """What a front door is told of a sequence that failed; what is none of our errors is logged, too."""
+    """The error that a front door gets for a failed sequence; unexpected errors are also logged."""
     if isinstance(error, TercetError):
         return error
     logger.error("a sequence failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""An engine's side of token streams: its connections to front doors, and the sequences that it runs for them."""
+"""An engine's side of token streams: its connections to front doors, and their sequences."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_CONNECTIONS = 256
 
 
 class FrontDoors:
-    """One engine's connections, one for each front door that it has been told of.
+    """One engine's connections, one for each front door that it was asked to connect to.
 
-    ``incarnation`` says which start of the engine speaks. ``load`` says how busy it is; it is asked each time, so
-    it must be cheap. ``start`` has the engine generate what front doors ask for over their connections. Without
-    connections nothing runs. A call to ``start`` has ``longest_call`` bytes at most.
+    ``incarnation`` identifies this start of the engine. ``load`` returns its load; it is called often, so it must be
+    cheap. ``start`` generates for front doors that ask for it over their connections. Without connections nothing runs.
+    A call to ``start`` has ``longest_call`` bytes at most.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class FrontDoors:
         return len(self._connections)
 
     async def connect(self, address: str, key: str) -> FrontDoorConnection:
-        """The connection to the front door at ``address`` (``host:port``) that gave out ``key``, made if need be.
+        """Return the connection to the front door at ``address`` (``host:port``) with this ``key``; connect if needed.
 
-        Raises :class:`~tercet.protocol.FrontDoorUnreachable`, and :class:`~tercet.protocol.BadRequest` for what is no
+        Raises :class:`~tercet.protocol.FrontDoorUnreachable`, and :class:`~tercet.protocol.BadRequest` for an invalid
         address.
         """
         where = address, key
@@ -60,13 +60,13 @@ class FrontDoors:
         return await asyncio.shield(making)
 
     def tell_now(self) -> int:
-        """Send every front door a report at once; how many there are."""
+        """Send every front door a report at once; returns their number."""
         for connection in list(self._connections.values()):
             connection.report()
         return len(self._connections)
 
     def close(self) -> None:
-        """End every connection, and with it what runs for its front door."""
+        """Close every connection, which ends the front doors' sequences."""
         for task in list(self._connecting.values()):
             task.cancel()
         for connection in list(self._connections.values()):
@@ -87,11 +87,12 @@ class FrontDoors:
                 await connection.greet(key, self._engine, self._incarnation)
         except BaseException as error:
             connection.abort()
-            if not isinstance(error, OSError | ValueError):  # a timeout is one; a host that is no name the other
+            # a timeout is an OSError; an invalid host name a ValueError
+            if not isinstance(error, OSError | ValueError):
                 raise
             said = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
-            logger.warning("no front door answers at %s, where one asked to be called: %s", address, said)
-            raise FrontDoorUnreachable("door: no front door answers where it asked to be called", "door") from error
+            logger.warning("no front door answers at %s, the address that a call named: %s", address, said)
+            raise FrontDoorUnreachable("door: no front door answers at the address in the call", "door") from error
         self._connections[where] = connection
         self._tick = self._tick or loop.call_later(REPORT_SECONDS, self._report)
         return connection
@@ -99,7 +100,7 @@ class FrontDoors:
     def _connected(self, where: tuple[str, str], made: asyncio.Task[FrontDoorConnection]) -> None:
         self._connecting.pop(where, None)
         if not made.cancelled():
-            made.exception()  # those who still wait for it get it; if nobody does, there is nobody to tell
+            made.exception()  # retrieved; callers that still wait get it
 
     def _report(self) -> None:
         self._tick = None
@@ -117,9 +118,9 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 class StreamRelay:
-    """What an engine generates for front doors, each sequence in a task that ends when nobody listens any more.
+    """Generates for front doors, each sequence in a task that ends when its front door disconnects.
 
-    ``senders`` are what sends each one's outputs, by its id.
+    ``senders`` has the sender of each sequence's outputs, by its id.
     """
 
     def __init__(self, front_doors: FrontDoors) -> None:
@@ -128,15 +129,15 @@ class StreamRelay:
         self._tasks = TaskSet()
 
     async def start(self, seq_id: str, door: Destination, position: int, outputs: OutputStream) -> None:
-        """Generate; ``position`` is that of the first token among the sequence's output. Errors go there, too.
+        """Generate; ``position`` is that of the first token among the sequence's output. Errors are sent, too.
 
-        Returns once the front door is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it is not to
-        be reached, and :class:`~tercet.protocol.Conflict` if the sequence is over before it began.
+        Returns once the front door is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it cannot be
+        reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
         """
         connection = await self.front_doors.connect(door.address, door.key)
         running: list[asyncio.Task[None]] = []
         sender = connection.sender(door.number, position, lambda: [task.cancel() for task in running])
-        self.senders.setdefault(seq_id, sender)  # a second one of the same id is refused by the engine
+        self.senders.setdefault(seq_id, sender)  # the engine refuses a second one of the same id
         running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
 
     async def _relay(self, seq_id: str, sender: SequenceSender, outputs: OutputStream) -> None:
@@ -152,6 +153,6 @@ class StreamRelay:
                 del self.senders[seq_id]
 
     async def close(self) -> None:
-        """End all that runs, and every connection."""
+        """End all sequences, and close every connection."""
         self.front_doors.close()
         await self._tasks.close()

@@ -1,4 +1,4 @@
-"""Where engines connect to a front door."""
+"""Listener for engines' connections at a front door."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from tercet.streams.wire_format import (
 
 logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
-# Connections that have not said yet whose they are, beside one of each engine that is to come: past this the oldest one
-# makes room for a new one.
+# Connections that have not identified themselves yet, in addition to one per expected engine: beyond this the oldest
+# one is closed for a new one.
 MOST_STRANGERS = 256
 
 
 class StreamListener:
-    """The engines' connections of one front-door process, and the ports where they arrive. An async context manager.
+    """Engines' connections of one front-door process, and the ports where they arrive. An async context manager.
 
-    It listens on those of this machine's addresses from which it reaches its engines, and on no others: ``port`` there,
-    or any free one if that is 0.
+    It listens only on the addresses of this machine that face its engines: at ``port``, or any free port if that is 0.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -76,14 +75,14 @@ class StreamListener:
         return connection
 
     def forget(self, connection: EngineConnection) -> None:
-        """The engine may not connect any more; what it still runs for this front door is lost."""
+        """Refuse the engine from now on; its running sequences for this front door are lost."""
         self._connections.pop(connection.key, None)
-        connection.drop("the front door has let it go")
+        connection.drop("the front door has removed it")
 
     async def address_for(self, url: str) -> str:
-        """Where the engine at ``url`` connects to, as ``host:port``.
+        """Return the address, ``host:port``, that the engine at ``url`` connects to.
 
-        Raises :class:`~tercet.protocol.EngineUnreachable` if its host is not known.
+        Raises :class:`~tercet.protocol.EngineUnreachable` if its host name cannot be resolved.
         """
         host = await _local_host(url)
         async with self._opening:
@@ -96,7 +95,7 @@ class StreamListener:
         return host_and_port(host, port)
 
     def _arrival(self) -> _Arrival:
-        # All engines of a large fleet may come at once.
+        # All engines of a large fleet may connect at once.
         strangers = [arrival for arrival in self._arrivals if arrival.connection is None]
         expected = sum(not connection.connected for connection in self._connections.values())
         if len(strangers) >= MOST_STRANGERS + expected:
@@ -104,7 +103,7 @@ class StreamListener:
         return _Arrival(self._find, self._arrivals)
 
     def _find(self, key: str) -> EngineConnection | None:
-        # Every key is compared, in the same time each, so that the time of an answer tells nothing about any of them.
+        # Every key is compared, each in constant time, so that the time of an answer reveals nothing about any of them.
         given = key.encode()
         found = [each for known, each in self._connections.items() if secrets.compare_digest(known.encode(), given)]
         return found[0] if found else None
@@ -117,13 +116,13 @@ class StreamListener:
 
 
 class _Arrival(asyncio.Protocol):
-    """One connection. Nothing of it is believed before a hello with a key that this front door gave out."""
+    """One connection. Nothing in it is trusted before a hello with a key that this front door issued."""
 
     def __init__(self, find: Callable[[str], EngineConnection | None], arrivals: dict[_Arrival, None]) -> None:
         self._find = find
-        self._arrivals = arrivals  # in the order in which they came
+        self._arrivals = arrivals  # in the order of their arrival
         self._splitter = FrameSplitter(LONGEST_HELLO)
-        self.connection: EngineConnection | None = None  # it is a stranger before it has shown a key
+        self.connection: EngineConnection | None = None  # unknown before it has shown a key
         self._why = "the connection was closed"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -145,9 +144,9 @@ class _Arrival(asyncio.Protocol):
                 elif not self._transport.is_closing():
                     self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
         except (FrameTooLong, *UNREADABLE) as error:
-            self._why = f"it broke the protocol: {error}"
+            self._why = f"it violated the protocol: {error}"
             if self.connection is not None:
-                logger.error("%s broke the protocol of token streams: %s", self.connection.engine, error)
+                logger.error("%s violated the protocol of token streams: %s", self.connection.engine, error)
                 self.connection.detach(self._transport, self._why)
             self.abort()
 
@@ -162,7 +161,7 @@ class _Arrival(asyncio.Protocol):
             return
         if connection.incarnation not in ("", hello.incarnation):
             logger.warning(
-                "%s: another start of it than was met asks to be heard; it is asked first who it is", hello.engine
+                "%s: restarted since last contact; verifying its identity before accepting its stream", hello.engine
             )
             self.abort()
             return
@@ -183,4 +182,4 @@ async def _local_host(url: str) -> str:
             probe.connect(address)  # sends nothing: it only chooses the route
             return cast(str, probe.getsockname()[0])
     except (OSError, UnicodeError, ValueError) as error:
-        raise EngineUnreachable("the host of its URL is not to be found") from error
+        raise EngineUnreachable("cannot resolve the host name in its URL") from error

@@ -2,7 +2,7 @@
 
 An engine sends one :class:`StreamHello`, then an :class:`OutputBatch` after each step. The front door answers the hello
 with an empty :class:`StreamCommand`, and sends commands from then on; an empty one is a heartbeat. Structs are arrays
-on the wire, but for the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
+on the wire, except the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
 
     StreamHello   = [protocol, key, engine, incarnation]
     OutputBatch   = [[delta, ...], load or nil, [proposal, ...]]
@@ -10,7 +10,7 @@ on the wire, but for the call, which has the fields of the body of ``POST /terce
                             [[running adapter, ...], [waiting adapter, ...], max, stamp] or nil]
                     proposal = [seq_id, destination, reason]
     TokenDelta    = [number, position, [token, ...], details or nil]
-    StreamCommand = [[number, ...], [call, ...]]    sequences that nobody waits for any more, and new ones
+    StreamCommand = [[number, ...], [call, ...]]    cancelled sequences, and new ones
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tercet.protocol.wire import Destination, StartGenerateCall, TokenId
 
 PROTOCOL = "tercet-stream/4"
 REPORT_SECONDS = 0.1
-"""An engine with nothing else to say says how busy it is this often."""
+"""Interval of an engine's load reports if it sends nothing else."""
 HEARTBEAT_SECONDS = 1.0
-"""How often a front door says that it is still there."""
+"""Interval of a front door's heartbeats."""
 SILENCE_SECONDS = 15.0
-"""Silence of the other side past this ends a connection."""
+"""Silence of the other side after which a connection is closed."""
 LENGTH_BYTES = 4
 LONGEST_HELLO = 1024
 # The log probabilities of a long prompt are one delta.
 LONGEST_FRAME = 64 * 1024 * 1024
-"""Of a message, in bytes after its length. What does not fit into one ends its own sequence, and nothing else."""
+"""Longest message, in bytes after its length. Data that does not fit ends its own sequence, and nothing else."""
 
 
 class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a delta may have beside tokens; most have nothing. ``error`` is that of an HTTP answer, and the last."""
+    """Optional parts of a delta; most have none. ``error`` is that of an HTTP answer, and the last."""
 
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -51,8 +51,8 @@ class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of the sequence that the front door calls ``number``.
 
-    ``position`` is that of the first of them among the sequence's output tokens, those included that were generated
-    elsewhere; it is what the position of the delta before says it must be.
+    ``position`` is that of the first of them among the sequence's output tokens, including those that were generated
+    elsewhere; it follows the delta before without a gap.
     """
 
     number: int
@@ -67,7 +67,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return details is not None and (details.finish_reason is not None or details.error is not None)
 
     def to_output(self) -> Output:
-        """The delta in the words of programs; raises the :class:`~tercet.protocol.TercetError` that it carries."""
+        """Return the delta as a program's output; raises the :class:`~tercet.protocol.TercetError` that it carries."""
         details = self.details
         if details is None:
             return Output(self.token_ids)
@@ -80,7 +80,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def delta_of(number: int, position: int, output: Output) -> TokenDelta:
-    """An output as a delta."""
+    """Return an output as a delta."""
     plain = output.finish_reason is None and output.logprobs is None and output.usage is None
     if plain and output.prompt_logprobs is None:
         return TokenDelta(number, position, output.token_ids)
@@ -91,12 +91,12 @@ def delta_of(number: int, position: int, output: Output) -> TokenDelta:
 
 
 def failed_delta(number: int, position: int, error: TercetError) -> TokenDelta:
-    """The last delta of a sequence that failed."""
+    """Return the last delta of a sequence that failed."""
     return TokenDelta(number, position, (), DeltaDetails(error=error.to_wire()))
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one engine step produced for one front door, how busy the engine is now, and what it passes on."""
+    """The outputs of one engine step for one front door, the engine's present load, and proposals that it passes on."""
 
     deltas: tuple[TokenDelta, ...] = ()
     load: EngineLoad | None = None
@@ -104,9 +104,9 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamHello(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of a connection: ``key`` says which front door's engine speaks, and that it may.
+    """The first frame of a connection: ``key`` identifies the front door's engine, and authorises it.
 
-    ``incarnation`` is the engine's, as in its status: another one after each start.
+    ``incarnation`` is the engine's, as in its status; it changes with each start.
     """
 
     protocol: str
@@ -116,9 +116,9 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
-    """What a front door tells an engine: sequences to end and to start. Without any it is a heartbeat.
+    """A front door's command to an engine: sequences to end and to start. An empty one is a heartbeat.
 
-    Every call in ``starts`` has its ``door``. What becomes of it comes back as the sequence's deltas.
+    Every call in ``starts`` has its ``door``. Its results come back as the sequence's deltas.
     """
 
     cancelled: tuple[int, ...] = ()
@@ -126,14 +126,14 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`StreamCommand` whose calls are still to be read, one by one: a wrong one fails its own sequence."""
+    """A :class:`StreamCommand` whose calls are decoded later, one by one: an invalid one fails only itself."""
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[msgspec.Raw, ...] = ()
 
 
 class UnreadCall(msgspec.Struct, frozen=True):
-    """As much of a call as it takes to answer it."""
+    """The part of a call that is needed to answer it."""
 
     door: Destination
     output: list[msgspec.Raw] = []
@@ -143,29 +143,29 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame_of(message: OutputBatch | StreamHello | StreamCommand) -> bytes:
-    """The message as it goes onto the wire; whoever sends it looks whether it :func:`fits`."""
+    """Encode the message; the sender checks whether it :func:`fits`."""
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def fits(frame: bytes) -> bool:
-    """Whether the other side takes it."""
+    """Whether the other side accepts the frame."""
     return len(frame) <= LENGTH_BYTES + LONGEST_FRAME
 
 
 class FrameTooLong(Exception):
-    """The peer announced a frame that nobody sends."""
+    """The peer announced a frame that is longer than allowed."""
 
 
 class FrameSplitter:
-    """Collects bytes until frames are whole; refuses frames longer than ``longest`` bytes before they arrive."""
+    """Collects bytes until frames are complete; refuses frames longer than ``longest`` bytes before they arrive."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self._left = bytearray()
 
     def split(self, data: bytes) -> list[bytes]:
-        """The bodies of the frames that are whole now; raises :class:`FrameTooLong`."""
+        """Return the bodies of the frames that are complete now; raises :class:`FrameTooLong`."""
         if not self._left and len(data) >= LENGTH_BYTES:
             # Most of what arrives is exactly one frame.
             length = int.from_bytes(data[:LENGTH_BYTES], "big")

@@ -1,10 +1,11 @@
-"""Moving KV between engines: from one rank's KV cache straight into another's reserved blocks.
+"""Moves KV between engines: from one rank's KV cache straight into another's reserved blocks.
 
-Three concepts. The *agent* (:mod:`.agent`) is the process that moves one rank's KV, beside the worker that computes it.
-The *transport* (:class:`RankTransport`) is one rank's, both ways. A *peer* (:mod:`.peer`) is a receiver as its sender
-sees it. Receivers read: a sender says where its blocks are, and a receiver copies them into blocks that it has reserved
-under a lease, by one of the :mod:`.backends`. Decisions are state machines without I/O (:mod:`.grants`: what may be
-written where; :mod:`.inbound`: what a sender may say), sockets and threads are thin shells around them.
+Three concepts. The *agent* (:mod:`.agent`) is the process that moves one rank's KV, next to the worker that computes
+it. The *transport* (:class:`RankTransport`) is that of one rank, in both directions. A *peer* (:mod:`.peer`) is a
+receiver as its sender sees it. Receivers read: a sender describes where its blocks are, and a receiver copies them into
+blocks that it has reserved under a lease, by one of the :mod:`.backends`. Decisions are state machines without I/O
+(:mod:`.grants`: what may be written where; :mod:`.inbound`: a sender's messages), with thin layers of sockets and
+threads around them.
 """
 
 from tercet.transport.agent.agent import AgentSetup

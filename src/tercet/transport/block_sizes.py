@@ -1,8 +1,8 @@
-"""Blocks of another size: where their tokens go, and how they are put there.
+"""Blocks of another size: the new places of their tokens, and the copy.
 
-Both ways of looking at a token range are cut at block boundaries, the sender's and the receiver's. Inside a block, each
-head has its keys, then its values. Keys lie by dimension, a run of tokens for each; values lie by token. That is how
-vLLM's portable CPU kernels keep them; where kernels group tokens otherwise, blocks of another size are refused.
+A token range is cut at block boundaries, those of the sender and those of the receiver. Inside a block, each head has
+its keys, then its values. Keys lie by dimension, a run of tokens for each; values lie by token. That is the layout of
+vLLM's portable CPU kernels; with kernels that group tokens otherwise, blocks of another size are refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class BlockShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values."""
+        """Bytes of keys and values."""
         return 2 * self.heads * self.head_size * self.tokens * self.item_bytes
 
     def require_sane(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for what no block looks like."""
+        """Raise :class:`~tercet.protocol.BadRequest` for impossible values."""
         if min(self.tokens, self.heads, self.head_size) < 1 or self.item_bytes not in (1, 2, 4, 8):
-            raise BadRequest(f"a block of {self.tokens} tokens, {self.heads} heads of {self.head_size} is none")
+            raise BadRequest(f"a block of {self.tokens} tokens, {self.heads} heads of {self.head_size} is not possible")
 
 
 class Move(NamedTuple):
@@ -46,14 +46,14 @@ class Move(NamedTuple):
 
 
 def first_token(begin: int, tokens: int) -> int:
-    """Where a sender's slot 0 begins, for a reservation that begins at ``begin``, with blocks of ``tokens``."""
+    """The first token of a sender's slot 0, for a reservation that begins at ``begin``, with blocks of ``tokens``."""
     return begin // tokens * tokens
 
 
 def moves(slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], receiver_tokens: int) -> list[Move]:
-    """Where the tokens of a sender's slots go in a reservation whose ``blocks`` hold the tokens from ``begin`` on.
+    """Moves of the tokens in a sender's slots into a reservation whose ``blocks`` hold the tokens from ``begin`` on.
 
-    Tokens before ``begin``, and behind the last block, go nowhere: they are not the lease's.
+    Tokens before ``begin``, and after the last block, are left out: they do not belong to the lease.
     """
     found: list[Move] = []
     origin, end = first_token(begin, sender_tokens), begin + len(blocks) * receiver_tokens
@@ -71,9 +71,9 @@ def moves(slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], r
 def place(
     source: memoryview, sender: BlockShape, target: memoryview, receiver: BlockShape, heads: int, move: Move
 ) -> None:
-    """Put one move's tokens of ``heads`` heads in place.
+    """Copy one move's tokens of ``heads`` heads.
 
-    ``source`` and ``target`` are what those heads take of a sender's and of a receiver's block.
+    ``source`` and ``target`` are those heads' parts of a sender's and of a receiver's block.
     """
     item = np.dtype(f"u{sender.item_bytes}")
     theirs = np.frombuffer(source, item).reshape(heads, 2, -1)

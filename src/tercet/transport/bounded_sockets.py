@@ -1,4 +1,4 @@
-"""ZeroMQ sockets that take no message of any size: a stranger's is not kept, and his connection is closed."""
+"""ZeroMQ sockets with a message size limit: larger messages are dropped, and their connection is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = TypeVar("S")
 
 
 def bounded(socket: S, longest: int = LONGEST_MESSAGE) -> S:
-    """``socket``, which takes parts of messages of at most so many bytes; it is neither bound nor connected yet."""
+    """Limit the parts of messages that ``socket`` accepts; call this before it is bound or connected."""
     options: Any = socket
     options.setsockopt(zmq.MAXMSGSIZE, longest)
     return socket

@@ -1,15 +1,15 @@
-"""Who may write where: the receiver's side of leases, as a state machine without I/O.
+"""Write permissions: the receiver's side of leases, as a state machine without I/O.
 
-The invariant that everything rests on: once :meth:`GrantTable.revoke` has returned, no byte is written under that
-lease. Whoever writes is inside :meth:`GrantTable.write` meanwhile, never waits for a peer there for more than a few
-milliseconds, and is waited for.
+The central invariant: once :meth:`GrantTable.revoke` has returned, no byte is written under that lease. A writing
+thread is inside :meth:`GrantTable.write`, never waits for a peer there for more than a few milliseconds, and the
+revocation waits for it.
 
-This is the transport's one ledger of leases: what is granted, and what of each send has arrived. A lease is for
-certain tokens, and a send begins by saying whose KV it brings (:meth:`GrantTable.begin`): that of others is refused
-before a byte of it is written. Its end and the chunks that it covers may come in any order. It holds once every block
-of every layer of its range is in place, and is refused once all chunks are here and something is missing. Blocks that
-are there in every layer are valid even if their send never ends. What is valid from the lease's beginning on, in
-whole blocks, may be in use as prefix cache, and is not written again (:meth:`GrantTable.in_place`).
+This is the transport's only record of leases: what is granted, and what of each send has arrived. A lease is for
+certain tokens, and a send begins with the content of its KV (:meth:`GrantTable.begin`): other content is refused before
+a byte of it is written. Its end and its chunks may arrive in any order. It is complete once every block of every layer
+of its range is in place, and refused once all chunks are here and something is missing. Blocks that arrived in every
+layer are valid even if their send never ends. KV that is valid from the lease's beginning on, in whole blocks, may be
+in use as prefix cache, and is not written again (:meth:`GrantTable.in_place`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ T = TypeVar("T")
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
 MAX_SENDS = 64  # under one lease at a time
-# How often a lease is reported while sends into it go on.
+# Interval of a lease's reports while sends into it continue.
 REPORT_SECONDS = 0.25
 
 
 class Grant(msgspec.Struct, frozen=True):
     """Blocks that a peer may write under ``lease``.
 
-    ``blocks`` are those of each group of layers: of one group's, block i, at slot i, holds the tokens from
-    ``begin + i * block_size`` on. ``begin`` is a multiple of ``block_size``, and the slots reach to ``end``. A group
-    has :data:`NOWHERE` for a slot that its layers do not look back at: nothing is written there, and nothing is missed.
-    ``tokens`` are the first ``end`` tokens of the lease's sequence, as
-    :func:`~tercet.protocol.packed` has them, and ``salt`` is their cache salt.
+    ``blocks`` has the blocks of each group of layers: in one group, block i, at slot i, holds the tokens from ``begin +
+    i * block_size`` on. ``begin`` is a multiple of ``block_size``, and the slots reach to ``end``. A group has
+    :data:`NOWHERE` for a slot that its layers do not look back at: nothing is written or required there. ``tokens`` are
+    the first ``end`` tokens of the lease's sequence, in the form of :func:`~tercet.protocol.packed`, and ``salt`` is
+    their cache salt.
     """
 
     lease: str
@@ -64,19 +64,19 @@ class Grant(msgspec.Struct, frozen=True):
 class _Receive:
     """One send under a lease, of the first ``limit`` tokens, which fills some ``planes``.
 
-    ``arrived`` is what is here, by layer and slot, in one part (``part`` of ``parts``) of blocks of ``unit`` tokens;
-    ``ended`` is the send's end once that is here, too.
+    ``arrived`` tells what has arrived, by layer and slot, in one part (``part`` of ``parts``) of blocks of ``unit``
+    tokens; ``ended`` is the send's end message once it has arrived.
     """
 
     limit: int
     planes: NDArray[np.int64]
     arrived: NDArray[np.bool_]
-    kind: tuple[int, int, int] | None = None  # part, parts and unit, once something has come
+    kind: tuple[int, int, int] | None = None  # part, parts and unit, after the first chunk
     chunks: int = 0
     ended: SendEnd | None = None
 
 
-# Who sends, and that one's number for the send.
+# The sender, and its number for the send.
 SendKey = tuple[str, int]
 
 
@@ -91,7 +91,7 @@ class _Lease:
 
 
 class GrantTable:
-    """All open grants of one rank, which has so many layers in each of its ``groups``. Thread-safe."""
+    """All open grants of one rank; ``groups`` has the number of layers of each group. Thread-safe."""
 
     def __init__(self, *groups: int) -> None:
         self._groups = planes_of_groups(groups)
@@ -113,12 +113,12 @@ class GrantTable:
             self._open[grant.lease] = opened
 
     def extend(self, grant: Grant) -> None:
-        """Let more be written under a lease: more tokens of its sequence, and more blocks behind those that it has.
+        """Extend a lease: more tokens of its sequence, and more blocks after its blocks.
 
-        Of those, some may be closed: what a state was before the sequence grew, nobody needs. They stay the lease's.
+        Some may already be closed: superseded state blocks are not needed but still belong to the lease.
 
         Raises :class:`~tercet.protocol.LeaseEnded`, or :class:`~tercet.protocol.BadRequest` for anything that is not
-        the same lease with more; it is as it was then.
+        the same lease with more; the lease is unchanged then.
         """
         self._require_whole(grant)
         with self._changed:
@@ -130,13 +130,13 @@ class GrantTable:
                 and grant.tokens.startswith(old.tokens)
             )
             if not continues:
-                raise BadRequest(f"lease {grant.lease} is for other tokens or blocks than what it is extended to")
+                raise BadRequest(f"lease {grant.lease} is for other tokens or blocks than its extension")
             opened.grant, opened.numbers = grant, np.array(grant.blocks, dtype=np.int64)
 
     def begin(self, send: SendKey, begun: SendBegin) -> None:
-        """Let a send come whose KV is of the lease's tokens.
+        """Accept a send if its KV is of the lease's tokens.
 
-        Raises :class:`~tercet.protocol.Conflict` for KV of others, :class:`~tercet.protocol.LeaseEnded` or
+        Raises :class:`~tercet.protocol.Conflict` for other KV, :class:`~tercet.protocol.LeaseEnded` or
         :class:`~tercet.protocol.BadRequest`.
         """
         with self._changed:
@@ -145,24 +145,24 @@ class GrantTable:
             if not grant.begin < limit <= grant.end:
                 raise BadRequest(f"KV up to token {limit} is outside the lease's [{grant.begin}, {grant.end})")
             if send in opened.sends:
-                raise BadRequest("a send begins once")
+                raise BadRequest("a send must begin once only")
             if len(opened.sends) >= MAX_SENDS:
                 raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
             if content_of(grant.tokens, grant.salt, limit) != begun.content:
                 raise Conflict(
-                    f"the KV is of other tokens, or under another cache salt, than lease {grant.lease} was taken for: "
-                    "send the prompt that prep_recv was given",
+                    f"the KV is of other tokens, or under another cache salt, than those of lease {grant.lease}: "
+                    "send the prompt of the prep_recv call",
                     "kv_addr_info",
                 )
             opened.sends[send] = _Receive(limit, self._planes_of(begun), _NOTHING)
 
     def content(self, lease: str, end: int) -> Content | None:
-        """What KV of a lease's first ``end`` tokens is of; None if the lease is over."""
+        """The content of a lease's first ``end`` tokens; None if the lease has ended."""
         opened = self._open.get(lease)
         return None if opened is None else content_of(opened.grant.tokens, opened.grant.salt, end)
 
     def in_place(self, send: SendKey, lease: str) -> int:
-        """How many of the lease's blocks, from the first on, are valid and not written again; never fewer later on.
+        """Number of the lease's first blocks that are valid and not written again; it never decreases.
 
         ``send`` must have begun. Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
@@ -172,7 +172,7 @@ class GrantTable:
             return _blocks_in_place(opened)
 
     def locate(self, chunk: ReadDescriptors, in_place: int = 0) -> Numbers:
-        """The blocks that a chunk goes to, in slot order; :data:`NOWHERE` for those that are ``in_place``.
+        """The blocks of a chunk, in slot order; :data:`NOWHERE` for those that are ``in_place``.
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
@@ -187,7 +187,7 @@ class GrantTable:
         return found
 
     def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[Move]:
-        """As :meth:`locate`, for a sender whose blocks have another size; without what is ``in_place``."""
+        """As :meth:`locate`, for a sender whose blocks have another size; without those ``in_place``."""
         grant, slots = self._open_for(chunk).grant, range(chunk.begin, chunk.end)
         (blocks,) = grant.blocks
         found = moves(slots, chunk.unit, grant.begin, blocks, grant.block_size)
@@ -209,9 +209,9 @@ class GrantTable:
         return opened
 
     def write(self, lease: str, step: Callable[[], T]) -> T:
-        """Run ``step``, which may write the lease's blocks: a revocation waits for it. Returns what it returns.
+        """Run ``step``, which may write the lease's blocks: a revocation waits for it. Returns its result.
 
-        Raises :class:`~tercet.protocol.LeaseEnded` instead if the lease is over. A step never waits long for a peer.
+        Raises :class:`~tercet.protocol.LeaseEnded` instead if the lease has ended. A step never waits long for a peer.
         """
         with self._changed:
             opened = self._find(lease)
@@ -225,10 +225,10 @@ class GrantTable:
                     self._changed.notify_all()
 
     def overwriting(self, chunk: ReadDescriptors, in_place: int = 0) -> None:
-        """Where a chunk goes, which :meth:`locate` has found right, nothing is valid until its send is in place.
+        """Mark a chunk's target as invalid until its send is in place; :meth:`locate` has accepted the chunk.
 
-        To be called before the first byte is written; but for the lease's first ``in_place`` blocks, which are left
-        out. Raises :class:`~tercet.protocol.TransferFailed` if more blocks are in place by now, and
+        Call this before the first byte is written. The lease's first ``in_place`` blocks are left out. Raises
+        :class:`~tercet.protocol.TransferFailed` if more blocks are in place by now, and
         :class:`~tercet.protocol.LeaseEnded`.
         """
         with self._changed:
@@ -241,25 +241,25 @@ class GrantTable:
             if gone[0] >= gone[1]:
                 return
             if gone[0] < kept:
-                raise TransferFailed(f"KV up to token {kept} came from another sender, and is not written again")
+                raise TransferFailed(f"KV up to token {kept} came from another sender, and is not overwritten")
             planes = range(chunk.layer, chunk.layer + chunk.layers)
             opened.valid.remove(chunk.part, chunk.parts, planes, gone)
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
-        """A chunk, which :meth:`locate` has found right, is in place; returns as :meth:`ended` does."""
+        """Record that a chunk, which :meth:`locate` has accepted, is in place; returns as :meth:`ended` does."""
         with self._changed:
             opened = self._find(chunk.lease)
             found = self._receive_of(opened, send, chunk)
             if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*found.planes.tolist()}:
-                raise BadRequest("a send fills the planes that it began with, and no others")
+                raise BadRequest("a send must fill the planes of its begin message only")
             found.chunks += 1
             found.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
             return self._settle(opened, send, found)
 
     def ended(self, send: SendKey, end: SendEnd) -> int | None:
-        """Take a send's end; its ``begin`` counts from its block's start.
+        """Record a send's end message; its ``begin`` counts from its block's start.
 
-        Returns the lease's valid end once everything is in place, ``None`` while chunks are on their way. Raises
+        Returns the lease's valid end once everything is in place, ``None`` while chunks are missing. Raises
         :class:`~tercet.protocol.TransferFailed` if one is missing for good; nothing becomes valid then.
         """
         with self._changed:
@@ -271,12 +271,12 @@ class GrantTable:
             if end.end > found.limit:
                 raise BadRequest(f"a send of the first {found.limit} tokens does not end at {end.end}")
             if found.ended is not None:
-                raise BadRequest("a send ends once")
+                raise BadRequest("a send must end once only")
             found.ended = end
             return self._settle(opened, send, found)
 
     def forget(self, lease: str, send: SendKey) -> None:
-        """A send that will not be completed; what is here of it in every layer is valid."""
+        """Forget a send that will not be completed; its part that arrived in every layer is valid."""
         with self._changed:
             opened = self._open.get(lease)
             found = None if opened is None else opened.sends.pop(send, None)
@@ -284,14 +284,14 @@ class GrantTable:
                 self._keep(opened, found)
 
     def forget_sender(self, sender: str) -> list[tuple[str, int]]:
-        """As :meth:`forget`, for a sender that is gone; lease and valid end of each send that was half-way."""
+        """As :meth:`forget`, for a lost sender; returns lease and valid end of each incomplete send."""
         with self._changed:
             lost = [(opened, key) for opened in self._open.values() for key in opened.sends if key[0] == sender]
             half_way = [opened for opened, key in lost if self._keep(opened, opened.sends.pop(key))]
             return [(opened.grant.lease, opened.valid.end) for opened in half_way]
 
     def progress(self, lease: str, now: float) -> int | None:
-        """How far an open lease's KV is valid, if it was not told for :data:`REPORT_SECONDS`."""
+        """How far an open lease's KV is valid, if it was not reported for :data:`REPORT_SECONDS`."""
         with self._changed:
             opened = self._open.get(lease)
             if opened is None or now < opened.reported_at + REPORT_SECONDS:
@@ -303,14 +303,14 @@ class GrantTable:
 
     @property
     def receives(self) -> int:
-        """Sends that have begun to arrive and are not complete."""
+        """Number of sends that have begun to arrive and are not complete."""
         with self._changed:
             return sum(found.kind is not None for opened in self._open.values() for found in opened.sends.values())
 
     def revoke(self, lease: str) -> int | None:
         """End a lease; returns the end of the contiguous valid KV (``grant.begin`` if there is none).
 
-        ``None`` says that it was not open; it cannot be granted any more then either.
+        ``None`` means that it was not open; it cannot be granted later either.
         """
         with self._changed:
             opened = self._open.pop(lease, None)
@@ -334,9 +334,9 @@ class GrantTable:
     def _receive_of(self, opened: _Lease, send: SendKey, message: ReadDescriptors | SendEnd) -> _Receive:
         found, kind = _begun(opened, send), (message.part, message.parts, message.unit)
         if found.kind not in (None, kind) or not 0 <= message.part < message.parts <= MAX_PARTS:
-            raise BadRequest("a send fills one part of the blocks, always the same")
+            raise BadRequest("a send must fill one part of the blocks, always the same")
         slots = _num_slots(opened.grant, message.unit)
-        if slots > found.arrived.shape[1]:  # the first that comes of it, or the lease was extended
+        if slots > found.arrived.shape[1]:  # the first chunk of the send, or the lease was extended
             arrived = self._unneeded(opened, slots, found.planes, message.unit)
             if found.kind is not None:
                 arrived[:, : found.arrived.shape[1]] |= found.arrived
@@ -345,16 +345,16 @@ class GrantTable:
         return found
 
     def _planes_of(self, begun: SendBegin) -> NDArray[np.int64]:
-        """The planes that a send says it fills: all, or some ranges."""
+        """The planes that a send declares to fill: all, or some ranges."""
         if any(not 0 <= first < stop <= self._num_layers for first, stop in begun.planes):
             raise BadRequest(f"a send fills planes {begun.planes!r:.80}, and there are {self._num_layers}")
         some = [range(*each) for each in begun.planes] or [range(self._num_layers)]
         return np.unique(np.concatenate(some))
 
     def _unneeded(self, opened: _Lease, slots: int, wanted: NDArray[np.int64], unit: int) -> NDArray[np.bool_]:
-        """What of a send that fills the planes ``wanted`` need not arrive, by layer and slot.
+        """What a send that fills the planes ``wanted`` need not send, by layer and slot.
 
-        That is what other planes have, and what has no block here; blocks of another size are all needed.
+        That is what other planes have, and slots without a block here; blocks of another size are all needed.
         """
         found = np.ones((self._num_layers, slots), dtype=np.bool_)
         found[wanted] = False
@@ -374,9 +374,9 @@ class GrantTable:
             raise BadRequest(f"tokens: {len(grant.tokens)} bytes are not {grant.end} tokens", "tokens")
 
     def _keep(self, opened: _Lease, found: _Receive) -> bool:
-        """What has arrived of a send in every layer is valid: a sender describes blocks only when they are complete.
+        """Make valid what has arrived of a send in every layer: a sender describes only complete blocks.
 
-        Returns whether anything has come of it.
+        Returns whether anything has arrived.
         """
         if found.kind is None:
             return False
@@ -425,7 +425,7 @@ def _continues(new: Sequence[int], had: Sequence[int]) -> bool:
 def _begun(opened: _Lease, send: SendKey) -> _Receive:
     found = opened.sends.get(send)
     if found is None:
-        raise BadRequest("a send begins with whose KV it is")
+        raise BadRequest("a send must begin with the content of its KV")
     return found
 
 

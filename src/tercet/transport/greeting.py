@@ -1,4 +1,4 @@
-"""The first words of a connection: both sides prove that they know the secret, and agree on how KV is to travel."""
+"""The first messages of a connection: both sides prove that they know the secret, and choose the transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def greet(
     rank: LocalRank, challenge: Challenge, session: str, stream: int, offers: dict[str, bytes], word: int
 ) -> Greeting:
-    """Prove who we are; the session's first connection also says by ``offers`` how our memory can be read.
+    """Prove our identity; the session's first connection also offers ways to read our memory (``offers``).
 
     ``word`` is the number of a generation word that is set.
     """
@@ -40,7 +40,7 @@ def greet(
 
 
 def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
-    """The receiver's choice; raises :class:`ProtocolViolation` if the receiver is not one of ours."""
+    """The receiver's choice; raises :class:`ProtocolViolation` if the receiver does not belong to the fleet."""
     said = challenge.nonce, greeting.nonce, greeting.session
     known = secrets_of(rank.settings.secret) or ("",)
     if not any(secrets.compare_digest(proof_of("receiver", each, *said), welcome.proof) for each in known):
@@ -54,7 +54,7 @@ def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: W
 
 
 class Agreement(NamedTuple):
-    """What a receiver knows of a sender: its session, its region, and how that is read.
+    """What a receiver knows of a sender: its session, its region, and how to read it.
 
     ``block`` is set if the sender's blocks have another size than ours.
     """
@@ -71,11 +71,11 @@ def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> N
     if _shared_secret(rank, challenge, greeting) is None:
         raise ProtocolViolation("secret: the sender does not know this fleet's secret")
     if greeting.fingerprint != rank.fingerprint:
-        raise ProtocolViolation("layout: the sender's KV layout is another one")
+        raise ProtocolViolation("layout: the sender's KV layout differs from the receiver's")
 
 
 def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> str | None:
-    """Of our secrets, two while they are changed, the one that a sender has proved; empty where there are none."""
+    """The secret that a sender has proved (there are two during a rotation); empty if there are none."""
     said = challenge.nonce, greeting.nonce, greeting.session
     known = secrets_of(rank.settings.secret) or ("",)
     fits = [each for each in known if secrets.compare_digest(proof_of("sender", each, *said), greeting.proof)]
@@ -83,12 +83,12 @@ def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) ->
 
 
 def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int | None) -> Agreement:
-    """Choose how KV travels from a sender, which gave a descriptor of its ``memory``, or none.
+    """Choose how KV is read from a sender, which passed a descriptor of its ``memory``, or None.
 
-    Raises :class:`ProtocolViolation` if no transport that both have works.
+    Raises :class:`ProtocolViolation` if no common transport works.
     """
     if greeting.shape is None:
-        raise ProtocolViolation("the sender does not say how its region lies")
+        raise ProtocolViolation("the sender does not describe its region")
     block = _other_block(rank.block, greeting.block)
     try:
         greeting.shape.require_sane()
@@ -106,7 +106,7 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
 
 
 def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockShape | None:
-    """The sender's block, if it has another size than ours; by the fingerprint the rest is equal."""
+    """The sender's block, if its size differs from ours; the fingerprint ensures that the rest is equal."""
     if ours is None or theirs is None or ours.tokens == theirs.tokens:
         return None
     try:
@@ -121,7 +121,7 @@ def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockSha
 def _choose(
     rank: LocalRank, greeting: Greeting, sender: SendingPeer, block: BlockShape | None
 ) -> tuple[Backend, Reader]:
-    """The first backend that both have and that passes its check."""
+    """The first common backend that passes its check."""
     reasons: list[str] = []
     for backend in rank.backends:
         try:
@@ -132,7 +132,7 @@ def _choose(
             reasons.append(f"{backend.name}: the sender's memory cannot be read: {error}")
         else:
             if reasons:
-                logger.info("KV of this sender comes over %s: %s", backend.name, "; ".join(reasons))
+                logger.info("KV of this sender is read over %s: %s", backend.name, "; ".join(reasons))
             return backend, reader
     raise ProtocolViolation("no transport that both sides allow works: " + "; ".join(reasons))
 
@@ -146,10 +146,10 @@ def _connect(
     if block is not None and not backend.stages:
         raise BackendUnavailable(f"{backend.name}: it does not convert blocks of another size")
     reader = backend.connect(offer, sender)
-    try:  # it must see the word that the sender has set
+    try:  # it must read the word that the sender has set
         empty = Batch(greeting.word, "", rank.region.bytes)
         if greeting.word == 0 or not reader.read(empty, lambda step: step()):
-            raise BackendUnavailable(f"{backend.name}: it does not read what the sender has in its memory")
+            raise BackendUnavailable(f"{backend.name}: it does not read the sender's memory correctly")
     except BaseException:
         reader.close()
         raise

@@ -1,8 +1,8 @@
-"""Which part of whose blocks goes where, when the two engines split a model's heads differently.
+"""Which part of a block goes where, if the two engines split a model's heads differently.
 
-With equal tensor-parallel degrees, each rank sends whole blocks to its counterpart. Else a block holds, on both sides,
-its rank's KV heads one after the other. So with degrees of which one divides the other, what two ranks have in common
-is one run of bytes in each of their blocks.
+With equal tensor-parallel degrees, each rank sends whole blocks to its counterpart. Otherwise a block holds, on both
+sides, its rank's KV heads one after the other. So if one degree divides the other, the common part of two ranks is one
+run of bytes in each of their blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tercet.protocol import KVLayout
 
 
 class HeadSlice(NamedTuple):
-    """The bytes of a block that travel: ``[source_offset, source_offset + size)`` of the sender's blocks.
+    """The bytes of a block that are sent: ``[source_offset, source_offset + size)`` of the sender's blocks.
 
     They fill part ``part`` of ``parts`` equal ones of the receiver's blocks.
     """
@@ -25,9 +25,9 @@ class HeadSlice(NamedTuple):
 
 
 def shared(source: KVLayout, target: KVLayout, rank: int, receiver: int) -> HeadSlice | None:
-    """What tensor-parallel rank ``rank`` of the source has for rank ``receiver`` of the target, if anything.
+    """The part that rank ``rank`` of the source has for rank ``receiver`` of the target, if any.
 
-    Nothing if another rank that holds the same heads sends them. The layouts must have passed
+    None if another rank that holds the same heads sends them. The layouts must have passed
     :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
     if source.tp_size == target.tp_size and source.block_bytes == target.block_bytes:

@@ -1,8 +1,8 @@
-"""What one sender may say, and what follows: a state machine without I/O.
+"""A sender's messages and their consequences: a state machine without I/O.
 
-:meth:`Inbound.take` and :meth:`Inbound.settle` return what is to be done: chunks to be read, and what to answer. The
-loop around it (:mod:`.receiver`) does that and says how reading went. Read descriptors that come together are read
-together, which libraries are faster at.
+:meth:`Inbound.take` and :meth:`Inbound.settle` return what to do: chunks to read, and answers. The loop around it
+(:mod:`.receiver`) does that and reports how reading went. Read descriptors that arrive together are read together,
+which is faster with libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ S = TypeVar("S", ReadDescriptors, SendEnd)
 
 REMEMBERED_REFUSED = 1024
 MAX_BATCH_ROWS = 65536
-# What waits to be converted; one chunk may be larger.
+# Bytes that may wait for conversion; one chunk may be larger.
 MAX_STAGED_BYTES = 8 * 1024 * 1024
 MAX_STAGED_CHUNK_BYTES = 256 * 1024 * 1024
 
@@ -62,20 +62,20 @@ class Inbound:
         self._refused: dict[int, None] = {}  # the latest sends that were refused
 
     def take(self, message: FromSender) -> list[Action]:
-        """What a message leads to; raises :class:`ProtocolViolation` when the connection must be closed."""
+        """The actions after a message; raises :class:`ProtocolViolation` when the connection must be closed."""
         if isinstance(message, Greeting):
-            raise ProtocolViolation("a session begins once")
+            raise ProtocolViolation("a session must begin once only")
         if isinstance(message, SendBegin):
             return self._begun(message)
         return self._ended(message) if isinstance(message, SendEnd) else self._descriptors(message)
 
     def settle(self) -> list[Action]:
-        """What is to be read of all that was described: nothing more has come for now."""
+        """Reads of everything that was described, when no more messages are available now."""
         batch, self._batch = self._batch, None
         return [] if batch is None else [batch]
 
     def was_read(self, batch: Batch, *, alive: bool) -> list[Action]:
-        """A batch is in place; ``alive``: its blocks were pinned all the while."""
+        """A batch was read; ``alive``: its blocks were pinned all the time."""
         found: list[Action] = []
         for chunk in batch.chunks:
             if chunk.send in self._refused:
@@ -83,7 +83,7 @@ class Inbound:
                 continue
             try:
                 if not alive:
-                    raise TransferFailed("the sender gave this chunk up")
+                    raise TransferFailed("the sender has cancelled this chunk")
                 valid_end = self._grants.arrived((self._session, chunk.send), chunk)
             except TercetError as error:
                 found += self._refuse(chunk, error)
@@ -93,18 +93,18 @@ class Inbound:
         return found
 
     def was_not_read(self, batch: Batch, error: TercetError) -> list[Action]:
-        """A batch is not in place, and will not be."""
+        """A batch was not read, and will not be."""
         return [action for chunk in batch.chunks for action in self._refuse(chunk, error)]
 
     def was_not_taken(self, filled: Filled) -> list[Action]:
-        """The engine could not take what arrived."""
+        """The engine could not accept what arrived."""
         self._rank.counters.count(receives_refused=1)
-        return self._refuse_send(filled.send, "the receiver could not take what arrived")
+        return self._refuse_send(filled.send, "the receiver could not accept what arrived")
 
     def close(self) -> list[tuple[str, int]]:
-        """The session is over, and with it the sends that it has not completed.
+        """The session ends, and with it its incomplete sends.
 
-        Returns the lease of each, and how far its KV is valid: what came in every layer is.
+        Returns the lease of each, and how far its KV is valid: the part that arrived in every layer.
         """
         return self._grants.forget_sender(self._session)
 
@@ -138,7 +138,7 @@ class Inbound:
         return settled
 
     def _fits(self, chunk: ReadDescriptors) -> bool:
-        """Whether a chunk can be read together with those that wait."""
+        """Whether a chunk can be read together with the waiting ones."""
         batch = self._batch
         if batch is None:
             return True
@@ -174,14 +174,14 @@ class Inbound:
             if chunk.nbytes > batch.memory.buffer_bytes:
                 raise TransferFailed(f"a chunk of {chunk.nbytes} bytes does not fit into this rank's buffers")
             if self._order is not None and chunk.parts != 1:
-                raise TransferFailed("blocks whose items lie in another order come as wholes")
+                raise TransferFailed("blocks whose items lie in another order must be sent as wholes")
             found = staging_copies(chunk, size, self._shape, 0)
             batch.blocks.append(blocks)
             return found
         return copies_of(chunk, size, self._shape, self._rank.region.shape, blocks)
 
     def _part_bytes(self, chunk: ReadDescriptors, block: BlockShape) -> int:
-        """What a chunk has of each of the sender's blocks: whole heads."""
+        """A chunk's bytes of each of the sender's blocks: whole heads."""
         ours = self._rank.block.heads if self._rank.block else 0
         heads, rest = divmod(ours, chunk.parts or 1)
         if rest or not heads:
@@ -189,7 +189,7 @@ class Inbound:
         return heads * block.block_bytes // block.heads
 
     def _with_unit(self, message: S) -> S:
-        """With the size of the sender's slots, which is ours to know."""
+        """The message with the size of the sender's slots, which only this side knows."""
         return msgspec.structs.replace(message, unit=0 if self._block is None else self._block.tokens)
 
     def _ended(self, end: SendEnd) -> list[Action]:
@@ -211,7 +211,7 @@ class Inbound:
         return self._refuse_send(message.send, error.message)
 
     def _refuse_send(self, send: int, reason: str) -> list[Action]:
-        """Take nothing more of a send; the sender hears of it once."""
+        """Accept nothing more of a send; the sender is notified once."""
         if send in self._refused:
             return []
         self._refused[send] = None

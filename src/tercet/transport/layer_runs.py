@@ -1,7 +1,7 @@
-"""Which layers of whose go where, when the two engines split a model's layers into other pipeline stages.
+"""Which layers go where, if the two engines split a model's layers into different pipeline stages.
 
-A stage holds neighbouring layers of the model, and so of each group of layers a run that follows on the one before. In
-a rank's region its planes lie group by group. So what two stages have in common is one run of planes in each group.
+A stage holds adjacent layers of the model, and so a run of adjacent layers of each group. In a rank's region its planes
+lie group by group. So the common part of two stages is one run of planes in each group.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class PlaneRun(NamedTuple):
     length: int
 
     def within(self, planes: range) -> PlaneRun | None:
-        """What it has of some of the sender's planes."""
+        """Its part of some of the sender's planes."""
         first, stop = max(planes.start, self.source), min(planes.stop, self.source + self.length)
         return PlaneRun(first, first - self.source + self.target, stop - first) if first < stop else None
 
 
 def runs(source: KVLayout, target: KVLayout, stage: int, receiver: int) -> tuple[PlaneRun, ...] | None:
-    """What stage ``stage`` of the source has for stage ``receiver`` of the target; None if there is nothing.
+    """The part that stage ``stage`` of the source has for stage ``receiver`` of the target; None if there is none.
 
-    Empty where both have one stage: all planes, each as the one of its own number. The layouts must have passed
+    Empty if both have one stage: all planes, with equal numbers. The layouts must have passed
     :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
     if not source.stages and not target.stages:
@@ -47,6 +47,6 @@ def runs(source: KVLayout, target: KVLayout, stage: int, receiver: int) -> tuple
 
 
 def _held(stages: Sequence[Sequence[int]], stage: int, group: int) -> range:
-    """The planes of a group that a stage holds, among those of the whole model."""
+    """The planes of a group that a stage holds, numbered in the whole model."""
     ends = [0, *itertools.accumulate(each[group] for each in stages)]
     return range(ends[stage], ends[stage + 1])

@@ -1,4 +1,4 @@
-"""One rank as both of its sides need it: its memory, its settings, whom it trusts, and what it counts."""
+"""One rank, with what both directions need: its memory, settings, secret, and counters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class TransportSettings(Settings, frozen=True, rename=lambda name: name):
-    """How a rank sends and receives.
+    """Settings of sending and receiving.
 
     ``transport``: ``auto`` or a backend's name. ``hosts``: addresses to listen on; a sender spreads its connections
-    over them. ``ports``: which to try, any if empty. ``streams``: connections per peer that ``tcp`` reads over.
-    ``secret``: what all ranks of a fleet must know. ``timeout``: seconds without progress after which a send fails.
-    ``receive_limit``: bytes per second that are taken in at most, 0 for any number.
+    over them. ``ports``: those to try, any if empty. ``streams``: connections per peer that ``tcp`` reads over.
+    ``secret``: that of the fleet. ``timeout``: seconds without progress after which a send fails. ``receive_limit``:
+    most bytes per second that are received, 0 for no limit.
     """
 
     transport: str = AUTO
@@ -39,7 +39,7 @@ class TransportSettings(Settings, frozen=True, rename=lambda name: name):
 
 
 class TransportCounters:
-    """What a rank has sent, taken in and refused since its start. Thread-safe."""
+    """What a rank has sent, received and refused since its start. Thread-safe."""
 
     NAMES: tuple[str, ...] = (
         "bytes_sent", "chunks_sent", "sends_done", "sends_failed", "sessions_lost",
@@ -58,17 +58,17 @@ class TransportCounters:
                 self._values[name] += increment
 
     def read(self) -> Mapping[str, int]:
-        """All of them."""
+        """Return all counters."""
         with self._lock:
             return dict(self._values)
 
 
 @dataclass(frozen=True)
 class LocalRank:
-    """``fingerprint`` and the settings' secret must be a peer's, too. ``backends`` come best first.
+    """A peer must have the same ``fingerprint`` and secret. ``backends`` come best first.
 
-    ``block`` tells how this rank's blocks can be cut between tokens, if they can. ``staged`` is the memory that KV lies
-    in if that is not the region itself; the region has the generation words in any case.
+    ``block`` describes how this rank's blocks can be cut between tokens, if they can. ``staged`` is the memory that KV
+    lies in if that is not the region itself; the region has the generation words in any case.
     """
 
     region: KVRegion

@@ -1,4 +1,4 @@
-"""Threads of the transport."""
+"""Threads of the transport, and their pace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 TURN_BYTES = 1024 * 1024
-# What a receiver with a limit was idle for, or slept too long, it may make up for: up to here.
+# Longest time that a receiver with a limit was idle, or slept too long, for which it may catch up.
 BURST_SECONDS = 0.005
 
 
@@ -23,15 +23,15 @@ def start_thread(name: str, target: Callable[..., Any], *args: Any) -> threading
 class Turn:
     """One thread's turn on a core that it shares.
 
-    vLLM's processes wait for one another by giving up their core and looking again. A thread that copies without end
-    would keep it until the kernel takes it away, several milliseconds for each look; so it gives it up, too.
+    vLLM's processes wait for one another by yielding their core and polling. A thread that copies without a pause would
+    keep the core until the kernel preempts it, several milliseconds per poll; so it yields, too.
     """
 
     def __init__(self) -> None:
         self._copied = 0
 
     def took(self, nbytes: int) -> None:
-        """Count what was copied; after :data:`TURN_BYTES` others may run."""
+        """Count copied bytes; after :data:`TURN_BYTES` others may run."""
         self._copied += nbytes
         if self._copied >= TURN_BYTES:
             self._copied = 0
@@ -39,10 +39,9 @@ class Turn:
 
 
 class Pace:
-    """How fast the receiving threads of a rank may take KV in, together: ``limit`` bytes per second, 0 for any speed.
+    """Limit of the receiving threads of a rank together: ``limit`` bytes per second, 0 for no limit.
 
-    Where cores share the way to memory, what is taken in slows down what is computed, on whichever core that is.
-    Thread-safe.
+    If cores share the path to memory, receiving slows computing down, on whichever core it runs. Thread-safe.
     """
 
     def __init__(self, limit: float = 0.0) -> None:
@@ -52,7 +51,7 @@ class Pace:
         self._over = threading.Event()
 
     def took(self, nbytes: int) -> None:
-        """Count what was taken in; returns once more may be. Not to be called while a lease is held."""
+        """Count received bytes; returns once more may be received. Do not call this while a lease is held."""
         if not self._limit:
             return
         with self._lock:
@@ -63,5 +62,5 @@ class Pace:
             self._over.wait(wait)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Release all waiting threads."""
         self._over.set()

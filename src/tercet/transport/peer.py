@@ -1,9 +1,9 @@
-"""One receiver as its sender sees it: a session, over which it is told what to read.
+"""One receiver as its sender sees it: a session that describes what to read.
 
-The receiver reads the blocks, whenever it comes to that. Two rules keep them safe. Requests for a send that has ended
-are not answered with its blocks; and its owner hears of the end (``on_done``, or :meth:`TransferPeer.cancel` returning)
-only once no thread of ours writes them to a connection and the generation word is cleared: what a receiver reads of the
-blocks by itself from then on, it does not take.
+The receiver reads the blocks at any later time. Two rules keep them safe. Requests for a send that has ended are not
+answered with its blocks. And the owner learns of the end (``on_done``, or :meth:`TransferPeer.cancel` returning) only
+once no thread here writes the blocks to a connection and the generation word is cleared: a receiver does not accept
+blocks that it reads by itself after that.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from tercet.transport.vectors import Vector
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
-# How long a cancel waits for the chunk being written before it gives up the session.
+# How long a cancel waits for the chunk being written before it ends the session.
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
-# In one message, where no connection has to carry the bytes.
+# In one message, if no connection has to carry the bytes.
 MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES = 65536, 64 * 1024 * 1024
 
-# Never given twice by a process, whatever the connection: a reader that looks at a generation word late must not find
-# there the number of a send that is over. The core gives its words numbers of its own.
+# Never repeated in a process, on any connection: a reader that checks a generation word late must not find there the
+# number of a send that has ended. The core's words have separate numbers.
 _numbers = itertools.filterfalse(is_core_word, itertools.count(1 + secrets.randbits(62)))
 
 
 @dataclass(frozen=True)
 class SendReport:
-    """A send that is in place at the receiver: KV bytes, the chunks that they went in, and over which transport."""
+    """A send that is in place at the receiver: bytes of KV, number of chunks, and the transport."""
 
     bytes: int
     chunks: int
@@ -75,12 +75,12 @@ OnDone = Callable[[SendReport | TercetError], None]
 
 @dataclass(eq=False)
 class Leg:
-    """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is the part of each block it gets.
+    """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is its part of each block.
 
-    ``planes`` are those that it gets, all of them if empty.
-    ``chunks`` are what the receiver was told to read. ``on_done`` is called once, with nothing of the transport locked.
-    ``number`` names the send. It is also what its generation word holds, written here while the blocks are pinned, or
-    by the core (:mod:`.core_words`), whose number is not ours to clear.
+    ``planes`` are those that it gets, all of them if empty. ``chunks`` are those that the receiver was told to read.
+    ``on_done`` is called once, without locks of the transport. ``number`` names the send. It is also the value of its
+    generation word, which is written here while the blocks are pinned, or by the core (:mod:`.core_words`), whose
+    number must not be cleared here.
     """
 
     lease: str
@@ -90,8 +90,8 @@ class Leg:
     number: int = field(default_factory=lambda: next(_numbers))
     planes: tuple[PlaneRun, ...] = ()
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
-    begun: bool = False  # whether the receiver was told whose KV it is
-    finished_at: float | None = None  # when the receiver was told that this is all
+    begun: bool = False  # whether the receiver has the begin message
+    finished_at: float | None = None  # when the receiver got the end message
     readers: int = 0  # threads that are writing its blocks to the receiver
     outcome: SendReport | TercetError | None = None
     told: bool = False
@@ -105,26 +105,26 @@ class TransferPeer:
         self._rank, self._memory = rank, rank.memory
         self._on_dead = on_dead
         self._session = secrets.token_hex(16)
-        self.transport: str | None = None  # how KV travels, once that is agreed
+        self.transport: str | None = None  # the agreed transport
         self._changed = threading.Condition()
         self._legs: dict[int, Leg] = {}
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._dead: TercetError | None = None
         self._moved_at = time.monotonic()  # when a chunk was written, or an answer came
-        # What is pushed before it is agreed how KV travels; from then on callers write to the post themselves.
+        # Pushes before the transport is agreed; from then on callers write to the post themselves.
         self._waiting: list[tuple[Leg, Callable[[Post], None]]] = []
         self._post: Post | None = None
         self._posting = threading.Lock()
 
     def start(self) -> None:
-        """Connect, in a thread of its own."""
+        """Connect, in a separate thread."""
         self._start_thread("tercet-send", self._run)
 
     # ---- called by the engine's threads ------------------------------------------------------------------------------
 
     def open(self, leg: Leg) -> bool:
-        """Begin a send; returns whether the session is not over yet."""
+        """Begin a send; returns whether the session has not ended yet."""
         with self._changed:
             if self._dead is not None:
                 return False
@@ -167,12 +167,12 @@ class TransferPeer:
         return self._say(leg, write)
 
     def cancel(self, leg: Leg) -> None:
-        """End a send; afterwards nobody takes what it reads of its blocks."""
+        """End a send; afterwards a receiver does not accept what it reads of its blocks."""
         self._end(leg, TransferFailed("the send was cancelled"))
         with self._changed:
             if self._changed.wait_for(lambda: not leg.readers, CANCEL_SECONDS):
                 return
-        # A chunk cannot be left half written on a connection that goes on.
+        # A half-written chunk would corrupt a connection that continues.
         self._die(TransferFailed("the receiver does not take what it is sent"))
         with self._changed:
             self._changed.wait_for(lambda: not leg.readers)
@@ -191,7 +191,7 @@ class TransferPeer:
     def _start_thread(self, name: str, target: Callable[..., None], *args: object) -> None:
         with self._changed:
             if self._dead is not None:
-                return  # closed before it was started: nobody would join the thread
+                return  # closed before it was started: the thread would not be joined
             try:
                 self._threads.append(start_thread(name, target, *args))
                 return
@@ -204,7 +204,7 @@ class TransferPeer:
             with self._kept(self._connect_first()) as sock:
                 answers = ReceiverAnswers(sock, self._rank.settings.timeout)
                 self.transport = self._agree(sock, answers)
-                # A descriptor of its own, which the other thread closes.
+                # A duplicate descriptor, which the other thread closes.
                 self._start_thread("tercet-answers", self._take_answers, answers, sock.dup())
                 if self.transport == tcp.TcpBackend.name:
                     for stream in range(1, self._rank.settings.streams + 1):
@@ -214,7 +214,7 @@ class TransferPeer:
             self._break(error)
 
     def _connect_first(self) -> socket.socket:
-        """By a Unix socket where our memory can be passed through it and it leads to the receiver, else by TCP."""
+        """Connect by a Unix socket if our memory can be passed through it and it leads to the receiver, else by TCP."""
         if self._host is None:
             return self._connect(0)
         reason = "it has none"
@@ -245,7 +245,7 @@ class TransferPeer:
 
     @contextmanager
     def _kept(self, sock: socket.socket) -> Generator[socket.socket]:
-        """Close it on exit, but never while it is being shut: its number may be another connection's by then."""
+        """Close it on exit, but never while it is being shut: its number may belong to another connection by then."""
         try:
             tune(sock)
             sock.settimeout(self._rank.settings.timeout)
@@ -260,7 +260,7 @@ class TransferPeer:
         return next((each for each in self._rank.backends if isinstance(each, HostBackend)), None)
 
     def _agree(self, sock: socket.socket, answers: ReceiverAnswers) -> str:
-        """Begin the session; returns how KV is to travel."""
+        """Begin the session; returns the chosen transport."""
         memory = self._host if sock.family == socket.AF_UNIX else None
         offers = {each.name: each.offer() for each in self._rank.backends if each is memory or each is not self._host}
         word = next(_numbers)
@@ -271,14 +271,14 @@ class TransferPeer:
             data = framed(greeting)
             if memory is not None and memory.memory is not None:
                 data = data[socket.send_fds(sock, [data], [memory.memory]) :]
-            if data:  # not even nothing can be sent to a receiver that has refused already
+            if data:  # a receiver that has refused already does not accept even an empty message
                 sock.sendall(data)
             return chosen(self._rank, challenge, greeting, answers.expect(Welcome))
         finally:
             self._rank.region.clear_word(word)
 
     def _serve(self, stream: int) -> None:
-        """Open one of the connections by which a receiver asks for chunks, and answer."""
+        """Open one of the connections by which a receiver requests chunks, and answer."""
         timeout = self._rank.settings.timeout
         try:
             with self._kept(self._connect(stream)) as sock:
@@ -291,7 +291,7 @@ class TransferPeer:
 
     @contextmanager
     def _reading(self, request: ReadRequest) -> Generator[Vector | None]:
-        """While entered, a chunk that is asked for is read: where it lies, ``None`` once its send is over."""
+        """Register a read of a requested chunk while entered: yields its memory, ``None`` once its send has ended."""
         with self._changed:
             leg = self._legs.get(request.send)
             if leg is not None:
@@ -324,14 +324,14 @@ class TransferPeer:
                 if self._post is None:
                     return self._waiting.append((leg, write))
         try:
-            if leg.number in self._legs:  # else it ended meanwhile
+            if leg.number in self._legs:  # otherwise it ended in the meantime
                 write(self._post)
         except OSError as error:
             self._break(error)
         return None
 
     def _post_all(self, sock: socket.socket) -> None:
-        """What waited; then what callers cannot write at once."""
+        """Send waiting messages; then those that callers cannot write at once."""
         post = Post(sock)
         try:
             with self._posting:
@@ -340,13 +340,13 @@ class TransferPeer:
                         write(post)
                 self._waiting.clear()
                 self._post = post
-            if self._dead is None:  # else who ended the session may have done so before there was a post to close
+            if self._dead is None:  # otherwise the session may have ended before there was a post to close
                 post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
         finally:
-            post.close()  # before its socket is: callers may be writing
+            post.close()  # before its socket is closed: callers may be writing
 
     def _beginning(self, leg: Leg) -> bytes:
-        """What a receiver must know before anything else of a send; empty if it was told."""
+        """The begin message of a send; empty if the receiver has it."""
         if leg.begun:
             return b""
         leg.begun = True
@@ -354,7 +354,7 @@ class TransferPeer:
         return framed(SendBegin(leg.number, leg.lease, leg.content, planes))
 
     def _chunks(self, leg: Leg, run: PlaneRun, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
-        """A push in chunks of the size that its transport takes best."""
+        """A push in chunks of the best size for its transport."""
         part = leg.head_slice
         limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // part.size))
         if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
@@ -374,7 +374,7 @@ class TransferPeer:
         timeout = self._rank.settings.timeout
         try:
             with sock:
-                # Reading wakes up now and then to look at how long an answer has been owed.
+                # Reading wakes up at intervals to check how long an answer has been pending.
                 wait_in_calls(sock, timeout, timeout / 4)
                 answers.read_from(sock, self._require_progress)
                 while True:
@@ -383,7 +383,7 @@ class TransferPeer:
             self._break(error)
 
     def _require_progress(self) -> None:
-        """Silence is fine while nothing is owed, or something moves; raises when an answer is owed for too long."""
+        """Raise if an answer is pending for too long without progress; silence is fine otherwise."""
         overdue = time.monotonic() - self._rank.settings.timeout
         with self._changed:
             owed = [leg.finished_at for leg in self._legs.values() if leg.finished_at is not None]
@@ -392,16 +392,16 @@ class TransferPeer:
 
     def _answered(self, message: FromReceiver) -> None:
         if not isinstance(message, Acknowledged | Refused):
-            raise ProtocolViolation(f"a receiver does not say {type(message).__name__} here")
+            raise ProtocolViolation(f"a receiver must not send {type(message).__name__} here")
         with self._changed:
             self._moved_at = time.monotonic()
             leg = self._legs.get(message.send)
         if leg is None:
-            return None  # cancelled meanwhile
+            return None  # cancelled in the meantime
         if isinstance(message, Refused):
             return self._end(leg, TransferFailed(f"the receiver refused: {message.reason}"))
         if leg.finished_at is None:
-            raise ProtocolViolation("an acknowledgement of something that was not complete")
+            raise ProtocolViolation("an acknowledgement of an incomplete send")
         total = sum(chunk.nbytes for chunk in leg.chunks)
         return self._end(leg, SendReport(total, len(leg.chunks), self.transport or ""))
 
@@ -411,7 +411,7 @@ class TransferPeer:
         with self._changed:
             if self._legs.pop(leg.number, None) is None:
                 return
-            # Whoever unpins the blocks does so after this; a receiver that reads them later does not take them.
+            # Blocks are unpinned after this; a receiver that reads them later does not accept them.
             if not is_core_word(leg.number):
                 self._rank.region.clear_word(leg.number)
             leg.outcome = outcome
@@ -429,7 +429,7 @@ class TransferPeer:
         try:
             leg.on_done(outcome)
         except Exception:
-            # The caller's mistake must not take the connection from other sends.
+            # The caller's mistake must not end the connection for other sends.
             logger.exception("on_done of a send to %s failed", self.addresses[0])
 
     def _break(self, error: Exception) -> None:
@@ -445,7 +445,7 @@ class TransferPeer:
             orphans = list(self._legs.values())
             for sock in self._sockets:
                 shut(sock)
-        logger.info("the session with %s is over: %s", self.addresses[0], error.message)
+        logger.info("the session with %s has ended: %s", self.addresses[0], error.message)
         self._rank.counters.count(sessions_lost=1)
         self._on_dead(self)
         with self._posting:
@@ -456,16 +456,16 @@ class TransferPeer:
 
 
 def parts_of(layers: range, planes: Sequence[PlaneRun]) -> list[PlaneRun]:
-    """Which of some layers go out, where ``planes`` do; all of them if that is empty."""
+    """Those of the layers that go to ``planes``; all of them if that is empty."""
     if not planes:
         return [PlaneRun(layers.start, layers.start, len(layers))]
     return [found for run in planes if (found := run.within(layers)) is not None]
 
 
 def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
-    """Cut ``count`` blocks in each layer into chunks of at most ``limit``: its layers, and which of their blocks.
+    """Cut ``count`` blocks in each layer into chunks of at most ``limit``: layers, and blocks of them.
 
-    A chunk has several layers if there is room, or some of one layer's blocks; then they have as many as the others.
+    A chunk has several whole layers if there is room, or some of one layer's blocks.
     """
     if not count:
         return
@@ -480,5 +480,5 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TercetError):
         return error.message
     if isinstance(error, TimeoutError):
-        return "it does not answer or takes no data"
+        return "it does not answer or does not read"
     return str(error) or type(error).__name__

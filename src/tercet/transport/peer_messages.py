@@ -1,13 +1,13 @@
-"""What two ranks say to each other: each message is a short header and a MessagePack body.
+"""Messages between two ranks: each one is a short header and a MessagePack body.
 
 The receiver begins with a :class:`Challenge`, the sender answers with its :class:`Greeting` (on a Unix socket with the
 descriptor of its memory), and the receiver with a :class:`Welcome`. From then on the sender begins sends
 (:class:`SendBegin`), describes their chunks (:class:`ReadDescriptors`) and ends them (:class:`SendEnd`), which is
 :class:`Acknowledged` or :class:`Refused`.
 
-A session has one connection for these messages. Over ``tcp`` it has further ones, on which only :class:`ReadRequest`
-and what answers it travel: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks
-were still pinned; or just 0 for a send that is over.
+A session has one connection for these messages. Over ``tcp`` it has further ones, which carry only :class:`ReadRequest`
+and its answers: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks were still
+pinned; or only 0 for a send that has ended.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAGIC = b"TRC8"
 MAX_MESSAGE_BYTES = 1024 * 1024
 NONCE_BYTES = 16
 WORD = struct.Struct("<Q")
-# A block's number in read descriptors, as NumPy calls it.
+# NumPy's type of a block's number in read descriptors.
 BLOCK_NUMBER = "<i8"
-_HEADER = struct.Struct("<4sI")  # and the bytes that follow
+_HEADER = struct.Struct("<4sI")  # followed by that number of bytes
 HEADER_BYTES = _HEADER.size
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -43,23 +43,23 @@ M = TypeVar("M")
 
 
 class ProtocolViolation(TercetError, status=502):
-    """The peer does not speak this protocol, or breaks it; its connection is closed."""
+    """The peer does not use this protocol, or violates it; its connection is closed."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Random bytes, other ones for each connection."""
+    """Random bytes, new for each connection."""
 
     nonce: bytes
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Who a sender is, and how its memory can be read.
+    """A sender's identity, and the ways to read its memory.
 
-    ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream`` counts
-    them; the first one has the messages. ``offers`` has, for each transport that the sender has, what a receiver needs
-    to read the sender's region, of which ``shape`` is the plan; ``word`` is the number of a generation word that is
-    set, so that a receiver can try. ``proof`` shows that the sender knows the fleet's secret. ``block`` tells how its
-    blocks can be cut between tokens, if they can.
+    ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream``
+    numbers them; the first one has the messages. ``offers`` has, for each transport of the sender, what a receiver
+    needs to read the sender's region, whose layout is ``shape``; ``word`` is the number of a generation word that is
+    set, so that a receiver can test reading. ``proof`` shows that the sender knows the fleet's secret. ``block``
+    describes how its blocks can be cut between tokens, if they can.
     """
 
     fingerprint: str
@@ -81,7 +81,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Whose KV a send will bring; said before anything else of it. It ends at ``content.end`` at the latest.
+    """The content of a send's KV; its first message. It ends at ``content.end`` at the latest.
 
     ``planes`` are those of the receiver that it fills, as ranges ``[begin, end)``; all of them if empty.
     """
@@ -93,12 +93,12 @@ class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Where the receiver reads one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on.
+    """Where to read one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on.
 
     ``blocks`` has the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`. Of each,
     ``[offset, offset + size)`` is read, into part ``part`` of ``parts`` equal ones of the receiver's block. ``chunk``
-    counts the send's chunks. ``unit`` is how many tokens the sender's slots have, 0 if as many as the receiver's.
-    ``source`` is the sender's number for the first layer, if it has another one than the receiver.
+    numbers the send's chunks. ``unit`` is the number of tokens in the sender's slots, 0 if equal to the receiver's.
+    ``source`` is the sender's number for the first layer, if it differs from the receiver's.
     """
 
     send: SendNumber
@@ -129,7 +129,7 @@ class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class SendEnd(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """That ``chunks`` chunks hold part ``part`` of ``parts`` of all blocks of the tokens ``[begin, end)``."""
+    """The end of a send: ``chunks`` chunks hold part ``part`` of ``parts`` of all blocks of ``[begin, end)``."""
 
     send: SendNumber
     lease: Lease
@@ -148,14 +148,14 @@ class Acknowledged(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Nothing more of a send is taken; of send 0: the connection is closed."""
+    """Nothing more of a send is accepted; of send 0: the connection is closed."""
 
     send: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     reason: str
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The bytes of a send's chunk, of which there are ``nbytes``."""
+    """Request for the bytes of a send's chunk, ``nbytes`` in all."""
 
     send: SendNumber
     chunk: Count
@@ -170,13 +170,13 @@ REQUESTS: msgspec.msgpack.Decoder[ReadRequest] = msgspec.msgpack.Decoder(ReadReq
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message as it travels."""
+    """Encode a message with its header."""
     body = msgspec.msgpack.encode(message)
     return _HEADER.pack(MAGIC, len(body)) + body
 
 
 class Splitter(Generic[M]):
-    """Cuts what arrives into messages of the kinds that a decoder knows."""
+    """Splits received bytes into messages of the kinds that a decoder knows."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self._decoder = decoder
@@ -184,11 +184,11 @@ class Splitter(Generic[M]):
 
     @property
     def left(self) -> int:
-        """Bytes of a message that is not complete."""
+        """Bytes of an incomplete message."""
         return len(self._data)
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """The messages that are complete with ``data``; raises :class:`ProtocolViolation` for what is none."""
+        """Yield the messages that are complete with ``data``; raises :class:`ProtocolViolation` for an invalid one."""
         self._data += data
         while len(self._data) >= HEADER_BYTES:
             magic, nbytes = _HEADER.unpack_from(self._data)
@@ -211,7 +211,7 @@ class Splitter(Generic[M]):
 
 
 def proof_of(role: Literal["sender", "receiver"], secret: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
-    """What one end answers to prove that it knows the secret; ``nonce`` is the greeting's (HMAC-SHA256, RFC 2104)."""
-    # MessagePack says how long each field is, so that bytes of one cannot be taken for bytes of the next.
+    """An end's proof that it knows the secret; ``nonce`` is the greeting's (HMAC-SHA256, RFC 2104)."""
+    # MessagePack encodes the length of each field, so bytes of one cannot be taken for bytes of the next.
     said = msgspec.msgpack.encode((role, challenge, nonce, session))
     return hmac.digest(secret.encode(), said, hashlib.sha256)

@@ -1,4 +1,4 @@
-"""The transport of one rank, both ways: what the agent, tests and benchmarks use."""
+"""The transport of one rank, in both directions: the interface for the agent, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from tercet.transport.sender import KVSender
 
 
 class RankTransport:
-    """Sends KV out of one rank's ``region`` (``sends``), and takes KV in where leases were granted (``grants``).
+    """Sends KV out of one rank's ``region`` (``sends``), and receives KV under granted leases (``grants``).
 
-    ``addresses`` are where peers connect: one for each host that it listens on, and perhaps one for peers on this
-    machine. Peers must have the same ``fingerprint``. ``on_filled`` is
-    :class:`~tercet.transport.receiver.KVReceiver`'s. With ``block``, KV can be exchanged with ranks whose blocks have
-    another size; the fingerprint must not tell them apart then. KV that is no host memory of the region's is reached
-    through ``staged``. Calls come from several threads; none of them waits for
-    the network.
-    Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings name a backend that cannot be had.
+    Peers connect to ``addresses``: one for each host that it listens on, and perhaps one for peers on this machine.
+    Peers must have the same ``fingerprint``. ``on_filled`` is :class:`~tercet.transport.receiver.KVReceiver`'s. With
+    ``block``, KV can be exchanged with ranks whose blocks have another size; the fingerprint must not depend on that
+    size then. KV outside of the region's host memory is reached through ``staged``. Calls come from several threads;
+    none of them waits for the network. Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings
+    name an unavailable backend.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class RankTransport:
         self.addresses = self._receiver.addresses
 
     def counters(self) -> Mapping[str, int]:
-        """Totals since the start, and what is under way."""
+        """Totals since the start, and present numbers."""
         return {
             **self._rank.counters.read(),
             **self._receiver.under_way(),

@@ -1,7 +1,7 @@
 """Accepts senders: a thread per listener, one per connection. Idle threads sleep in the kernel.
 
-:class:`~.inbound.Inbound` decides what a session's messages lead to; :class:`SenderSession` does it, at the pace that
-is allowed.
+:class:`~.inbound.Inbound` decides the consequences of a session's messages; :class:`SenderSession` carries them out, at
+the allowed pace.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tercet.transport.sockets import listen, listen_unix, require_own_user, shut
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
-# Out of file descriptors or threads: how long until the next try to accept.
+# Pause before accepting again after running out of file descriptors or threads.
 ACCEPT_PAUSE_SECONDS = 0.2
-# A sender that does not read its answers for so long is given up.
+# Time after which a sender that does not read its answers counts as lost.
 ANSWER_SECONDS = 10.0
-# How long a call waits for more of a chunk: the lease is held meanwhile, and its revocation waits, too.
+# How long a call waits for more of a chunk: the lease is held in that time, and its revocation waits, too.
 PATIENCE_SECONDS = 0.005
-# Each connection costs a thread. Who has not shown yet that it belongs here makes room for who comes later.
+# Each connection costs a thread. The oldest unauthenticated one is closed for a new one.
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 RECEIVED_AT_A_TIME = 64 * 1024
 
@@ -61,17 +61,17 @@ OnFilled = Callable[[str, int], None]
 
 
 class KVReceiver:
-    """Listens where ``rank``'s settings say, and on a Unix socket if its memory can be passed through one.
+    """Listens on the addresses in ``rank``'s settings, and on a Unix socket if its memory can be passed through one.
 
-    ``addresses`` are where senders connect. ``on_filled(lease, valid_end)`` hears of every send that is in place,
-    before it is acknowledged; now and then while one goes on; and of what is left of one whose sender is gone.
+    Senders connect to ``addresses``. ``on_filled(lease, valid_end)`` is called for every complete send, before it is
+    acknowledged; at intervals during a send; and for the valid part of a lost sender's send.
     """
 
     def __init__(self, rank: LocalRank, grants: GrantTable, on_filled: OnFilled) -> None:
         self._rank, self._grants, self._on_filled = rank, grants, on_filled
         self._pace = Pace(rank.settings.receive_limit)
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._strangers: dict[socket.socket, None] = {}  # those that have not greeted, the oldest first
+        self._strangers: dict[socket.socket, None] = {}  # those that have not sent a greeting, the oldest first
         self._sessions: dict[str, TcpReader | None] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -85,7 +85,7 @@ class KVReceiver:
         self._threads = [start_thread("tercet-accept", self._accept, listener) for listener in self._listeners]
 
     def under_way(self) -> dict[str, int]:
-        """Open connections, and senders that are connected."""
+        """Open connections, and connected senders."""
         return {"connections": len(self._connections), "sessions_in": len(self._sessions)}
 
     def _listen(self) -> Iterator[str]:
@@ -104,7 +104,7 @@ class KVReceiver:
                 connection, _ = listener.accept()
                 self._begin(connection)
             except (OSError, RuntimeError) as error:
-                # Whatever ails one connection, the next one may be fine: only close() ends this thread.
+                # Whatever failed for one connection, the next one may work: only close() ends this thread.
                 if not self._closed.wait(ACCEPT_PAUSE_SECONDS):
                     logger.warning("a sender cannot be accepted: %s", error)
 
@@ -123,7 +123,7 @@ class KVReceiver:
                 raise
 
     def _room(self) -> bool:
-        """Whether one more connection may come; the stranger that has waited longest goes if there are many."""
+        """Whether there is room for one more connection; the oldest unauthenticated one is closed if there are many."""
         if len(self._connections) >= MAX_CONNECTIONS:
             self._rank.counters.count(connections_refused=1)
             return False
@@ -151,7 +151,7 @@ class KVReceiver:
             logger.exception("a sender's connection failed")
         finally:
             talk.drop_memory()
-            with self._lock:  # so that close() does not shut a descriptor that is somebody else's by then
+            with self._lock:  # so that close() does not shut a descriptor that was reused
                 self._connections.pop(connection, None)
                 self._strangers.pop(connection, None)
                 connection.close()
@@ -169,7 +169,7 @@ class KVReceiver:
             return reader.serve(talk.connection, self._rank.settings.timeout)
         with self._lock:
             if greeting.session in self._sessions:
-                raise ProtocolViolation("a session begins once")
+                raise ProtocolViolation("a session must begin once only")
             self._sessions[greeting.session] = None
         try:
             agreed = agree(self._rank, challenge, greeting, talk.memory)
@@ -211,7 +211,7 @@ class KVReceiver:
 
 
 class _Talk:
-    """One connection's messages, and the descriptor that came with them."""
+    """One connection's messages, and the descriptor that was passed with them."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -222,7 +222,7 @@ class _Talk:
         self._readable.register(connection, select.POLLIN)
 
     def greeting(self, challenge: Challenge) -> Greeting:
-        """Let the sender introduce itself; raises ``TimeoutError`` if it does not in time."""
+        """Receive the sender's greeting; raises ``TimeoutError`` if it does not come in time."""
         wait_in_calls(self.connection, ANSWER_SECONDS, PATIENCE_SECONDS)
         self.say(challenge)
         deadline = time.monotonic() + GREETING_SECONDS
@@ -236,7 +236,7 @@ class _Talk:
                 raise TimeoutError("the sender's greeting did not come in time")
 
     def receive(self) -> Iterable[FromSender]:
-        """The messages that have come, if any; raises ``ConnectionResetError`` at the end."""
+        """Yield the messages that have arrived, if any; raises ``ConnectionResetError`` at the end."""
         try:
             if self._greeted:
                 data = self.connection.recv(RECEIVED_AT_A_TIME, socket.MSG_DONTWAIT)
@@ -249,7 +249,7 @@ class _Talk:
         return self._splitter.feed(data)
 
     def _receive_first(self) -> bytes:
-        # Not socket.recv_fds, which leaves flags out.
+        # Not socket.recv_fds, which ignores flags.
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         data, ancillary, _, _ = self.connection.recvmsg(RECEIVED_AT_A_TIME, socket.CMSG_LEN(4), flags)
         for level, kind, content in ancillary:
@@ -259,11 +259,11 @@ class _Talk:
         return data
 
     def wait(self) -> None:
-        """Until something comes."""
+        """Wait for data."""
         self._readable.poll()
 
     def say(self, message: msgspec.Struct) -> None:
-        """Write a message; a sender that does not read is given up."""
+        """Send a message; a sender that does not read counts as lost."""
         view = memoryview(framed(message))
         limit = time.monotonic() + ANSWER_SECONDS
         while view:
@@ -276,18 +276,18 @@ class _Talk:
                 writable.register(self.connection, select.POLLOUT)
                 writable.poll(1000)
             except OSError:
-                return None  # it is gone; whoever reads from it finds out
+                return None  # it has disconnected; the reading thread notices that
         return None
 
     def drop_memory(self) -> None:
-        """The descriptor is not needed any more."""
+        """Close the descriptor, which is not needed any more."""
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
 
 
 class SenderSession:
-    """One sender's session: what its messages lead to is done, one thing after the other; ``say`` answers them."""
+    """One sender's session: carries out the actions of its messages in order; ``say`` answers them."""
 
     def __init__(
         self,
@@ -304,14 +304,14 @@ class SenderSession:
         self._turn = Turn()
 
     def take(self, messages: Iterable[FromSender]) -> None:
-        """Do what messages lead to; raises :class:`ProtocolViolation`."""
+        """Carry out the actions of messages; raises :class:`ProtocolViolation`."""
         for message in messages:
             if isinstance(message, SendEnd):
-                self.settle()  # what it covers has come, and may as well be in place
+                self.settle()  # its chunks have arrived, so read them now
             self._act(self._inbound.take(message))
 
     def settle(self) -> None:
-        """Do what was put off in case more would come."""
+        """Carry out what was postponed in case more would arrive."""
         self._act(self._inbound.settle())
 
     def _act(self, actions: list[Action]) -> None:
@@ -337,7 +337,7 @@ class SenderSession:
             return self._inbound.was_not_read(batch, error)
         except OSError as error:
             if isinstance(self._agreed.reader, TcpReader):
-                raise  # what comes next on the connection is not known
+                raise  # the next bytes on the connection are unknown
             return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
         found = self._inbound.was_read(batch, alive=alive)
         valid_end = self._grants.progress(batch.lease, time.monotonic())
@@ -346,7 +346,7 @@ class SenderSession:
         return found
 
     def _report(self, lease: str, valid_end: int) -> bool:
-        """Tell the engine how far a lease's KV is valid; whether it took that."""
+        """Report how far a lease's KV is valid; returns whether the engine accepted that."""
         try:
             self._on_filled(lease, valid_end)
         except Exception:
@@ -374,7 +374,7 @@ class SenderSession:
         return run
 
     def _convert(self, batch: Batch) -> None:
-        """Put the tokens of staged blocks into ours, which have another size."""
+        """Copy the tokens of staged blocks into our blocks of another size."""
         ours, theirs, region = self._rank.block, self._agreed.block, self._rank.region
         if ours is None or theirs is None:
             raise TransferFailed("blocks of another size were not agreed on")
@@ -401,7 +401,7 @@ class SenderSession:
         return []
 
     def close(self) -> None:
-        """Give back what the session had."""
+        """Release the session's resources."""
         lost = self._inbound.close()
         self._rank.counters.count(receives_dropped=len(lost))
         self._agreed.reader.close()

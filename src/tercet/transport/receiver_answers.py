@@ -1,4 +1,4 @@
-"""What a receiver says to a sender on one connection, message by message."""
+"""A receiver's messages to a sender on one connection, one by one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ M = TypeVar("M", bound=FromReceiver)
 
 
 class ReceiverAnswers:
-    """A receiver's messages; what comes before :meth:`read_from` must be complete within ``seconds``, drop by drop too.
+    """A receiver's messages; those before :meth:`read_from` must be complete within ``seconds`` in total.
 
-    Use :meth:`expect` until then, and :meth:`next` from then on.
+    Use :meth:`expect` before it, and :meth:`next` after it.
     """
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
@@ -27,11 +27,14 @@ class ReceiverAnswers:
         self._messages = self._receive()
 
     def read_from(self, sock: socket.socket, on_silence: Callable[[], None]) -> None:
-        """From now on; ``on_silence`` is called at each timeout of ``sock``, and may raise to end the wait."""
+        """Read from ``sock`` now; ``on_silence`` is called at each of its timeouts, and may raise to end the wait."""
         self._sock, self._on_silence, self._deadline = sock, on_silence, None
 
     def next(self) -> FromReceiver:
-        """Raises ``OSError`` when the connection ends, and :class:`ProtocolViolation` with what a receiver refuses."""
+        """The next message.
+
+        Raises ``OSError`` when the connection ends, and :class:`ProtocolViolation` for a refusal.
+        """
         message = next(self._messages)
         if isinstance(message, Refused) and message.send == 0:
             raise ProtocolViolation(message.reason)
@@ -41,7 +44,7 @@ class ReceiverAnswers:
         """The next message, of one kind; raises :class:`~tercet.protocol.TransferFailed` if it is late."""
         message = self.next()
         if not isinstance(message, kind):
-            raise ProtocolViolation(f"a receiver says {kind.__name__} here, not {type(message).__name__}")
+            raise ProtocolViolation(f"a receiver must send {kind.__name__} here, not {type(message).__name__}")
         return message
 
     def _give_up(self) -> None:

@@ -1,9 +1,8 @@
-"""One rank's KV cache in a file that lives in memory, so that other processes of the machine can map it.
+"""One rank's KV cache in a memory file, so that other processes of the machine can map it.
 
-Besides the KV it holds a table of *generation words*, one for each send under way. A word holds the send's number while
-the send's blocks are pinned. Whoever reads blocks from another process looks at the word after the copy: if the number
-is still there, so were the blocks. The first :data:`CORE_WORDS` are not ours to write, but the engine's core's
-(:mod:`.core_words`).
+Besides the KV it holds a table of *generation words*, one for each running send. A word holds the send's number while
+the send's blocks are pinned. A process that reads blocks checks the word after the copy: if the number is still there,
+the blocks were pinned. The first :data:`CORE_WORDS` are written by the engine's core (:mod:`.core_words`) only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WORD_BYTES = 8
 PAGE_BYTES = mmap.PAGESIZE
 CORE_WORDS = 512
 TAIL_BYTES = WORDS * WORD_BYTES + PAGE_BYTES
-# A mapped file that shrinks kills whoever touches what is gone. These seals rule it out, for good.
+# If a mapped file shrinks, a process that touches the lost part is killed. These seals prevent that for good.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Numbers = NDArray[np.int64]
@@ -35,13 +34,13 @@ _ZERO = np.zeros(1, dtype=np.int64)
 
 
 class RegionShape(msgspec.Struct, frozen=True, array_like=True):
-    """Where things are in a region, in bytes from its start.
+    """Layout of a region, in bytes from its start.
 
-    ``planes[layer]`` is where a layer's block 0 begins; its blocks of ``block_bytes`` follow one another. ``words`` is
-    where the generation words begin, and a page of scratch comes behind them. ``size`` is the length of it all.
-    ``groups`` says how many planes, one after the other, share block tables: the layers of one kind, where a model has
-    several. Planes of different groups may be the same memory, since a block is one group's at a time. If it is empty,
-    all planes share them. ``order`` says how a block's items lie, where that differs between engines.
+    ``planes[layer]`` is the start of a layer's block 0; its blocks of ``block_bytes`` follow one another. ``words`` is
+    the start of the generation words, which a scratch page follows. ``size`` is the total length. ``groups`` has the
+    numbers of consecutive planes that share block tables: the layers of one kind, if a model has several. Planes of
+    different groups may be the same memory, since a block belongs to one group at a time. If it is empty, all planes
+    share block tables. ``order`` is the order of a block's items, if that differs between engines.
     """
 
     planes: tuple[int, ...]
@@ -76,28 +75,28 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             raise TransferFailed("the peer describes a KV region that does not hold its own blocks")
 
     def block(self, layer: int, block: int) -> int:
-        """Where a block begins."""
+        """Offset of a block."""
         return self.planes[layer] + block * self.block_bytes
 
     def word(self, number: int) -> int:
-        """Where the generation word of send ``number`` is."""
+        """Offset of the generation word of send ``number``."""
         return self.words + number % WORDS * WORD_BYTES
 
     def scratch(self, number: int) -> int:
-        """Where reader ``number`` of this process may put a word that it fetches."""
+        """Offset of the word that reader ``number`` of this process may use as scratch."""
         return self.words + WORDS * WORD_BYTES + number * WORD_BYTES % PAGE_BYTES
 
 
 def planes_of_groups(groups: Sequence[int]) -> list[range]:
-    """The planes of each group, of which ``groups`` says how many it has: of ``[2, 3]``, ``[0, 2)`` and ``[2, 5)``."""
+    """The planes of each group, given their numbers in ``groups``: of ``[2, 3]``, ``[0, 2)`` and ``[2, 5)``."""
     ends = list(itertools.accumulate(groups))
     return [range(end - count, end) for end, count in zip(ends, groups, strict=True)]
 
 
 def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets: Sequence[int] = ()) -> RegionShape:
-    """A region of planes, each in whole pages of its own.
+    """A region of planes, each in separate whole pages.
 
-    ``lengths`` are the planes' bytes; ``offsets[i]`` is how far into its first page plane i begins.
+    ``lengths`` are the planes' bytes; ``offsets[i]`` is the offset of plane i in its first page.
     """
     planes: list[int] = []
     at = 0
@@ -108,7 +107,7 @@ def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets:
 
 
 def create_sealed_file(name: str, size: int) -> int:
-    """A file in memory, all zero, that keeps its size; the caller closes the descriptor."""
+    """A memory file, all zero, that keeps its size; the caller closes the descriptor."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -120,12 +119,12 @@ def create_sealed_file(name: str, size: int) -> int:
 
 
 def create_file(shape: RegionShape) -> int:
-    """A region's :func:`create_sealed_file`."""
+    """A :func:`create_sealed_file` for a region."""
     return create_sealed_file("tercet-kv", shape.size)
 
 
 class KVRegion:
-    """This process's mapping of its own rank's region. ``fd`` is kept open: peers are given one of the same file."""
+    """This process's mapping of its rank's region. ``fd`` stays open: peers get a descriptor of the same file."""
 
     def __init__(self, fd: int, shape: RegionShape) -> None:
         self.fd = fd
@@ -140,18 +139,18 @@ class KVRegion:
     def create(
         cls, num_layers: int, num_blocks: int, block_bytes: int, offset: int = 0, groups: tuple[int, ...] = ()
     ) -> KVRegion:
-        """A new region, for tests and benchmarks; a real one is made of an engine's KV cache."""
+        """A new region, for tests and benchmarks; a real one is made from an engine's KV cache."""
         lengths, offsets = [num_blocks * block_bytes] * num_layers, [offset] * num_layers
         shape = msgspec.structs.replace(shape_of(lengths, num_blocks, block_bytes, offsets), groups=groups)
         return cls(create_file(shape), shape)
 
     @property
     def num_layers(self) -> int:
-        """Layers, or planes where a layer keeps keys and values apart."""
+        """Layers, or planes if a layer keeps keys and values apart."""
         return len(self.shape.planes)
 
     def blocks(self, layer: int, first: int, count: int = 1) -> memoryview:
-        """The bytes of ``count`` adjacent blocks, in place; raises :class:`~tercet.protocol.BadRequest` for others."""
+        """Bytes of ``count`` adjacent blocks, in place; raises :class:`~tercet.protocol.BadRequest` for others."""
         if not (0 <= layer < self.num_layers and first >= 0 and 0 < count <= self.shape.num_blocks - first):
             raise BadRequest(
                 f"blocks [{first}, {first + count}) of layer {layer} are not among {self.num_layers} layers "
@@ -161,9 +160,9 @@ class KVRegion:
         return self.bytes[start : start + count * self.shape.block_bytes]
 
     def places(self, layers: range, blocks: Numbers, offset: int, size: int) -> Places:
-        """Where bytes ``[offset, offset + size)`` of each layer's blocks are; of whole blocks, neighbours are joined.
+        """Places of bytes ``[offset, offset + size)`` of each layer's blocks; adjacent whole blocks are joined.
 
-        Raises :class:`~tercet.protocol.BadRequest` for blocks that there are not.
+        Raises :class:`~tercet.protocol.BadRequest` for unknown blocks.
         """
         first, last = int(blocks.min()), int(blocks.max())
         for layer in layers:
@@ -180,25 +179,25 @@ class KVRegion:
         return (begins[:, None] + within).reshape(-1, 2)
 
     def set_word(self, number: int) -> None:
-        """The blocks of send ``number`` are pinned from now on."""
+        """Record that the blocks of send ``number`` are pinned from now on."""
         self._words[number % WORDS] = number
 
     def clear_word(self, number: int) -> None:
-        """They may be unpinned from now on."""
+        """Record that they may be unpinned from now on."""
         if self._words[number % WORDS] == number:
             self._words[number % WORDS] = 0
 
     def has_word(self, number: int) -> bool:
-        """Whether they are pinned still."""
+        """Whether they are still pinned."""
         return self._words[number % WORDS] == number
 
     def close(self) -> None:
-        """Close the file. The mapping goes with its last user, whoever that is."""
+        """Close the file. The mapping ends with its last user."""
         os.close(self.fd)
 
 
 def neighbours(blocks: Numbers) -> tuple[Numbers, Numbers | int]:
-    """Group them: of ``[5, 6, 7, 2]``, the firsts are ``[5, 2]`` and the counts ``[3, 1]``."""
+    """Group adjacent blocks: of ``[5, 6, 7, 2]``, the firsts are ``[5, 2]`` and the counts ``[3, 1]``."""
     apart = blocks[1:] - blocks[:-1] != 1
     if apart.all():
         return blocks, 1
@@ -207,6 +206,6 @@ def neighbours(blocks: Numbers) -> tuple[Numbers, Numbers | int]:
 
 
 def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
-    """Where groups begin, and how many they have; ``apart[i]``: another group begins after item i."""
+    """Beginnings and sizes of groups; ``apart[i]``: another group begins after item i."""
     edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
     return edges[:-1], edges[1:] - edges[:-1]

@@ -1,4 +1,4 @@
-"""Who sends what to whom, between two engines that split a model over their ranks each in its own way."""
+"""Which rank sends what to which rank, between two engines that split a model over their ranks differently."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tercet.transport.layer_runs import PlaneRun, runs
 
 
 class RankRoute(NamedTuple):
-    """What one sending rank has for one receiving rank: of each block ``head_slice``, and the planes of ``planes``.
+    """What one sending rank has for one receiving rank: ``head_slice`` of each block, and the planes of ``planes``.
 
-    All planes, each as the one of its own number, if that is empty.
+    If that is empty: all planes, with equal numbers.
     """
 
     receiver: int
@@ -21,7 +21,7 @@ class RankRoute(NamedTuple):
 
 
 def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
-    """Where rank ``rank`` of the source sends its blocks; empty if other ranks hold the same heads and send them.
+    """Destinations of rank ``rank``'s blocks; empty if other ranks hold the same heads and send them.
 
     The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """

@@ -1,6 +1,6 @@
-"""Sends by id: each to one receiving rank or several, over one session per receiver, and reported once.
+"""Sends by id: each to one or more receiving ranks, over one session per receiver, and reported once.
 
-``push`` only queues, so a slow peer stalls its own sends and nothing else.
+``push`` only queues, so a slow peer delays its own sends and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REMEMBERED_CANCELLED = 4096
 
 
 class SendDestination(msgspec.Struct, frozen=True):
-    """One receiving rank: its addresses, and which part of the blocks it gets."""
+    """One receiving rank: its addresses, and its part of the blocks."""
 
     addresses: tuple[str, ...]
     head_slice: HeadSlice
@@ -36,7 +36,7 @@ class SendDestination(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class _Send:
-    """One send: a leg for each receiving rank, how many have not ended, and what the others moved."""
+    """One send: a leg for each receiving rank, the number of legs that have not ended, and results of the others."""
 
     on_done: OnDone
     left: int
@@ -45,7 +45,7 @@ class _Send:
     error: TercetError | None = None
 
     def outcome(self) -> SendReport | TercetError:
-        """What to report, once all legs have ended."""
+        """The result to report, once all legs have ended."""
         if self.error is not None:
             return self.error
         ways = sorted({each.transport for each in self.reports})
@@ -61,7 +61,7 @@ class KVSender:
         self._rank = rank
         self._peers: dict[tuple[str, ...], TransferPeer] = {}
         self._sends: dict[str, _Send] = {}
-        # Cancelled before they were opened, perhaps: that wins.
+        # Cancelled before they were opened, perhaps: the cancellation counts.
         self._cancelled: deque[str] = deque(maxlen=REMEMBERED_CANCELLED)
         # Broken, but with threads that still run; these keep the entries alive.
         self._ending: weakref.WeakSet[TransferPeer] = weakref.WeakSet()
@@ -81,13 +81,13 @@ class KVSender:
         on_done: OnDone,
         word: int | None = None,
     ) -> None:
-        """Begin a send of ``content``, to each of ``destinations``; one that was cancelled before is forgotten instead.
+        """Begin a send of ``content``, to each of ``destinations``; a send that was cancelled before is dropped.
 
-        Its blocks are pinned, unless ``word`` is given: the number of a core's word that vouches for them, used once.
+        Its blocks are pinned, unless ``word`` is given: the number of a core's word that guarantees them, used once.
 
-        ``on_done`` is called exactly once, when all of them have it or one failed, also for wrong input, with nothing
-        of the transport locked; mostly from another thread, but perhaps before a call for this send returns. What is
-        read of the send's KV from then on is not taken.
+        ``on_done`` is called exactly once, when all destinations have it or one failed, also for wrong input, without
+        locks of the transport; mostly from another thread, but perhaps before a call for this send returns. KV that is
+        read for the send after that is not accepted.
         """
         started: list[TransferPeer] = []
         with self._lock:
@@ -111,20 +111,20 @@ class KVSender:
             on_done(SendReport(0, 0))
 
     def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
-        """Offer ``blocks`` of every one of ``layers``, which are neighbours, for the receiver's slots from ``slot`` on.
+        """Offer ``blocks`` of all of ``layers``, which are adjacent, for the receiver's slots from ``slot`` on.
 
-        The KV must stay as it is until the send has ended; one that has ended takes no more.
+        The KV must not change until the send has ended; a send that has ended ignores this.
         """
         for peer, leg in self._legs(send_id):
             peer.push(leg, layers, slot, blocks)
 
     def finish(self, send_id: str, begin: int, end: int) -> None:
-        """Say that the KV of tokens ``[begin, end)`` is complete."""
+        """Declare that the KV of tokens ``[begin, end)`` is complete."""
         for peer, leg in self._legs(send_id):
             peer.finish(leg, begin, end)
 
     def cancel(self, send_id: str) -> None:
-        """End a send, also one that has not begun; once this returns, nobody takes what is read of its KV."""
+        """End a send, also one that has not begun; after this, no receiver accepts what it reads of its KV."""
         with self._lock:
             self._cancelled.append(send_id)
         for peer, leg in self._legs(send_id):
@@ -144,7 +144,7 @@ class KVSender:
         if not _LEASE.fullmatch(lease):
             return BadRequest(f"lease: {lease!r:.80} is not a valid lease", "kv_addr_info")
         if word is not None and not (is_core_word(word) and self._rank.region.has_word(word)):
-            return TransferFailed("the engine's core, which stood still, has gone on: ask it")
+            return TransferFailed("the engine's core, which was stuck, has gone on: retry through it")
         for each in destinations:
             part = each.head_slice
             inside = 0 <= part.source_offset <= self._rank.region.shape.block_bytes - part.size
@@ -159,7 +159,7 @@ class KVSender:
         return None
 
     def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:
-        """The session that a leg is opened on; one that is new is to be started once the lock is free."""
+        """The session for a leg; a new one must be started after the lock is released."""
         peer = self._peers.get(addresses)
         if peer is None or not peer.open(leg):
             peer = self._peers[addresses] = TransferPeer(addresses, self._rank, self._forget)
@@ -180,7 +180,7 @@ class KVSender:
                 del self._sends[send_id]
         if over:
             return send.on_done(send.outcome())
-        # With one receiving rank lost the rest is of no use.
+        # If one receiving rank is lost, the rest is not needed.
         for peer, leg in send.legs if failed_first else ():
             peer.cancel(leg)
         return None

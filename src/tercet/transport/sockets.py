@@ -1,4 +1,4 @@
-"""What both ends do to their sockets: addresses, options, waiting, and small frames written at once."""
+"""Socket operations of both ends: addresses, options, waiting, and small frames written at once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tercet.protocol import BadRequest, EngineError
 from tercet.transport.vectors import Vector
 
 UNIX, TCP = "unix-abstract:", "tcp://"
-# Between processes of one machine: what is under way then stays in the processor's caches, and no link has to be kept
-# full. Left alone, the kernel lets it grow to megabytes.
+# Between processes of one machine: data in flight then stays in the processor's caches, and no link has to be kept
+# full. By default, the kernel lets it grow to megabytes.
 LOCAL_BUFFER_BYTES = 256 * 1024
-# A peer that lost its power says nothing: after about a minute of silence the kernel asks, and gives up.
+# A peer that lost its power sends nothing: after about a minute of silence the kernel probes, and gives up.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
 BACKLOG = 128
 _UNIX_NAME = re.compile(UNIX + "tercet-kv-[0-9a-f]{32}")
@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of ``tcp://host:port``; raises :class:`~tercet.protocol.BadRequest` if it is none."""
+    """Host and port of ``tcp://host:port``; raises :class:`~tercet.protocol.BadRequest` for another form."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
     if not address.startswith(TCP) or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise BadRequest(f"addresses: {address!r} is not tcp://host:port", "kv_addr_info")
@@ -47,7 +47,7 @@ def is_address(text: str) -> bool:
 
 
 def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
-    """Listen on the first free one of ``ports``, on any if there are none; returns also the address.
+    """Listen on the first free one of ``ports``, on any if there are none; also returns the address.
 
     Raises :class:`~tercet.protocol.EngineError` naming the setting that is wrong.
     """
@@ -59,7 +59,7 @@ def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 continue
             reason = error.strerror or str(error)
-            raise EngineError(f"hosts: {host} is no address of this machine to listen on: {reason}") from error
+            raise EngineError(f"hosts: {host} is not an address of this machine to listen on: {reason}") from error
         named, port = listener.getsockname()[:2]
         return listener, f"{TCP}[{named}]:{port}" if ":" in named else f"{TCP}{named}:{port}"
     tried = f"{ports[0]} to {ports[-1]}" if ports else "those that the system chooses from"
@@ -67,7 +67,7 @@ def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """Listen on a new Unix socket, which processes of this network namespace can find; returns also its address."""
+    """Listen on a new Unix socket, which processes of this network namespace can find; also returns its address."""
     name = f"tercet-kv-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -93,7 +93,7 @@ def connect_unix(address: str, seconds: float) -> socket.socket:
 
 
 def require_own_user(sock: socket.socket) -> None:
-    """Raise ``PermissionError`` unless this user's process made the other end of a Unix socket."""
+    """Raise ``PermissionError`` unless a process of this user made the other end of a Unix socket."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(found)
     if user != os.geteuid():
@@ -101,9 +101,9 @@ def require_own_user(sock: socket.socket) -> None:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames go out at once, and a peer that vanished is noticed.
+    """Send small frames at once, and detect a peer that vanished.
 
-    Buffer sizes are left to the kernel, except where both ends are on this machine.
+    Buffer sizes are left to the kernel, unless both ends are on this machine.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -121,9 +121,9 @@ def tune(sock: socket.socket) -> None:
 
 
 def wait_in_calls(sock: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """From now on calls wait in the kernel, which is faster than to be told when to call again.
+    """Make calls wait in the kernel, which is faster than polling for the time to call again.
 
-    One that got nowhere for so long raises ``BlockingIOError``, not Python's ``TimeoutError``.
+    A call without progress for the given time raises ``BlockingIOError``, not Python's ``TimeoutError``.
     """
     sock.setblocking(True)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_seconds))
@@ -131,12 +131,12 @@ def wait_in_calls(sock: socket.socket, send_seconds: float, receive_seconds: flo
 
 
 def _timeval(seconds: float) -> bytes:
-    whole, rest = divmod(max(1, round(seconds * 1_000_000)), 1_000_000)  # 0 would be for ever
+    whole, rest = divmod(max(1, round(seconds * 1_000_000)), 1_000_000)  # 0 would mean for ever
     return struct.pack("ll", whole, rest)
 
 
 def send_all(sock: socket.socket, data: Vector) -> None:
-    """Send it from where it is. Raises ``TimeoutError`` when nothing went for as long as the socket waits."""
+    """Send all bytes in place. Raises ``TimeoutError`` when nothing was sent within the socket's timeout."""
     while data.left:
         sent = data.send(sock)
         if sent is None:
@@ -145,7 +145,7 @@ def send_all(sock: socket.socket, data: Vector) -> None:
 
 
 def shut(sock: socket.socket) -> None:
-    """End a connection both ways, so that whoever waits on it wakes up."""
+    """End a connection in both directions, so that a thread that waits on it wakes up."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -153,10 +153,10 @@ def shut(sock: socket.socket) -> None:
 
 
 class Post:
-    """Small frames on one connection, written at once by whichever thread has them.
+    """Small frames on one connection, written at once by the thread that has them.
 
     A thread that only wrote what others queue would have to wake up first, which takes longer than to write. When the
-    connection takes no more, what is left waits for :meth:`deliver`. Frames go out whole and in order; :meth:`send`
+    connection accepts no more, the rest waits for :meth:`deliver`. Frames are sent whole and in order; :meth:`send`
     never waits for the peer. Thread-safe.
 
     Nothing is written once :meth:`close` has returned, so that the socket may be closed then.
@@ -166,15 +166,15 @@ class Post:
         self._sock = sock
         sock.settimeout(None)  # with a timeout Python waits for room before it asks the kernel not to wait
         self._changed = threading.Condition()
-        # What the connection did not take, and so must come before everything else.
+        # The part that the connection did not accept, which must be sent before everything else.
         self._rest = bytearray()
         self._closed = False
 
     def send(self, data: bytes) -> None:
-        """Write what goes at once; raises ``OSError`` when the connection has ended."""
+        """Write what the connection accepts at once; raises ``OSError`` when the connection has ended."""
         with self._changed:
             if self._closed:
-                raise ConnectionAbortedError("the connection is over")
+                raise ConnectionAbortedError("the connection has ended")
             if not self._rest:
                 data = data[self._write(data) :]
             if data:
@@ -182,10 +182,10 @@ class Post:
                 self._changed.notify()
 
     def deliver(self, timeout: float, moved_at: Callable[[], float]) -> None:
-        """Write what is left over, until :meth:`close`.
+        """Write the rest, until :meth:`close`.
 
-        Raises ``OSError`` when the connection has ended, ``TimeoutError`` when it took nothing for ``timeout`` seconds
-        and nothing else moved either: ``moved_at`` says when something did last, in monotonic time.
+        Raises ``OSError`` when the connection has ended, ``TimeoutError`` when it accepted nothing for ``timeout``
+        seconds and nothing else moved either: ``moved_at`` returns when something moved last, in monotonic time.
         """
         room = select.poll()
         room.register(self._sock, select.POLLOUT)
@@ -201,7 +201,7 @@ class Post:
                 del self._rest[: self._write(self._rest)]
 
     def _has_rest(self) -> bool:
-        """Wait until there is some; whether there is, or all is over."""
+        """Wait for a rest; returns whether there is one, or this was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._rest or self._closed)
             return not self._closed
@@ -213,7 +213,7 @@ class Post:
             return 0
 
     def close(self) -> None:
-        """:meth:`deliver` returns; what is left over stays unsent."""
+        """Make :meth:`deliver` return; the rest stays unsent."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -9,10 +9,10 @@ Ranges = list[tuple[int, int]]
 
 
 class Validity:
-    """What is valid of a lease's KV in each of ``num_planes`` planes, and how far that goes from ``begin`` on: ``end``.
+    """The valid ranges of a lease's KV in each of ``num_planes`` planes, and their reach from ``begin``: ``end``.
 
-    Senders that split heads differently cut blocks into other numbers of parts; what came in parts of one number is not
-    joined with what came in those of another.
+    Senders that split heads differently cut blocks into different numbers of parts; parts of different numbers are not
+    combined.
     """
 
     def __init__(self, begin: int, num_planes: int) -> None:
@@ -23,7 +23,7 @@ class Validity:
         self._of: dict[int, dict[int, dict[int, Ranges]]] = {}
 
     def add(self, part: int, parts: int, planes: Iterable[int], pieces: Ranges) -> None:
-        """Some token ranges are valid in one part of the blocks of some planes."""
+        """Add token ranges that are valid in one part of the blocks of some planes."""
         valid = self._of.setdefault(parts, {}).setdefault(part, {})
         for plane in planes:
             for piece in pieces:
@@ -31,11 +31,11 @@ class Validity:
         self._settle()
 
     def remove(self, part: int, parts: int, planes: range, gone: tuple[int, int]) -> None:
-        """A token range is overwritten in one part of the blocks of some planes, whatever parts they were filled in."""
+        """Remove a token range that is overwritten in one part of some planes' blocks, in all its parts."""
         changed = False
         for other, by_part in self._of.items():
             for number, valid in by_part.items():
-                # As fractions of a block: the parts may be cut in another way.
+                # As fractions of a block: the parts may be cut differently.
                 if number * parts < (part + 1) * other and part * other < (number + 1) * parts:
                     for plane in planes:
                         ranges = valid.get(plane)
@@ -71,7 +71,7 @@ def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
 
 
 def _without(ranges: Ranges, gone: tuple[int, int]) -> Ranges:
-    """Take a range out of disjoint sorted ones."""
+    """Remove a range from disjoint sorted ones."""
     begin, end = gone
     pieces = [piece for low, high in ranges for piece in ((low, min(high, begin)), (max(low, end), high))]
     return [(low, high) for low, high in pieces if low < high]

@@ -1,4 +1,4 @@
-"""Bytes that lie apart in memory, for one system call: the kernel's I/O vectors.
+"""Separate pieces of memory for one system call: the kernel's I/O vectors.
 
 Python's ``sendmsg`` and ``recvmsg_into`` take a list of buffers and look at each one, which for thousands of small
 blocks takes longer than moving them. A :class:`Vector` is an array of addresses and lengths: the kernel takes it as is.
@@ -37,19 +37,19 @@ class _Message(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Both let other threads run meanwhile.
+# Both let other threads run in the meantime.
 _sendmsg, _recvmsg = _libc.sendmsg, _libc.recvmsg
 for _call in (_sendmsg, _recvmsg):
     _call.argtypes, _call.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int], ctypes.c_ssize_t
 
 
 def address_of(buffer: Buffer) -> int:
-    """Where a buffer, which is not empty, begins; good for as long as it lives and keeps its size."""
+    """Address of a buffer that is not empty; valid as long as it lives and keeps its size."""
     return np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
 
 
 class Vector:
-    """Places to be sent from, or filled, in order; ``nbytes`` together. ``owners`` are kept: theirs is the memory.
+    """Places to send from, or to fill, in order; ``nbytes`` together. ``owners`` keep the memory alive.
 
     ``left`` is the number of bytes still to be sent or filled.
     """
@@ -64,22 +64,22 @@ class Vector:
         self.left = nbytes
 
     def send(self, connection: socket.socket) -> int | None:
-        """Send some; the number of bytes, or ``None`` if nothing goes within ``SO_SNDTIMEO``. Raises ``OSError``."""
+        """Send some bytes; returns their number, or ``None`` after ``SO_SNDTIMEO``. Raises ``OSError``."""
         return self._move(_sendmsg, connection, socket.MSG_NOSIGNAL)
 
     def receive(self, connection: socket.socket) -> int | None:
-        """Fill what goes into one call; less only if the connection's ``SO_RCVTIMEO`` passes with waiting for it.
+        """Fill from one call, which waits for all bytes; it returns less only after ``SO_RCVTIMEO``.
 
-        The number of bytes, 0 at the end of the stream, ``None`` if nothing came. Raises ``OSError``.
+        Returns the number of bytes, 0 at the end of the stream, ``None`` if nothing came. Raises ``OSError``.
         """
         return self._move(_recvmsg, connection, socket.MSG_WAITALL)
 
     def advance(self, count: int) -> None:
-        """``count`` bytes have been sent or filled."""
+        """Skip ``count`` bytes that were sent or filled."""
         self.left -= count
         if not self.left:
             return
-        if self._ends is None:  # most vectors go in one call
+        if self._ends is None:  # most vectors need one call only
             self._ends = self._places[:, 1].cumsum()
         done = self._total - self.left
         first = self._first = int(self._ends.searchsorted(done, side="right"))
@@ -103,7 +103,7 @@ class Vector:
 
 
 def nowhere(nbytes: int, scratch: memoryview) -> Vector:
-    """Room for ``nbytes`` that nobody wants: the same few bytes, over and over."""
+    """Room for ``nbytes`` to be discarded: the same few bytes, over and over."""
     whole, rest = divmod(nbytes, scratch.nbytes)
     lengths = [scratch.nbytes] * whole + [rest] * (rest > 0)
     return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch, nbytes)

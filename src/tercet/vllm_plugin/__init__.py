@@ -1,4 +1,4 @@
-"""Everything that touches vLLM's internals, in one room: :mod:`.hooks` lists each reach into them and checks it.
+"""Everything that depends on vLLM's internals, in one package: :mod:`.hooks` lists and checks each dependency.
 
 vLLM loads three modules here by name, through flags and entry points:
 

@@ -1,11 +1,10 @@
 """``TercetConnector``: vLLM's KV connector interface, mapped onto the scheduler's and the worker's half.
 
 vLLM loads it by ``--kv-transfer-config`` (``kv_connector_module_path``), once in the scheduler's process and once in
-each worker. It relies on: ``on_new_request`` being called before a request is first scheduled;
-``build_connector_meta`` before ``num_computed_tokens`` moves; ``take_events`` when a step's outputs are counted, before
-anybody gets them; ``save_kv_layer`` once per layer and step, after that
-layer's attention, in steps that do not run as one CUDA graph; ``wait_for_save`` after the last layer of any step, with
-the stream that computes it still the current one.
+each worker. It relies on: ``on_new_request`` being called before a request is first scheduled; ``build_connector_meta``
+before ``num_computed_tokens`` moves; ``take_events`` when a step's outputs are counted, before any client gets them;
+``save_kv_layer`` once per layer and step, after that layer's attention, in steps that do not run as one CUDA graph;
+``wait_for_save`` after the last layer of any step, with the stream that computes it still the current one.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class TercetConnector(KVConnectorBase_V1, SupportsHMA):
-    """One engine's connector, in either role; workers alone have a worker's half."""
+    """One engine's connector, in either role; only workers have a worker's half."""
 
     _worker: WorkerSide
 
@@ -66,7 +65,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             if vllm_config.lora_config is not None and current_platform.is_cpu():
                 leave_the_base_model_alone()
             self._worker = WorkerSide(engine_rank(), self.settings)
-            # Then a layer's hook runs once for each part of a batch, and only the last of them means that it is done.
+            # Then a layer's hook runs once for each part of a batch, and only the last call means that the layer is
+            # done.
             self._in_parts = vllm_config.parallel_config.use_ubatching
 
     # ---- worker ----------------------------------------------------------------------------------------------
@@ -98,23 +98,23 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """All layers are; nothing waits here, since blocks stay pinned until they are acknowledged."""
+        """All layers are complete; nothing waits here, since blocks stay pinned until they are acknowledged."""
         self._worker.end_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing is loaded: peers write straight into reserved blocks."""
+        """Nothing is loaded: peers write directly into reserved blocks."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See :meth:`start_load_kv`."""
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """It does not: others have mapped the cache. vLLM asks from 0.33 on, before it loads anything."""
+        """False: other processes have mapped the cache. vLLM calls this from 0.33 on, before it loads anything."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """They do not run inside a full CUDA graph; what one has computed is told at its step's end."""
+        """False: layer hooks do not run inside a full CUDA graph; its KV is announced at the end of the step."""
         return False
 
     # ---- scheduler -------------------------------------------------------------------------------------------
@@ -122,11 +122,11 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The workers' endpoints, by stage and tensor-parallel rank; called once, when all caches are registered."""
+        """Store the workers' endpoints, by stage and tensor-parallel rank; called once, when caches are registered."""
         self.handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
 
     def attach(self, scheduler: Scheduler) -> SchedulerSide:
-        """What is held for others at the scheduler, of which the first call takes hold."""
+        """The scheduler's half, which the first call attaches."""
         if self._scheduler is None:
             if not self.handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
@@ -136,23 +136,23 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def on_new_request(self, request: VLLMRequest) -> None:
-        """A request arrived; of ours are those that bear this engine's token."""
+        """A request arrived; those that bear this engine's token belong to Tercet."""
         params = params_of(request.kv_transfer_params, self.token)
         if params is not None and self._scheduler is not None:
             self._scheduler.begin(request, params)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """A step's orders for the workers."""
+        """Return a step's orders for the workers."""
         return StepMetadata() if self._scheduler is None else self._scheduler.plan(scheduler_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """A step is over, and no client has its tokens yet. There are no events of ours."""
+        """A step has ended, and no client has its tokens yet. Tercet adds no events."""
         if self._scheduler is not None:
             self._scheduler.stepped()
         return ()
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are freed by vLLM as usual."""
+        """vLLM frees the blocks as usual."""
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         return False, None
@@ -164,16 +164,16 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing is fetched: what a peer pushed is attached to the request when it arrives.
+        """Nothing is fetched: KV that a peer pushed is attached to the request when it arrives.
 
-        ``None`` for a request that has to wait for its turn; vLLM asks again in the next step.
+        ``None`` for a request that has to wait for its turn; vLLM calls again in the next step.
         """
         if self._scheduler is not None and self._scheduler.queue.holds_back(request):
             return None, False
         return 0, False
 
     def update_state_after_alloc(self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Nothing to note."""
+        """Nothing to record."""
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[Any]]
-# A caller that leaves an event unread for so long, with all buffers full, has its sequence ended.
+# The sequence of a caller that does not read an event for this time, with all buffers full, is ended.
 UNREAD_SECONDS = 60.0
 
 
 async def _admit(request: Request) -> None:
-    """Raises ``Unauthorized`` for a stranger's call, ``Conflict`` for one that is meant for the engine of before."""
+    """Raise ``Unauthorized`` for a call of a non-member, ``Conflict`` for one to an earlier incarnation."""
     callers: Callers = request.app.state.tercet_callers
     if not callers:
         require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
@@ -86,13 +86,13 @@ class TercetEndpoints:
         app.include_router(router)
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
-        # Within vLLM's own layers, so that its API key has been asked for before.
+        # Inside vLLM's layers, so that its API key has been checked before.
         app.add_middleware(PrefillerHeader, allowed=lambda: app.state.tercet_prefillers)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
         if engine_client is None:
-            raise EngineError("Tercet's endpoints need an engine behind them, and this server has none")
+            raise EngineError("Tercet's endpoints need an engine, and this server has none")
         settings = _settings(engine_client.vllm_config)
         secret = settings.fleet_secret
         state.tercet_stop_grace = settings.stop_grace
@@ -110,7 +110,7 @@ class TercetEndpoints:
 
 
 def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
-    """How this engine asks others: as they are asked themselves, by TLS if it is served by TLS."""
+    """How this engine calls others: by TLS if it is served by TLS itself."""
 
     async def ours() -> str:
         return verbs.fingerprint
@@ -121,14 +121,14 @@ def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespac
 
 
 def _settings(config: VllmConfig) -> PluginSettings:
-    """As the engine's other processes have them. That the connector is missing is said later."""
+    """The settings that the engine's other processes have. A missing connector is reported later."""
     transfer = config.kv_transfer_config
     return parse_settings(transfer.kv_connector_extra_config if transfer is not None else {})
 
 
 @asynccontextmanager
 async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerator[Any]:
-    """vLLM's own ``lifespan`` of the server; from its beginning on SIGTERM empties the engine first."""
+    """Wrap vLLM's ``lifespan`` of the server: while it runs, SIGTERM empties the engine first."""
     async with lifespan(app) as state:
         verbs: EngineVerbs = app.state.tercet
         grace: float = app.state.tercet_stop_grace
@@ -160,7 +160,7 @@ def _verbs(request: Request) -> EngineVerbs:
 
 
 async def _call(request: Request, kind: type[T]) -> T:
-    """The call in a body, of which no more is kept than an engine takes."""
+    """Read and decode a call, with a limit on its body's size."""
     most: int = request.app.state.tercet_max_request_bytes
     taker = "this engine (max_request_bytes in kv_connector_extra_config)"
     body = await read_whole(request.receive, request.headers.get("content-length", ""), most, taker)
@@ -176,7 +176,7 @@ def _body(kind: type) -> dict[str, Any]:
 
 
 def _inlined_schema(kind: type) -> dict[str, Any]:
-    """A schema with its definitions where it refers to them, since FastAPI collects only its own components."""
+    """A schema with its definitions inlined, since FastAPI collects only its own components."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def expand(node: Any) -> Any:
@@ -190,7 +190,7 @@ def _inlined_schema(kind: type) -> dict[str, Any]:
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; cancel it when the client goes away, so that it gives back what it took."""
+    """Run ``work``; cancel it when the client disconnects, so that it releases what it took."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -218,7 +218,7 @@ async def prep_recv(request: Request) -> Response:
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
 async def remote_send(request: Request) -> Response:
-    """Have the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
+    """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
     with logged_call("remote_send", call, request.headers):
         return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
@@ -234,7 +234,7 @@ async def start_generate(request: Request) -> Response:
     outputs = _verbs(request).start_generate(call)
     if not call.stream:
         return _json(await _unless_disconnected(request, _collect(outputs)))
-    # The first output is awaited before the status line goes out, so that bad input is still a 4xx.
+    # Await the first output before sending the status line, so that invalid input is still a 4xx.
     first = await _unless_disconnected(request, anext(outputs))
     return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
 
@@ -249,33 +249,33 @@ async def connect(request: Request) -> Response:
 
 @router.post("/abort", openapi_extra=_body(AbortCall))
 async def abort(request: Request) -> Response:
-    """End whatever this engine does for a sequence; unknown ids are fine."""
+    """End everything that this engine does for a sequence; unknown ids are ignored."""
     call = await _call(request, AbortCall)
     return _json({"aborted": await _verbs(request).abort(call.seq_id)})
 
 
 @router.post("/release", openapi_extra=_body(ReleaseCall))
 async def release(request: Request) -> Response:
-    """End a lease; what arrived under it stays behind as prefix cache."""
+    """End a lease; KV that arrived under it stays as prefix cache."""
     call = await _call(request, ReleaseCall)
     return _json(ReleaseAnswer(valid_end=await _verbs(request).release(call.lease)))
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """This engine's load, and what it holds for others."""
+    """This engine's load, and its holdings for others."""
     return _json(await _verbs(request).status())
 
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
-    """What this engine generates now: id, tokens, blocks, whether it runs, age, and whose it is."""
+    """Sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and front door."""
     return _json(await _verbs(request).sequences())
 
 
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
 async def propose_move(request: Request, seq_id: str) -> Response:
-    """Pass on, to the front door that runs a sequence, that another engine should go on with it."""
+    """Pass a proposal to move a sequence on to the front door that runs it."""
     call = await _call(request, MoveCall)
     _verbs(request).propose_move(seq_id, call)
     return _json({"accepted": True}, 202)
@@ -296,24 +296,24 @@ async def load_adapter(request: Request) -> Response:
 
 @router.put("/adapters/{name:path}", openapi_extra=_body(ReplaceAdapterCall))
 async def replace_adapter(request: Request, name: str) -> Response:
-    """Have the name of a LoRA adapter stand for what is at this path now, unless requests use it."""
+    """Use the name of a LoRA adapter for the files at this path from now on, unless requests use it."""
     call = await _call(request, ReplaceAdapterCall)
     return _json(await _verbs(request).adapters.replace(name, call.path))
 
 
 @router.delete("/adapters/{name:path}")
 async def unload_adapter(request: Request, name: str) -> Response:
-    """Take no more requests for a LoRA adapter; what runs with it goes on."""
+    """Accept no more requests for a LoRA adapter; running requests continue."""
     await _verbs(request).adapters.unload(name)
     return _json({"unloaded": True})
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:
-    """Events of outputs. The sequence of a caller that reads nothing for :data:`UNREAD_SECONDS` is ended."""
+    """Events of outputs. The sequence of a caller that does not read for :data:`UNREAD_SECONDS` is ended."""
     encoder = msgspec.json.Encoder()
     loop, closing = asyncio.get_running_loop(), list[asyncio.Future[None]]()
 
-    def give_up() -> None:  # while the caller has the event, nobody runs ``rest``
+    def give_up() -> None:  # while the caller has the event, ``rest`` does not run
         closing.append(asyncio.ensure_future(rest.aclose()))
 
     output: Output | None = first
@@ -335,7 +335,7 @@ async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGen
 
 
 async def _collect(outputs: AsyncGenerator[Output, None]) -> Output:
-    """All outputs as one."""
+    """Collect all outputs into one."""
     collected = [output async for output in outputs]
     if not collected:
         raise UnknownSequence("the sequence was aborted before its first token", "seq_id")

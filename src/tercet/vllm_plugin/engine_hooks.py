@@ -1,4 +1,4 @@
-"""The engine side's part of the registry: what runs inside a vLLM server."""
+"""The engine side of the registry: hooks of a vLLM server."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ENGINE_HOOKS = (
     Hook(
         name="KV connector",
         what="TercetConnector implements KVConnectorBase_V1 in the scheduler's process and in each worker",
-        why="Requests are met before they are scheduled, steps are planned before vLLM counts them as computed, and "
-        "layers are told of as soon as their attention has run",
+        why="Requests are seen before they are scheduled, steps are planned before vLLM counts them as computed, and "
+        "layers are reported as soon as their attention has run",
         until="the interface is declared stable",
         relies_on=(
             Has(f"{CONNECTOR}:KVConnectorBase_V1", "register_kv_caches", "get_handshake_metadata", "wait_for_save"),
@@ -54,9 +54,9 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="pipeline stages",
-        what="Workers tell one another which layers they hold, and the core gets what each says of itself by stage",
-        why="A worker's KV cache config has its own layers only, and KV goes from stage to stage by the whole model's",
-        until="a KV connector is told all stages' layers",
+        what="Workers tell one another which layers they hold, and the core gets each one's description by stage",
+        why="A worker's KV cache config has its own layers only, and KV is sent between stages by the whole model's",
+        until="a KV connector gets all stages' layers",
         relies_on=(
             Takes(f"{CONNECTOR}:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", "metadata"),
             Says(CORE, "set_xfer_handshake_metadata_pp_aware(content)"),
@@ -80,7 +80,7 @@ ENGINE_HOOKS = (
         name="core methods",
         what="EngineCore gets methods that the API server calls as utility calls, on the core's thread",
         why="Blocks are reserved and given back between two engine steps, so nothing races with scheduling",
-        until="a KV connector may serve calls of its own",
+        until="a KV connector may serve its own calls",
         replaces=("EngineCore.tercet_*",),
         relies_on=(
             Says("vllm.v1.engine.core:EngineCoreProc._handle_client_request", "getattr(self, method_name)"),
@@ -120,7 +120,7 @@ ENGINE_HOOKS = (
             Says(f"{SCHEDULER}.schedule", "request_queue = self.kv_holding_waiting"),
             Takes(f"{SCHEDULER}._holds_kv_blocks"),
             Says(f"{SCHEDULER}.__init__", "self.kv_holding_waiting", "self.needs_kv_cache_zeroing"),
-            # Blocks come free once no step that is under way writes into them: peers do not wait for streams.
+            # Blocks become free once no running step writes into them: peers do not wait for streams.
             Says(f"{SCHEDULER}.__init__", "kv_transfer_config.is_kv_consumer", "self.defer_block_free = True"),
             Says(f"{SCHEDULER}._free_request_blocks", "self.deferred_frees.append("),
             Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens", "self.num_lookahead_tokens"),
@@ -144,7 +144,7 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="sends",
-        what="Blocks of a request that sends its KV are pinned beside the request",
+        what="Blocks of a request that sends its KV are pinned in addition to the request's own reference",
         why="The request may finish, or be preempted, before its last byte has left",
         until="a KV connector may hold blocks of running requests one by one",
         relies_on=(
@@ -158,9 +158,9 @@ ENGINE_HOOKS = (
         name="published block tables",
         what="The block tables of running sequences are published with each step, and revoked whenever the block pool "
         "hands blocks out",
-        why="KV of sequences stays readable while the core stands still, and nobody takes it for KV any more once its "
-        "blocks may be rewritten: vLLM writes into no block that a request held and the pool has not handed out since",
-        until="a KV connector is told before the blocks of a request are given to another one",
+        why="KV of sequences stays readable while the core is stuck, and is not accepted any more once its "
+        "blocks may be rewritten: vLLM writes into no block that a request held and the pool has not allocated since",
+        until="a KV connector is notified before the blocks of a request are given to another one",
         replaces=("BlockPool.get_new_blocks",),
         relies_on=(
             Takes(f"{POOL}.get_new_blocks", "num_blocks"),
@@ -175,7 +175,7 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="resumed requests",
-        what="A request starts with output tokens of another engine, and its grammar behind them",
+        what="A request starts with output tokens of another engine, and its grammar after them",
         why="A sequence that moves keeps its max_tokens, penalties, stop conditions and structure",
         until="a request may be added with output",
         relies_on=(
@@ -218,7 +218,7 @@ ENGINE_HOOKS = (
     Hook(
         name="queue readers",
         what="On a CPU readers of vLLM's shared-memory queues sleep as soon as there is nothing to read",
-        why="Looking again and again takes the cores that compute",
+        why="Polling occupies the cores that compute",
         until="vLLM sleeps at once on a CPU, or has an option for it",
         replaces=("SpinCondition.__init__", "SpinCondition.wait"),
         relies_on=(
@@ -232,7 +232,7 @@ ENGINE_HOOKS = (
         name="load",
         what="The API server's process listens to the statistics that come with each step's outputs",
         why="Load is reported with each step, with no question to the engine's core",
-        until="AsyncLLM tells its scheduler's statistics to whoever asks",
+        until="AsyncLLM passes its scheduler's statistics to plugins",
         replaces=("OutputProcessor.update_scheduler_stats",),
         relies_on=(
             Takes(f"{OUTPUTS}:OutputProcessor.update_scheduler_stats", "scheduler_stats"),
@@ -259,7 +259,7 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="sequences",
-        what="The scheduler's requests are looked at, and known by the beginning of their ids",
+        what="The scheduler's requests are read, and identified by the beginning of their ids",
         why="An engine reports what it generates, with the blocks that each sequence holds",
         until="vLLM reports its requests one by one",
         relies_on=(
@@ -275,8 +275,8 @@ ENGINE_HOOKS = (
     Hook(
         name="prefilled requests",
         what="A request of the engine's own API that names engines to prefill waits, before it is given to the core, "
-        "until its KV has come, and then decodes on it",
-        why="Behind a gateway no router calls start_generate, and all that vLLM's API can do stays vLLM's",
+        "until its KV has arrived, and then decodes with it",
+        why="Behind a gateway no router calls start_generate, and all features of vLLM's API stay vLLM's",
         until="a KV connector may hold a request back and name its blocks",
         replaces=("AsyncMPClient.add_request_async",),
         relies_on=(
@@ -306,10 +306,10 @@ ENGINE_HOOKS = (
     Hook(
         name="adapters",
         what="Adapters are found, loaded and unloaded where vLLM's own API has them, one that is loaded in place gets "
-        "a number of its own, and a lease's request names one",
-        why="KV of an adapter has the same names whoever computes it, no request goes on with other weights, and who "
-        "uses which one is reported",
-        until="an engine's adapters are known beside its OpenAI layer",
+        "a new number, and a lease's request names one",
+        why="KV of an adapter has the same names on every engine, no request continues with other weights, and the "
+        "adapters in use are reported",
+        until="an engine's adapters are known outside of its OpenAI layer",
         replaces=("AsyncLLM.add_lora", "OpenAIServingModels.load_lora_adapter"),
         relies_on=(
             Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]"),
@@ -340,7 +340,7 @@ ENGINE_HOOKS = (
         name="images",
         what="Images come as tensors that a front door's processor has made; a lease's request names them",
         why="Placeholder tokens of all images are the same, and KV of them is not",
-        until="AsyncLLM takes processed features beside token ids by a stable interface",
+        until="AsyncLLM accepts processed features together with token ids by a stable interface",
         relies_on=(
             Takes(
                 "vllm.inputs:mm_input", "prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders", "cache_salt"
@@ -355,10 +355,10 @@ ENGINE_HOOKS = (
         ),
     ),
     Hook(
-        name="base model beside adapters",
+        name="base model with adapters",
         what="On a CPU rows without an adapter get zeros from the first of LoRA's two products, and give zeros to the "
         "second one of embeddings",
-        why="vLLM marks them by -1, which its operators for CPUs take for the last adapter: wrong tokens, wrong KV",
+        why="vLLM marks them by -1, which its operators for CPUs interpret as the last adapter: wrong tokens, wrong KV",
         until="vLLM's operators for CPUs leave such rows alone",
         replaces=(
             "lora_ops.bgmv_shrink",
@@ -378,7 +378,7 @@ ENGINE_HOOKS = (
         name="first uses",
         what="An engine samples, ranks log probabilities and generates by a grammar before it serves; then its "
         "choice of a grammar's backend is taken back",
-        why="The first of each stops API server, core and workers for seconds, as if they were stuck",
+        why="The first of each blocks API server, core and workers for seconds, as if they were stuck",
         until="vLLM loads and compiles what sampling and structured output need when it starts",
         relies_on=(
             Says(f"{CORE}.__init__", "self.structured_output_manager = "),
@@ -389,9 +389,9 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="start checks",
-        what="What Tercet refuses is checked where vLLM makes an engine's arguments of a server's flags, and where it "
-        "makes a config of these",
-        why="An engine that cannot serve the verbs says so at once, and not when its weights are loaded",
+        what="What Tercet refuses is checked where vLLM makes an engine's arguments from a server's flags, and where "
+        "it makes a config from these",
+        why="An engine that cannot serve the verbs reports it at once, and not when its weights are loaded",
         until="vLLM asks its plugins before it starts an engine",
         replaces=("EngineArgs.from_cli_args", "EngineArgs.create_engine_config"),
         relies_on=(
@@ -404,7 +404,7 @@ ENGINE_HOOKS = (
         name="SIGTERM",
         what="The API server's handler of SIGTERM is replaced as its server starts up; vLLM's own runs, by SIGINT, "
         "when the engine is empty",
-        why="What runs here goes on at other engines before this one stops",
+        why="Running sequences continue on other engines before this one stops",
         until="vLLM asks its plugins before it stops",
         relies_on=(
             Says(
@@ -423,7 +423,7 @@ ENGINE_HOOKS = (
         name="KV events",
         what="The endpoints of vLLM's publisher are read from its sockets, and events between steps are published",
         why="The system chooses the ports, and KV that arrives at an idle engine belongs to no step",
-        until="the publisher tells where it listens",
+        until="the publisher reports its addresses",
         relies_on=(
             Says("vllm.distributed.kv_events:ZmqEventPublisher", "self._replay", "self._pub"),
             Takes("vllm.distributed.kv_events:ZmqEventPublisher.publish", "events"),
@@ -434,7 +434,7 @@ ENGINE_HOOKS = (
     Hook(
         name="grammars' time",
         what="A request whose grammar takes too long to compile ends",
-        why="It would wait for its grammar without an end",
+        why="It would wait for its grammar for ever",
         until="vLLM bounds the time of a compilation",
         replaces=("StructuredOutputManager.grammar_init",),
         relies_on=(
@@ -444,9 +444,9 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="KV event requests",
-        what="vLLM's publisher of KV events takes short messages only",
-        why="Its replay port takes any from anybody, and logs those that it does not understand",
-        until="the publisher bounds what it takes",
+        what="vLLM's publisher of KV events accepts short messages only",
+        why="Its replay port accepts any message from any client, and logs invalid ones whole",
+        until="the publisher limits message sizes",
         replaces=("ZmqEventPublisher._socket_setup",),
         relies_on=(
             Says(
@@ -457,8 +457,8 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="KV layout",
-        what="How CPU kernels lay keys and values in a block is asked of the kernel that writes them",
-        why="KV of one engine has a meaning in another only in the same arrangement, or one that can be converted",
+        what="The kernel that writes blocks is tested for the arrangement of keys and values in them",
+        why="KV of one engine is valid in another only in the same arrangement, or in one that can be converted",
         until="the attention backend describes its layout",
         relies_on=(
             Takes(f"{CPU_ATTENTION}:_get_attn_isa", "dtype", "block_size"),

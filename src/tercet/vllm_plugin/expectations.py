@@ -1,7 +1,7 @@
-"""What can be expected of code that is not ours, each tried by looking at the code itself: nothing is called.
+"""Expectations on third-party code, each tested by reading the code: nothing is called.
 
-A ``target`` is ``"package.module:Name"`` or ``"package.module:Class.method"``. An expectation's ``unmet()`` is empty
-where it holds, and otherwise says what is missing, in words for whoever installed the wrong version.
+A ``target`` is ``"package.module:Name"`` or ``"package.module:Class.method"``. An expectation's ``unmet()`` is empty if
+it is met, and otherwise tells what is missing, in words for the person who installed the wrong version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Expectation(Protocol):
-    """Something that holds for the code that is installed, or does not."""
+    """A condition that the installed code meets, or does not."""
 
     def unmet(self) -> str:
         """What is missing; empty if nothing is."""
@@ -21,7 +21,7 @@ class Expectation(Protocol):
 
 
 def resolve(target: str) -> Any:
-    """What a target names; raises ``ImportError`` or ``AttributeError`` where there is no such thing."""
+    """Return what a target names; raises ``ImportError`` or ``AttributeError`` if it does not exist."""
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -40,11 +40,11 @@ class _Targeted:
         """See :class:`Expectation`."""
         try:
             found = resolve(self.target)
-        except Exception as error:  # importing a version that is not known may fail in any way
+        except Exception as error:  # importing an unknown version may fail in any way
             return f"{self.target} is not there ({type(error).__name__}: {error})"
         try:
             return self._missing_in(found)
-        except Exception as error:  # such as a class where a function was, or code without a source
+        except Exception as error:  # such as a class instead of a function, or code without a source
             return f"{self.target} cannot be checked ({type(error).__name__}: {error})"
 
     def _missing_in(self, found: Any) -> str:
@@ -61,7 +61,7 @@ class Has(_Targeted):
 
 
 class Takes(_Targeted):
-    """A function has parameters of these ``names``; without any, it is something that can be called."""
+    """A function has parameters of these ``names``; without names, it only must be callable."""
 
     def _missing_in(self, found: Any) -> str:
         if not callable(found):
@@ -72,7 +72,7 @@ class Takes(_Targeted):
 
 
 class Says(_Targeted):
-    """A function's or class's source has these pieces of code, in this order; spaces and line breaks do not count."""
+    """A function's or class's source has these pieces of code, in this order; white space does not count."""
 
     def _missing_in(self, found: Any) -> str:
         rest = _squeezed(inspect.getsource(found))
@@ -84,7 +84,7 @@ class Says(_Targeted):
 
 
 class OneOf:
-    """At least one of some expectations holds: what has another form in another version."""
+    """At least one of some expectations is met: for code that differs between versions."""
 
     def __init__(self, *expectations: Expectation) -> None:
         self.expectations = expectations
@@ -96,7 +96,7 @@ class OneOf:
 
 
 def _parameters(function: Any) -> set[str]:
-    # What wraps a function of vLLM's takes what that one takes.
+    # A wrapper of a function of vLLM takes the parameters of that function.
     wrapped = getattr(function, "__wrapped__", None)
     return {*inspect.signature(function, follow_wrapped=False).parameters, *(_parameters(wrapped) if wrapped else ())}
 

@@ -1,4 +1,4 @@
-"""What vLLM says of flags that it does not take: a sentence, instead of hundreds of lines of usage before it."""
+"""vLLM's error for invalid flags: one sentence, instead of hundreds of lines of usage before it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ AFTER_DASHES = "flags for vLLM"
 
 
 def refuse_in_a_sentence() -> None:
-    """From here on vLLM's parsers raise :class:`~tercet.protocol.BadRequest`; before, they print their usage and exit.
+    """Make vLLM's parsers raise :class:`~tercet.protocol.BadRequest` instead of printing their usage and exiting.
 
-    Relies on ``FlexibleArgumentParser.error`` being what argparse calls with a message, and looked up on the class.
+    Relies on ``FlexibleArgumentParser.error`` being called by argparse with a message, and looked up on the class.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,4 +1,4 @@
-"""The frontend side's part of the registry: what runs in a router's process, around vLLM's OpenAI layer."""
+"""The frontend side of the registry: hooks of a router's process, around vLLM's OpenAI layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UVICORN = "uvicorn.protocols.http.httptools_impl"
 FRONTEND_HOOKS = (
     Hook(
         name="engine-core client",
-        what="AsyncLLM is built over a client that runs programs, in the place of one engine's",
+        what="AsyncLLM is built over a client that runs programs, instead of one engine's client",
         why="vLLM's OpenAI layer serves a fleet as it serves an engine",
         until="AsyncLLM takes its engine-core client as an argument",
         replaces=("EngineCoreClient.make_async_mp_client",),
@@ -42,16 +42,16 @@ FRONTEND_HOOKS = (
     Hook(
         name="prompts one by one",
         what="The generations of one HTTP request begin one after the other",
-        why="vLLM prepares all of a request's prompts in one go, in which no other stream gets a token",
+        why="vLLM prepares all of a request's prompts in one step, in which no other stream gets a token",
         until="its handlers pause between them",
         replaces=("AsyncLLM.generate",),
         relies_on=(Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),),
     ),
     Hook(
         name="adapters",
-        what="What vLLM's OpenAI layer looks adapters up in is a view of those that the fleet has",
+        what="vLLM's OpenAI layer looks adapters up in a view of those of the fleet",
         why="A client asks for an adapter by the model's name, and no engine of this process loads it",
-        until="OpenAIServingModels is told where to look",
+        until="OpenAIServingModels has a setting for the look-up",
         replaces=("OpenAIServingModels.lora_requests", "InputProcessor.lora_config"),
         relies_on=(
             Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]", "self.lora_requests.values()"),
@@ -63,9 +63,9 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="images",
-        what="What vLLM's processor makes of images is kept here, and sent to engines with each verb",
+        what="Images that vLLM's processor has made are kept here, and sent to engines with each verb",
         why="vLLM forgets it once an engine has it, and here another engine may be the next to compute it",
-        until="a renderer can be told to keep what it has made",
+        until="a renderer can be configured to keep its results",
         replaces=("BaseRenderer._mm_processor_cache", "ModelConfig.allowed_media_domains", "ModelConfig.dtype"),
         relies_on=(
             Says(f"{RENDERER}.__init__", "self._mm_processor_cache = processor_cache_from_config(config)"),
@@ -79,7 +79,7 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="launcher",
-        what="The application, its state, its options and its server come from the functions of vLLM's own command",
+        what="The application, its state, its options and its server are made by the functions of vLLM's own command",
         why="Every route, option and middleware of vLLM's API server is there, and stays vLLM's",
         until="these functions are declared stable",
         relies_on=(
@@ -104,7 +104,7 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="environment",
-        what="vLLM's environment variables are read once, and a router asks for no KV memory",
+        what="vLLM's environment variables are read once, and a router needs no KV memory",
         why="vLLM looks up dozens of variables for each request",
         until="vLLM reads its environment once by itself",
         replaces=("envs.VLLM_CPU_KVCACHE_SPACE",),
@@ -116,7 +116,7 @@ FRONTEND_HOOKS = (
     Hook(
         name="plain streams",
         what="Copies of vLLM's serving objects prepare a plain stream, up to where they would generate and write it",
-        why="Its chunks differ in their text alone, and need none of the objects, queues and tasks between",
+        why="Its chunks differ only in their text, and need none of the objects, queues and tasks between",
         until="vLLM has a call that renders and checks a request without serving it, and its own chunks cost as little",
         replaces=(
             "OpenAIServingCompletion.engine_client",
@@ -153,7 +153,7 @@ FRONTEND_HOOKS = (
     Hook(
         name="chunks of streams",
         what="Chunks of plain streams are written with the fields that vLLM's stream generators set",
-        why="Making an object of each chunk costs more than all the rest of a token",
+        why="Making an object of each chunk costs more than all other work for a token",
         until="vLLM's own chunks cost as little",
         relies_on=(
             Says(
@@ -173,8 +173,8 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="converted streams",
-        what="An error in the chat stream that Anthropic's events are made of ends them with what it says",
-        why="vLLM says instead that it could not convert it, in pydantic's words",
+        what="An error in the chat stream that Anthropic's events are made from ends them with its message",
+        why="vLLM reports instead that it could not convert it, in pydantic's words",
         until="vLLM converts errors, too",
         replaces=("AnthropicServingMessages.chat_completion_stream_generator",),
         relies_on=(
@@ -185,8 +185,8 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="output processor",
-        what="Outputs are handed to OutputProcessor in the stream's own task, and its records are read",
-        why="vLLM writes the chunks that it alone can write, and counts what it counts",
+        what="Outputs are passed to OutputProcessor in the stream's own task, and its records are read",
+        why="vLLM writes the chunks that only it can write, and updates its counters",
         until="AsyncLLM has a call that processes one request's outputs",
         relies_on=(
             Takes(f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_outputs", "iteration_stats"),
@@ -201,7 +201,7 @@ FRONTEND_HOOKS = (
         name="detokenizer",
         what="The text of tokens that are whole characters is looked up instead of decoded",
         why="A byte-level vocabulary's text needs no decoding, and streams are mostly such tokens",
-        until="vLLM's detokenizer remembers them",
+        until="vLLM's detokenizer caches them",
         replaces=("FastIncrementalDetokenizer.decode_next",),
         relies_on=(
             Takes(f"{DETOKENIZER}:FastIncrementalDetokenizer.decode_next", "next_token_id"),
@@ -215,7 +215,7 @@ FRONTEND_HOOKS = (
         name="token statistics",
         what="Tokens that vLLM's own path did not see are added to its iteration statistics",
         why="vLLM's metrics count every token that a client got",
-        until="the loggers take counts of tokens by themselves",
+        until="the loggers accept counts of tokens",
         relies_on=(
             Says(
                 f"{STATS}:IterationStats.update_from_output",
@@ -255,8 +255,8 @@ FRONTEND_HOOKS = (
     Hook(
         name="long texts",
         what="A renderer refuses texts and tokens that are longer than any prompt of its model",
-        why="/tokenize and its like take any length, and work on when their client has left",
-        until="these routes have a bound",
+        why="/tokenize and its like accept any length, and continue when their client has left",
+        until="these routes have a limit",
         replaces=(
             "BaseRenderer._tokenize_prompt",
             "BaseRenderer._tokenize_prompt_async",
@@ -288,10 +288,10 @@ FRONTEND_HOOKS = (
         ),
     ),
     Hook(
-        name="bounds of connections",
-        what="uvicorn's protocol tells when a head or a body ends, and is not fed past the bounds",
-        why="Heads have no bound in size or time there, bodies none in time, and silent connections stay",
-        until="uvicorn bounds them",
+        name="limits of connections",
+        what="uvicorn's protocol reports when a head or a body ends, and is not fed beyond the limits",
+        why="Heads have no limit of size or time there, bodies none of time, and silent connections stay",
+        until="uvicorn limits them",
         replaces=(
             "HttpToolsProtocol.connection_made",
             "HttpToolsProtocol.data_received",
@@ -312,7 +312,7 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="HTTP metrics",
-        what="Requests that went past vLLM's metrics middleware are told to what it tells",
+        what="Requests that bypassed vLLM's metrics middleware are added to its metrics",
         why="http_requests_total and its like count every request",
         until="the middleware has a call for it",
         relies_on=(

@@ -1,4 +1,4 @@
-"""How much there is to compile in a structured output: what would take an engine's core many seconds is refused.
+"""Size limit of structured outputs: those that would occupy an engine's core for many seconds are refused.
 
 The units are about milliseconds of xgrammar with a vocabulary of 50,000 on one core here, measured: a class of
 characters costs it one, one with most of Unicode in it (``.``, ``[^a]``) four, an object or a property of a schema
@@ -29,7 +29,7 @@ _CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf"})
 def require_small(structured: Mapping[str, Any], param: str = "structured_outputs") -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile.
 
-    ``structured`` are vLLM's fields, of which one is the structure; what is malformed is vLLM's to refuse.
+    ``structured`` are vLLM's fields, one of which is the structure; vLLM refuses malformed ones.
     """
     for name in ("regex", "grammar", "whitespace_pattern"):
         if isinstance(text := structured.get(name), str):
@@ -47,13 +47,13 @@ def _require(units: Iterator[float], param: str) -> None:
         total += each
         if total > MOST_UNITS:
             raise BadRequest(
-                f"{param}: takes too long to compile; classes of characters, `.`, properties and choices cost the most",
+                f"{param}: takes too long to compile; use fewer classes of characters, `.`, properties and choices",
                 param,
             )
 
 
 def _of_text(text: str, param: str) -> Iterator[float]:
-    """Of a regular expression, or a grammar, part by part."""
+    """Cost of a regular expression, or a grammar, part by part."""
     if len(text) * LITERAL > MOST_UNITS:
         yield MOST_UNITS + 1
     alternatives = 0
@@ -78,14 +78,14 @@ def _of_part(part: str) -> float:
 
 def _of_choices(choices: Sequence[Any], param: str) -> Iterator[float]:
     if len(choices) > MOST_CHOICES:
-        said = f"{param}: has {len(choices)} choices; at most {MOST_CHOICES} are taken"
+        said = f"{param}: has {len(choices)} choices; at most {MOST_CHOICES} are accepted"
         raise BadRequest(said, param.partition(":")[0])
     for choice in choices:
         yield CHOICE + LITERAL * len(choice) if isinstance(choice, str) else CHOICE
 
 
 def _of_schema(schema: Any, param: str) -> Iterator[float]:
-    """Of a JSON schema, or what holds some, node by node; patterns in it are regular expressions."""
+    """Cost of a JSON schema, or of an object with schemas, node by node; patterns in it are regular expressions."""
     if isinstance(schema, str):
         if len(schema) * LITERAL > MOST_UNITS:
             yield MOST_UNITS + 1
@@ -121,5 +121,5 @@ def _count(digits: str) -> int:
 
 def _require_count(count: float, what: str) -> None:
     if count > MOST_REPEATED:
-        said = f"{what}: repeats {count:g} times; at most {MOST_REPEATED} are taken"
+        said = f"{what}: repeats {count:g} times; at most {MOST_REPEATED} are accepted"
         raise BadRequest(said, what.partition(":")[0])

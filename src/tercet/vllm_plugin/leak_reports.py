@@ -1,4 +1,4 @@
-"""What libraries say of themselves when a process of vLLM's ends, which is of no use to whoever ran it."""
+"""Suppresses leak reports of libraries at the end of a vLLM process, which do not help its users."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ STDERR = 2
 
 
 def without_leak_reports() -> None:
-    """Have nothing more written to standard error once this process has ended all that it runs.
+    """Write nothing more to standard error once this process has ended its work.
 
-    The binding of ``libtriton`` lists the hundreds of objects that it does not free, and has no switch for Python to
-    turn that off. It does so after the last of the functions that :mod:`atexit` calls. Those that were registered
-    before this one, such as the one that flushes logs, are called later, and have nothing to write there.
+    The binding of ``libtriton`` lists the hundreds of objects that it does not free, and Python cannot turn that off.
+    It does so after the last of the functions that :mod:`atexit` calls. Functions that were registered before this one,
+    such as the one that flushes logs, are called later, and have nothing to write there.
     """
     atexit.register(_close_stderr)
 

@@ -1,12 +1,12 @@
-"""Features of images and the like, between vLLM's form and Tercet's.
+"""Converts features of images and the like between vLLM's form and Tercet's.
 
 Relies on ``MsgpackEncoder`` putting every tensor that is smaller than its threshold into the message itself, and on
 ``MsgpackDecoder`` reading a ``MultiModalKwargsItem`` back; on ``PlaceholderRange.is_embed`` being a mask of tokens; on
-``mm_input`` making what ``AsyncLLM`` takes for a prompt that is processed already; on vLLM naming a feature's KV, and
-what its encoder makes of it, by ``identifier``, which ``InputProcessor`` makes of ``mm_hashes``; and on a renderer's
-``_mm_processor_cache`` being where it keeps what its processor has made; and on processors casting that to the
-``dtype`` of their model's configuration, and using this for nothing else. Our hashes are digests of the data, so a
-feature has the same name on every engine, and nobody can choose it.
+``mm_input`` making the form in which ``AsyncLLM`` accepts a processed prompt; on vLLM naming a feature's KV, and its
+encoder's result, by ``identifier``, which ``InputProcessor`` makes from ``mm_hashes``; on a renderer keeping its
+processor's results in ``_mm_processor_cache``; and on processors casting them to the ``dtype`` of their model's
+configuration, and using that for nothing else. Our hashes are digests of the data, so a feature has the same name on
+every engine, and clients cannot choose it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
 
-# Past any tensor: none is left beside the message.
+# Larger than any tensor: all tensors are inside the message.
 INLINE = 2**62
-# What takes fewer bytes than float32, in which processors make their tensors.
+# Types with fewer bytes than float32, in which processors make their tensors.
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# No host's name, so that vLLM's own check refuses all of them; its message says what is allowed.
+# Not a host name, so that vLLM's check refuses all hosts; its message tells what is allowed.
 NO_DOMAIN = "(none; see --allowed-media-domains)"
 
 
 def to_wire(spec: MultiModalFeatureSpec, model_dtype: str = "") -> MultiModalFeature:
-    """A feature as it goes to engines; raises ``ValueError`` for one whose data is elsewhere.
+    """Return a feature for engines; raises ``ValueError`` for one whose data is elsewhere.
 
-    Engines that compute in ``model_dtype`` cast it to that: where that is shorter it is cast before it travels, and
-    its digest is of what travels.
+    Engines that compute in ``model_dtype`` cast it to that. If that is shorter it is cast before it is sent, and its
+    digest is that of the sent data.
     """
     if spec.data is None:
         raise ValueError("the data of a feature is missing")
     item = _cast(spec.data, SHORT[model_dtype]) if model_dtype in SHORT else spec.data
-    (encoded,) = MsgpackEncoder(size_threshold=INLINE).encode(item)  # one buffer, which is not torch's
+    (encoded,) = MsgpackEncoder(size_threshold=INLINE).encode(item)  # one buffer, which does not belong to torch
     place, mask = spec.mm_position, spec.mm_position.is_embed
     embeds = b"" if mask is None else bytes(mask.to(torch.uint8).tolist())
     data = bytes(memoryview(encoded))  # type: ignore[arg-type]
@@ -59,9 +59,9 @@ def to_wire(spec: MultiModalFeatureSpec, model_dtype: str = "") -> MultiModalFea
 def to_prompt(
     tokens: list[int], features: Sequence[MultiModalFeature], cache_salt: str | None, dtype: torch.dtype
 ) -> Any:  # fmt: skip
-    """A prompt as ``AsyncLLM`` takes it, with the features that begin in it, for a model that computes in ``dtype``.
+    """Return a prompt for ``AsyncLLM``, with the features that begin in it, for a model that computes in ``dtype``.
 
-    Raises :class:`~tercet.protocol.BadRequest` for data that is none, or not what its digest says.
+    Raises :class:`~tercet.protocol.BadRequest` for data that is invalid, or does not match its digest.
     """
     items: dict[str, list[MultiModalKwargsItem | None]] = {}
     hashes: dict[str, list[str]] = {}
@@ -83,7 +83,7 @@ def to_prompt(
 
 
 def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModalFeatureSpec]:
-    """What names KV of the first ``end`` tokens: features without their data."""
+    """Features without data, which identify KV of the first ``end`` tokens."""
     return [
         MultiModalFeatureSpec(None, feature.modality, feature.digest, _place_of(feature), feature.digest)
         for feature in features
@@ -92,24 +92,24 @@ def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModal
 
 
 def most_features_of(renderer: Any) -> dict[str, int]:
-    """How many of each kind of feature a prompt may have, by vLLM's ``renderer`` of a model; empty for a text model."""
+    """Most features of each kind in a prompt, by vLLM's ``renderer`` of a model; empty for a text model."""
     processor = renderer.mm_processor
     return {} if processor is None else dict(processor.info.allowed_mm_limits)
 
 
 def keep_data_here(renderer: Any, model_config: Any) -> None:
-    """Let a ``renderer`` keep the tensors that it makes; vLLM's own way is to forget them once an engine has them."""
+    """Let a ``renderer`` keep its tensors; vLLM's forgets them once an engine has them."""
     if renderer.mm_processor_cache is not None:
         renderer._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
 
 
 def process_exactly(model_config: Any) -> None:
-    """Let the processor leave tensors as they are: they are cast to that in which engines turn out to compute."""
+    """Let the processor leave tensors unchanged: they are cast to the engines' dtype when that is known."""
     model_config.dtype = torch.float32
 
 
 def fetch_nothing_unasked(model_config: Any) -> None:
-    """Let clients name pictures by ``http(s)`` only where the operator has named the hosts; vLLM lets them name any."""
+    """Let clients name pictures by ``http(s)`` only on hosts that the operator has named; vLLM allows any."""
     if not model_config.allowed_media_domains:
         model_config.allowed_media_domains = [NO_DOMAIN]
 
@@ -122,12 +122,12 @@ def _place_of(feature: MultiModalFeature) -> PlaceholderRange:
 def _item_of(feature: MultiModalFeature, dtype: torch.dtype) -> MultiModalKwargsItem:
     try:
         return _cast(MsgpackDecoder(MultiModalKwargsItem).decode(feature.data), dtype)
-    except Exception as error:  # vLLM's decoder and torch raise whatever they meet
+    except Exception as error:  # vLLM's decoder and torch may raise anything
         raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error
 
 
 def _cast(item: MultiModalKwargsItem, dtype: torch.dtype) -> MultiModalKwargsItem:
-    """The item, whose tensors of floating-point numbers have this ``dtype``."""
+    """The item, with floating-point tensors of this ``dtype``."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

@@ -8,8 +8,8 @@ import logging
 def register() -> None:
     """Install Tercet's hooks; they do nothing unless the engine runs with ``TercetConnector``.
 
-    With a vLLM that Tercet was not built against it only warns, so that plain serving keeps working there; the
-    connector then refuses to start.
+    With an unsupported vLLM it only warns, so that plain serving still works there; the connector then refuses to
+    start.
     """
     import vllm.envs
 

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests, read up to a limit: nobody makes a server keep more than that."""
+"""Reads bodies of HTTP requests up to a limit, so that no client can make a server keep more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ async def read_whole(
 ) -> bytes | None:
     """The body of an ASGI request; None if its client leaves before its end.
 
-    ``announced`` is its ``content-length``, empty where it says none. Raises
-    :class:`~tercet.protocol.RequestTooLarge` for more than ``limit`` bytes, which is all that the ``taker`` takes.
-    ``kept`` is told of every piece's size, and may raise.
+    ``announced`` is its ``content-length``, or empty. Raises :class:`~tercet.protocol.RequestTooLarge` for more than
+    ``limit`` bytes, the limit of the ``taker``. ``kept`` is called with every piece's size, and may raise.
     """
-    too_large = RequestTooLarge(f"the request's body has more than {limit} bytes, which is all that {taker} takes")
+    too_large = RequestTooLarge(f"the request's body has more than {limit} bytes, the limit of {taker}")
     if announced.isdigit() and int(announced) > limit:
         raise too_large
     chunks: list[bytes] = []

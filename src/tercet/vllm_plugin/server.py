@@ -1,8 +1,8 @@
 """vLLM's OpenAI server on CPU cores, whose processes share one import: ``python -m tercet.vllm_plugin.server FLAGS``.
 
-The flags are vLLM's, and so is the server. Beside the plain command, torch and vLLM are imported once instead of three
-times (:mod:`.standby`). What vLLM puts into the environment of a worker before it spawns it has to be there before this
-process begins, since libraries read it once: PyTorch's OpenMP, and the cores that its threads are bound to.
+The flags are vLLM's, and so is the server. Unlike with the plain command, torch and vLLM are imported once instead of
+three times (:mod:`.standby`). Variables that vLLM sets for a worker before it spawns it must be set before this process
+begins, since libraries read them once: PyTorch's OpenMP, and the cores that its threads are bound to.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PLAIN = "vllm.entrypoints.openai.api_server"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 PRELOAD = "LD_PRELOAD"
 AFFINITY = "GOMP_CPU_AFFINITY"
-# The cores that this process may use beside those that the worker's threads are bound to.
+# The cores that this process may use in addition to those that the worker's threads are bound to.
 ALLOWED = "TERCET_ALLOWED_CORES"
-# What API server, core and worker import between them until they serve, in so far as this version of vLLM has it.
+# Modules that API server, core and worker import until they serve, if this version of vLLM has them.
 OF_ENGINE = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.launchers.api_server.app_state",
@@ -74,7 +74,7 @@ def main() -> None:
             # OpenMP, when it was loaded, has bound this process to the cores of the worker.
             groups = [frozenset(os.sched_getaffinity(0))]
             os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
-            del os.environ[AFFINITY]  # vLLM sets it for its worker alone
+            del os.environ[AFFINITY]  # vLLM sets it for its worker only
         import_engine()
         _serve(groups)
     else:
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def serve_imported() -> None:
-    """Become the server in a process that has imported already, and was not bound to cores when it did.
+    """Become the server in a process that has imported already, without being bound to cores.
 
     Each worker is restricted to its cores, and so are the threads of OpenMP that it starts: they share these cores,
     while those of the only worker of :func:`main` are bound to one each.
@@ -124,22 +124,22 @@ def _serve(workers: Sequence[frozenset[int]]) -> None:
 
 
 def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
-    """What vLLM would set for its worker in this ``environment`` and what is read when ``openmp`` is loaded."""
+    """Variables that vLLM would set for its worker in this ``environment`` and that loading ``openmp`` reads."""
     preload = with_openmp(environment.get(PRELOAD, ""), openmp)
     bind = environment[THREADS_BIND]
-    # Where several workers share one import, OpenMP is loaded once, and can be bound to the cores of none.
+    # If several workers share one import, OpenMP is loaded once, and cannot be bound to the cores of one of them.
     return {PRELOAD: preload} | ({} if "|" in bind else {AFFINITY: bind.replace(",", " ")})
 
 
 def with_openmp(preload: str, openmp: Path | None) -> str:
-    """The libraries of ``preload``, with ``openmp`` behind them."""
+    """The libraries of ``preload``, followed by ``openmp``."""
     if openmp is None or str(openmp) in preload:
         return preload
     return ":".join(filter(None, (preload, str(openmp))))
 
 
 def openmp() -> Path | None:
-    """PyTorch's own OpenMP; vLLM loads that one before all others. None if PyTorch brings none."""
+    """PyTorch's own OpenMP, which vLLM loads before all other libraries. None if PyTorch has none."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return None
@@ -149,16 +149,16 @@ def openmp() -> Path | None:
 
 
 def start_processes_by(context: Callable[[], Any]) -> None:
-    """Have vLLM start its core and its worker by ``context``."""
+    """Make vLLM start its core and its worker by ``context``."""
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         module: Any = importlib.import_module(name)
         module.get_mp_context = context
 
 
 def inspect_models_here() -> None:
-    """Have vLLM look at model classes in this process, and not in one that imports vLLM for it.
+    """Make vLLM inspect model classes in this process, and not in one that imports vLLM for it.
 
-    It does so lest a GPU be initialised.
+    It does so to keep GPUs uninitialised.
     """
 
     def here(fn: Callable[[], Any]) -> Any:

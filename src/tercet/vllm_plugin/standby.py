@@ -1,13 +1,13 @@
-"""Processes that are forked before they are needed, from one that has imported vLLM, and then wait for their task.
+"""Processes that are forked in advance, from one that has imported vLLM, and then wait for their task.
 
-vLLM starts its core and its workers with ``spawn`` where engines compute on CPUs: an interpreter each, which imports
-torch and vLLM anew, one after the other. Those take most of an engine's start. Here they are imported once: the process
-that becomes the API server imports, and forks the core, which forks the workers, while it still has one thread, no
-event loop, no socket and no lock that is held. What vLLM would give a process that it spawns (the pickled process
-object, pipes, the environment) is sent to the one that waits, so nothing else of the API server's state gets into it.
+If engines compute on CPUs, vLLM starts its core and its workers with ``spawn``: an interpreter each, which imports
+torch and vLLM again, one after the other. That takes most of an engine's start. Here they are imported once: the
+process that becomes the API server imports, and forks the core, which forks the workers, while it still has one thread,
+no event loop, no socket and no held lock. What vLLM would give a process that it spawns (the pickled process object,
+pipes, the environment) is sent to the waiting one, so nothing else of the API server's state gets into it.
 
 Relies on the protocol between :class:`multiprocessing.process.BaseProcess` and its ``Popen`` (``_bootstrap``,
-``duplicate_for_child``, ``sentinel``), which Python's own ways of starting processes share.
+``duplicate_for_child``, ``sentinel``), which Python's own start methods share.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ class Standby:
 
 
 _waiting: list[Standby] = []
-"""Those of this process, in the order in which they are used."""
+"""The waiting children of this process, in the order in which they are used."""
 _own: socket.socket | None = None
-"""Where this process itself has stood by. Its parent takes it to be alive while any process has this open."""
+"""The channel of this process itself. Its parent takes it to be alive while any process has this open."""
 _received: list[int] = []
 
 
 def stand_by(workers: Sequence[frozenset[int]]) -> None:
-    """Fork a core that stands by for this process, and that has a worker stand by on each of these sets of cores.
+    """Fork a core that waits for this process, and that has a worker wait on each of these sets of cores.
 
-    Returns in this process alone.
+    Returns only in this process.
     """
     resource_tracker.ensure_running()  # one for all of them: it removes what they leave in shared memory
     gc.collect()
-    gc.freeze()  # what was imported stays shared: no collector writes to it
+    gc.freeze()  # imported memory stays shared: the collector does not write to it
     _fork(lambda: [_fork(partial(os.sched_setaffinity, 0, cores)) for cores in workers])
 
 
 def _fork(prepare: Callable[[], object]) -> None:
-    """Fork a process that does ``prepare`` and then stands by for this one."""
+    """Fork a process that runs ``prepare`` and then waits for this one."""
     global _own
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -76,8 +76,8 @@ def _fork(prepare: Callable[[], object]) -> None:
     _own = theirs
     code = 1
     try:
-        # It looks for its place where the environment begins, before a task brings another one; not in the server,
-        # whose command line and environment stay as they are.
+        # It searches the beginning of the environment, before a task brings another one; not in the server, whose
+        # command line and environment stay unchanged.
         setproctitle.getproctitle()
         prepare()
         code = _serve(theirs)
@@ -90,10 +90,10 @@ def _fork(prepare: Callable[[], object]) -> None:
 
 
 def _serve(channel: socket.socket) -> int:
-    """Wait for a task and do it; returns the exit code."""
+    """Wait for a task and run it; returns the exit code."""
     header = _exactly(channel, _HEADER.size)
     if not header:
-        return 0  # nobody needs it any more
+        return 0  # it is not needed any more
     count, size = _HEADER.unpack(header)
     _received[:] = _receive_descriptors(channel, count)
     environment, process = pickle.loads(_exactly(channel, size))
@@ -103,7 +103,7 @@ def _serve(channel: socket.socket) -> int:
 
 
 class _Passed:
-    """A descriptor that goes with a task, by its place among them."""
+    """A descriptor that is passed with a task, by its index."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -113,13 +113,13 @@ class _Passed:
 
 
 class Popen(popen_spawn_posix.Popen):
-    """Gives a process object to the one that stands by."""
+    """Passes a process object to a waiting child."""
 
     DupFd: Any = _Passed
 
     def __init__(self, process: BaseProcess, standby: Standby) -> None:
         self._standby = standby
-        self._descriptors: list[int] = []  # in the order of their places
+        self._descriptors: list[int] = []  # in the order of their indexes
         super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
@@ -149,13 +149,13 @@ class _Process(context.SpawnProcess):
 
 
 class StandbyContext(context.SpawnContext):
-    """As ``spawn``, but the first processes that this one starts are those that stand by for it."""
+    """As ``spawn``, but the first processes that this one starts are its waiting children."""
 
     Process: ClassVar[type[context.SpawnProcess]] = _Process
 
 
 def _send_descriptors(channel: socket.socket, descriptors: Sequence[int]) -> None:
-    # With a byte of its own, since without one nothing is sent.
+    # With one byte, since descriptors cannot be sent alone.
     socket.send_fds(channel, [b"\0"], list(descriptors))
 
 
@@ -165,7 +165,7 @@ def _receive_descriptors(channel: socket.socket, count: int) -> list[int]:
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    """So many bytes; none if the other end is closed."""
+    """Read ``size`` bytes; none if the other end is closed."""
     parts = bytearray()
     while len(parts) < size:
         part = channel.recv(min(size - len(parts), 1 << 20))

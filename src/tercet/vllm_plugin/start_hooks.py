@@ -1,4 +1,4 @@
-"""The start's part of the registry: what runs while a vLLM server is started."""
+"""The start's part of the registry: hooks that run while a vLLM server starts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ WORKER = "vllm.v1.worker.worker_base:WorkerBase"
 START_HOOKS = (
     Hook(
         name="flags",
-        what="vLLM's parsers raise an error for flags that they do not take",
-        why="Their own complaint is below a list of all of vLLM's flags, of some 300 lines",
-        until="vLLM's complaint is one line",
+        what="vLLM's parsers raise an error for invalid flags",
+        why="Their error message follows a list of all of vLLM's flags, of some 300 lines",
+        until="vLLM's error message is one line",
         replaces=("FlexibleArgumentParser.error",),
         relies_on=(Takes("vllm.utils.argparse_utils:FlexibleArgumentParser.error", "message"),),
     ),
     Hook(
         name="loading stages",
-        what="A worker's methods that load, profile and warm up say so in the log before they run",
-        why="Who waits for an engine sees what it is at, and what is slow",
-        until="vLLM tells how far it has loaded",
+        what="A worker's methods that load, profile and warm up log a line before they run",
+        why="Users who wait for an engine see its stage, and what is slow",
+        until="vLLM reports the progress of loading",
         replaces=("WorkerBase.__init__", *(f"WorkerBase.{method}" for method in OF_WORKERS)),
         relies_on=(
             Takes(f"{WORKER}.__init__", "vllm_config", "rank"),
@@ -34,9 +34,9 @@ START_HOOKS = (
     ),
     Hook(
         name="one import",
-        what="On a CPU core and worker are forked, before they are needed, from the process that has imported vLLM, "
+        what="On a CPU, core and worker are forked in advance from the process that has imported vLLM, "
         "and models are inspected there; OpenMP's environment, as vLLM makes it for its worker, is there at the start",
-        why="Three imports of torch and vLLM, one after the other, are most of an engine's start",
+        why="Three imports of torch and vLLM, one after the other, take most of an engine's start",
         until="vLLM forks its processes from one that has imported it, on CPUs, too",
         replaces=("engine.utils.get_mp_context", "multiproc_executor.get_mp_context", "registry._run_in_subprocess"),
         relies_on=(

@@ -1,7 +1,7 @@
-"""What stands for the text side of a model: with another one the same token ids are other words.
+"""Identity of a model's text side: with another one the same token ids have other meanings.
 
-Relies on tokenizers of ``transformers`` having ``get_vocab``, ``encode``, and ``chat_template``; those of
-``tokenizers`` that some have inside say their merges in ``to_str``. What one lacks is left out.
+Relies on tokenizers of ``transformers`` having ``get_vocab``, ``encode``, and ``chat_template``; inner ones of
+``tokenizers`` have their merges in ``to_str``. Missing parts are left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 from tercet.protocol.types import TextFingerprint
 
 logger = logging.getLogger(__name__)
-# Texts on which normalizers, splitters and special tokens differ: how they are encoded tells tokenizers with the same
-# vocabulary apart, whatever library or version they come from.
+# Texts on which normalizers, splitters and special tokens differ: their encodings distinguish tokenizers with the same
+# vocabulary, whatever library or version they come from.
 TRIED = (
     "The quick brown fox jumps over the lazy dog, isn't it?  1234567890 3.14159 -42e10",
     "\n\n\tdef f(x):\n        return x  \r\n",
@@ -31,14 +31,14 @@ TRIED = (
 
 
 def text_fingerprint(tokenizer: Any) -> TextFingerprint:
-    """Of the checkpoint's own tokenizer and chat template; empty where there is none, or one that cannot be asked."""
+    """Fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
     try:
         digest = hashlib.sha256()
         for part in _of_tokenizer(tokenizer):
             digest.update(b"%d:" % len(part) + part)
         template = getattr(tokenizer, "chat_template", None)
         return TextFingerprint(digest.hexdigest()[:16], _digest(template) if template else "")
-    except Exception as error:  # a tokenizer is code of its model's; none of its failures is to keep an engine down
+    except Exception as error:  # a tokenizer is its model's code; its failures must not keep an engine down
         logger.warning("this tokenizer cannot be compared with others: %s: %s", type(error).__name__, error)
         return TextFingerprint()
 
@@ -55,7 +55,7 @@ def _of_tokenizer(tokenizer: Any) -> Iterator[bytes]:
 
 
 def _merges(said: str) -> list[list[str]]:
-    """The pairs that become one token, in their order; files have them as pairs, and older ones as texts."""
+    """The pairs that become one token, in order; files have them as pairs, and older ones as texts."""
     model = msgspec.json.decode(said).get("model", {})
     pairs: list[Any] = model.get("merges") or []
     return [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]

@@ -133,7 +133,7 @@ def test_the_end_of_a_child_is_seen_without_the_parent(parent: Parent) -> None:
         ("kept = socket.socket()", "it has open sockets"),
         (
             "os.environ['PROMETHEUS_MULTIPROC_DIR'] = f'/proc/{os.getpid()}'; kept = open('/proc/self/maps')",
-            "it has opened files",
+            "it has open metrics files",
         ),
         (
             "import types; sys.modules['torch'] = types.SimpleNamespace("

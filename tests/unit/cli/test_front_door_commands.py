@@ -270,7 +270,7 @@ def test_somebody_else_there(capsys: pytest.CaptureFixture[str], status: int, bo
         url = f"http://127.0.0.1:{server.server_port}"
         assert app._run(["program", "show", "--url", url]) == 1
         server.shutdown()
-    assert capsys.readouterr().err == f"tercet: what answers at {url} is no front door: HTTP {status}\n"
+    assert capsys.readouterr().err == f"tercet: the server at {url} is not a front door: HTTP {status}\n"
 
 
 @pytest.mark.parametrize("line", ["program --help", "program set --help", "program split --help", "engines --help"])

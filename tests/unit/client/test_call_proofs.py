@@ -37,7 +37,7 @@ def test_a_proof_opens_one_call_once() -> None:
         assert "secret" not in shown[0]
         digest = callers.require(shown, "POST", "/abort", "no")
         require_digest(BODY, digest)
-        with pytest.raises(Unauthorized, match="before"):
+        with pytest.raises(Unauthorized, match="already made"):
             callers.require(shown, "POST", "/abort", "no")
         with pytest.raises(Unauthorized, match="body"):
             require_digest(BODY + b" ", digest)
@@ -99,7 +99,7 @@ def test_a_challenge_ends_and_what_was_remembered_of_it() -> None:
     prover = met("secret", callers)
     callers.require(call(prover), "POST", "/abort", "no")
     clock.now += CHALLENGE_SECONDS + 1
-    with pytest.raises(Unauthorized, match="over"):
+    with pytest.raises(Unauthorized, match="has expired"):
         callers.require(call(prover), "POST", "/abort", "no")
     assert prover.meets([callers.challenge()])
     callers.require(call(prover), "POST", "/abort", "no")

@@ -55,10 +55,10 @@ def test_addresses() -> None:
 def test_pods_that_are_no_engines() -> None:
     assert engines(pod("a", ip="")) == []
     assert engines(pod("a", phase="Succeeded"), pod("b", phase="Failed")) == []
-    with pytest.raises(BadRequest, match="no role that generates"):
+    with pytest.raises(BadRequest, match="not a role that generates"):
         engines(pod("a", labels={"llm-d.ai/role": "encode"}))
     for port in ("0", "65536", "http", "8000,", "\uff18", 5000 * "1"):
-        with pytest.raises(BadRequest, match="is no port"):
+        with pytest.raises(BadRequest, match="is not a port"):
             engines(pod("a", annotations={"tercet/port": port}))
 
 

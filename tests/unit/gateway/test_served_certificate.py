@@ -46,7 +46,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
         certificate.write_bytes(new_certificate.read_bytes())
         assert await is_trusted(port, first)
         assert await is_trusted(port, first)
-        assert caplog.text.count("is not taken, the one before is shown") == 1
+        assert caplog.text.count("cannot be used, the previous one stays in use") == 1
         key.write_bytes(new_key.read_bytes())
         assert await is_trusted(port, second)
         assert not await is_trusted(port, first)

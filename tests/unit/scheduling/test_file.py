@@ -169,7 +169,7 @@ P = "schedulingProfiles: [{name: p}]"
             "plugins: [{type: random-picker}]\n"
             "schedulingProfiles: [{name: p, plugins: [{pluginRef: random-picker, weight: 1}]}]",
             "schedulingProfiles[0].plugins[0].weight",
-            "no scorer",
+            "is not a scorer",
         ),
         (
             "plugins: [{type: random-picker}, {type: max-score-picker}]\n"
@@ -181,7 +181,7 @@ P = "schedulingProfiles: [{name: p}]"
             "plugins: [{type: single-profile-handler}]\n"
             "schedulingProfiles: [{name: p, plugins: [{pluginRef: single-profile-handler}]}]",
             "schedulingProfiles[0].plugins[0].pluginRef",
-            "no filter, scorer or picker",
+            "is not a filter, scorer or picker",
         ),
         (
             "plugins: [{type: single-profile-handler}]\nschedulingProfiles: [{name: p}, {name: q}]",

@@ -353,7 +353,7 @@ def test_sessions_labels_and_thresholds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_would_pick_otherwise_is_refused_with_its_reason(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(BadRequest, match=rf"plugins\[1\]\.type: {kind} of llm-d is not there: ") as refused:
+    with pytest.raises(BadRequest, match=rf"plugins\[1\]\.type: {kind} of llm-d is not supported: ") as refused:
         made_of(tmp_path, "random-picker", kind)
     assert refused.value.message.endswith(REFUSED[kind])
 

@@ -117,7 +117,7 @@ def test_a_gap_is_an_error_and_the_engine_is_told_to_stop() -> None:
     deltas = said(1, [2])
     assert inbox.receive([deltas[0], deltas[2]]) == [1]
     assert isinstance(taken.error, EngineUnreachable)
-    assert "output position 2 was due, 4 came" in str(taken.error)
+    assert "expected output position 2, received 4" in str(taken.error)
     assert inbox.receive([deltas[1]]) == [1], "what still comes is not wanted either"
 
 

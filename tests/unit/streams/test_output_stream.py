@@ -231,7 +231,7 @@ async def test_a_consumer_that_stops_taking_ends_the_sequence(monkeypatch: pytes
         stream.put(Output((token,)))
     assert stream.over
     assert (await first).token_ids == (0,)
-    with pytest.raises(EngineError, match="nobody has taken"):
+    with pytest.raises(EngineError, match="has not read"):
         assert len([output async for output in stream]) <= 10
 
 

@@ -129,7 +129,7 @@ async def test_a_start_that_says_not_where_to_is_no_front_doors(caplog: pytest.L
         pair.engine.start(msgspec.structs.replace(call_of(pair, "x", 1), door=None))
         await until(lambda: not pair.engine.connected)
         assert not pair.started.calls
-    assert "broke the protocol" in caplog.text
+    assert "violated the protocol" in caplog.text
 
 
 async def test_outputs_arrive_as_they_were_said() -> None:
@@ -246,7 +246,7 @@ async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
         with pair.engine.sequence(0, outputs):
             again = FrontDoors("e", "i", lambda: LOAD, no_start)
             await again.connect(pair.address, pair.engine.key)
-            with pytest.raises(EngineUnreachable, match="connected anew"):
+            with pytest.raises(EngineUnreachable, match="it connected again"):
                 await anext(outputs)
             await until(lambda: len(pair.front_doors) == 0)
             assert pair.engine.connected
@@ -348,7 +348,7 @@ async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
             writer.write(
                 frame_of(StreamHello(PROTOCOL, bad.key, "bad", "i")) + (4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1"
             )
-            with pytest.raises(EngineUnreachable, match="broke the protocol"):
+            with pytest.raises(EngineUnreachable, match="violated the protocol"):
                 await anext(outputs)
             pair.door.sender(number, 0, never).send(Output((4,), "stop"))
             assert (await anext(others)).finished

@@ -274,7 +274,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (TransportSettings(hosts=("192.0.2.1",)), r"hosts: 192\.0\.2\.1 is no address of this machine"),
+        (TransportSettings(hosts=("192.0.2.1",)), r"hosts: 192\.0\.2\.1 is not an address of this machine"),
         (TransportSettings("pigeon"), "there is no 'pigeon'; choose auto, tcp"),
     ],
     ids=["host", "transport"],

@@ -233,7 +233,7 @@ def test_a_claim_of_no_part_leaves_nothing_behind(part: int, parts: int) -> None
 def test_a_send_ends_once_for_one_part() -> None:
     table = opened()
     table.ended(SEND, ending(32, 48, 9))
-    with pytest.raises(BadRequest, match="ends once"):
+    with pytest.raises(BadRequest, match="must end once"):
         table.ended(SEND, ending(32, 48, 9))
     for other in (chunk(0, 0, 1, 0, 2), chunk(0, 0, 1, unit=32)):
         with pytest.raises(BadRequest, match="one part"):
@@ -343,7 +343,7 @@ def test_kv_of_other_tokens_is_refused_before_anything_is_located() -> None:
     for wrong in (content_of(others, None), content_of(packed(range(100)), "salt"), Content(99, whose(100).digest)):
         with pytest.raises(Conflict, match="of other tokens"):
             table.begin(SEND, SendBegin(1, LEASE, wrong))
-        with pytest.raises(BadRequest, match="begins with whose KV"):
+        with pytest.raises(BadRequest, match="must begin with the content"):
             table.in_place(SEND, LEASE)
     table.begin(SEND, SendBegin(1, LEASE, content_of(others, None, 60)))
     assert table.in_place(SEND, LEASE) == 0
@@ -357,7 +357,7 @@ def test_a_send_begins_inside_its_lease_and_once(end: int) -> None:
     with pytest.raises(BadRequest, match="outside the lease"):
         table.begin(SEND, SendBegin(1, LEASE, whose(end)))
     table.begin(SEND, SendBegin(1, LEASE, whose(100)))
-    with pytest.raises(BadRequest, match="begins once"):
+    with pytest.raises(BadRequest, match="must begin once"):
         table.begin(SEND, SendBegin(1, LEASE, whose(100)))
 
 
@@ -688,9 +688,9 @@ def test_what_some_layers_have_is_valid_once_the_others_have_it_too() -> None:
 def test_a_send_fills_no_other_layers_than_it_said() -> None:
     table = opened()
     table.fills = {SEND: range(1, 2)}
-    with pytest.raises(BadRequest, match="planes that it began with"):
+    with pytest.raises(BadRequest, match="planes of its begin message"):
         table.arrived(SEND, chunk(0, 0, 5))
-    with pytest.raises(BadRequest, match="planes that it began with"):
+    with pytest.raises(BadRequest, match="planes of its begin message"):
         table.arrived(SEND, chunk(1, 0, 5, layers=2))
 
 

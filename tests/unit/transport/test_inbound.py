@@ -370,7 +370,7 @@ def test_what_receivers_say_ends_the_connection(said: msgspec.Struct) -> None:
 
 def test_a_greeting_comes_once() -> None:
     talk = Conversation()
-    with pytest.raises(ProtocolViolation, match="begins once"):
+    with pytest.raises(ProtocolViolation, match="must begin once"):
         talk.say(talk.hello())
 
 
@@ -574,7 +574,7 @@ def test_what_does_not_say_whose_it_is_is_refused() -> None:
     assert [type(each) for each in talk.feed(b"".join(map(framed, WHOLE)))] == [Refused]
     assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
     assert [type(each) for each in talk.feed(framed(fin(0, SIZE, 0, 2)))] == [Refused]
-    assert "whose KV" in talk.reason()
+    assert "the content of its KV" in talk.reason()
 
 
 def test_a_send_that_begins_twice_is_refused() -> None:

@@ -106,14 +106,14 @@ LIES: dict[str, tuple[Lie, str]] = {
     "nothing more": (lambda _g, _c: b"", "closed the connection"),
     "random bytes": (lambda _g, _c: random.Random(1).randbytes(4096), "not a KV transfer"),
     "half a header": (lambda _g, _c: MAGIC, "closed the connection"),
-    "another kind": (lambda _g, _c: framed(Acknowledged(1)), "says Welcome here, not Acknowledged"),
+    "another kind": (lambda _g, _c: framed(Acknowledged(1)), "must send Welcome here, not Acknowledged"),
     "nonsense": (lambda _g, _c: with_header(b"\xc1"), "not a message"),
     "a welcome without an end": (lambda _g, _c: with_header(b"", 2**31), "a message of"),
     "a refusal": (lambda _g, _c: framed(Refused(0, "not you")), "not you"),
     "another secret": (lambda g, c: welcome(g, c, secret="x"), "does not know this fleet's secret"),
     "a transport that was not offered": (lambda g, c: welcome(g, c, "pigeon"), "which was not offered"),
     "a sender's frame": (lambda g, c: welcome(g, c) + framed(SendEnd(1, "0" * 32, 0, 1, 1)), "not a message"),
-    "a challenge again": (lambda g, c: welcome(g, c) + framed(Challenge(c)), "does not say Challenge here"),
+    "a challenge again": (lambda g, c: welcome(g, c) + framed(Challenge(c)), "must not send Challenge here"),
     "the end": (lambda g, c: welcome(g, c) + framed(Refused(0, "enough")), "enough"),
 }
 
@@ -169,7 +169,7 @@ def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped
             connection.sendall(framed(Acknowledged(chunk.send - 1)) + framed(Acknowledged(chunk.send)))
             outcome = send.wait()
             assert isinstance(outcome, TransferFailed)
-            assert "something that was not complete" in outcome.message
+            assert "an incomplete send" in outcome.message
 
 
 @pytest.mark.slow

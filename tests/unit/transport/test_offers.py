@@ -123,7 +123,7 @@ def test_where_only_host_is_allowed_the_reason_is_told() -> None:
     with rank(theirs, HOST) as ours, offering(region(), other.fd, HOST) as sender:
         outcome = Send(sender, ours.addresses, grant(ours, ALL), whole(other)).wait()
         assert isinstance(outcome, TransferFailed)
-        assert "it does not read what the sender has in its memory" in outcome.message
+        assert "it does not read the sender's memory correctly" in outcome.message
         assert content(theirs) == before
     other.close()
 

@@ -101,7 +101,7 @@ def test_a_busy_port_is_skipped_and_when_all_are_it_says_so() -> None:
 def test_a_host_that_cannot_be_bound_is_named_and_nothing_stays_open(ports: tuple[int, ...]) -> None:
     region = filled(1, 4, KIB, 1)
     before = Held(region)
-    with pytest.raises(EngineError, match=r"hosts: 192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(EngineError, match=r"hosts: 192\.0\.2\.1 is not an address of this machine"):
         RankTransport(region, "f", settings("auto", hosts=("127.0.0.1", "192.0.2.1"), ports=ports))
     region.close()
     before.require_back()
@@ -162,7 +162,7 @@ def test_another_layout_is_refused_with_the_reason() -> None:
     with rank(ours, fingerprint="one") as sender, rank(theirs, fingerprint="other") as receiver:
         outcome = outcome_between(sender, ours, receiver)
         assert isinstance(outcome, TransferFailed)
-        assert "layout: the sender's KV layout is another one" in outcome.message
+        assert "layout: the sender's KV layout differs from the receiver's" in outcome.message
         assert content(theirs) == before
 
 

@@ -111,7 +111,7 @@ async def test_files_that_change_under_an_adapter_are_nobodys(
     assert len(await adapters.reports()) == 1
     write(tmp_path / "a", b"others!")
     os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
-    with pytest.raises(Conflict, match="are not those that 'a' was loaded from"):
+    with pytest.raises(Conflict, match="have changed since 'a' was loaded"):
         await adapters.find("a")
     assert await adapters.reports() == ()
     with pytest.raises(Conflict, match="unload it first"):
@@ -165,7 +165,7 @@ async def test_contents_are_those_that_were_loaded_and_not_those_of_the_first_us
         await client.add_lora(Adapter("a", 1, path, "").to_vllm())
         models.put("a", path)
     write(tmp_path / "a", b"others, of another length")
-    with pytest.raises(Conflict, match="are not those that 'a' was loaded from"):
+    with pytest.raises(Conflict, match="have changed since 'a' was loaded"):
         await adapters.find("a")
 
 

@@ -156,7 +156,11 @@ def test_garbage_in_the_place_of_tensors_is_refused(data: st.DataObject) -> None
 
 @pytest.mark.parametrize(
     ("modality", "count", "adapter", "said"),
-    [("image", 3, None, "takes 2 in a prompt"), ("audio", 1, None, "takes no audio"), ("image", 1, "a", "adapters")],
+    [
+        ("image", 3, None, "accepts 2 in a prompt"),
+        ("audio", 1, None, "does not accept audio"),
+        ("image", 1, "a", "adapters"),
+    ],
 )
 def test_what_the_model_does_not_take_is_refused(modality: str, count: int, adapter: str | None, said: str) -> None:
     limits = ModelLimits(100, 1000, {"image": 2}, adapters_change_features=True)

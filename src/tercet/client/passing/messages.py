@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages on one connection, of which h11 is the protocol and asyncio the bytes."""
+"""HTTP/1.1 messages on one connection: h11 does the protocol and asyncio the bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.client.passing.fields import Fields, values
 READ_BYTES = 65536
 HEADS = h11.Request, h11.Response, h11.InformationalResponse
 MOST_JOINED = 256 * 1024
-"""Bytes of a body that are passed on at once: chunks that came together go on together."""
+"""Most bytes of a body that are passed on at once: chunks that arrive together are sent together."""
 
 
 class BrokeOff(ConnectionError):
@@ -21,7 +21,7 @@ class BrokeOff(ConnectionError):
 
 
 class NotReadable(Exception):
-    """What the other side said is no HTTP/1.1, with the status that HTTP has for that."""
+    """The other side did not send valid HTTP/1.1; has HTTP's status for that."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class NotReadable(Exception):
 
 
 class MessageTooLarge(NotReadable):
-    """A head, or the lines between chunks, that are longer than what is read."""
+    """A head, or the lines between chunks, that are longer than the limit."""
 
 
 class Connection:
-    """One side of it. ``our_role`` is h11's; a head, or trailers, have at most ``max_head`` bytes."""
+    """One side of a connection. ``our_role`` is h11's; a head, or trailers, have at most ``max_head`` bytes."""
 
     def __init__(
         self, role: type[h11.CLIENT] | type[h11.SERVER], reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
@@ -54,7 +54,7 @@ class Connection:
     # ---- reading ---------------------------------------------------------------------------------------------
 
     async def event(self) -> Any:
-        """The next of h11's events.
+        """Return the next of h11's events.
 
         Raises :class:`BrokeOff`, :class:`NotReadable`, and :class:`OSError` of the socket.
         """
@@ -68,11 +68,11 @@ class Connection:
         return event
 
     async def part(self) -> bytes:
-        """The body's next bytes; empty at its end, when ``trailers`` are the message's. Raises as :meth:`event`."""
+        """Return the body's next bytes; empty at its end, when ``trailers`` are set. Raises as :meth:`event`."""
         event = await self.event()
         if type(event) is h11.EndOfMessage:
             self.trailers = _raw(event.headers)
-            self._held = event  # however often it is asked
+            self._held = event  # also at further calls
             self.is_whole.set()
             return b""
         if type(event) is not h11.Data:
@@ -80,7 +80,7 @@ class Connection:
         parts, size = [bytes(event.data)], len(event.data)
         while size < MOST_JOINED:
             if event.chunk_end and self.http.trailing_data[0] == b"\r\n":
-                self._is_dry = True  # as it is after each token: that is seen sooner than h11 says so
+                self._is_dry = True  # as after each token: known earlier than by h11
                 break
             event = self._read()
             if type(event) is not h11.Data:
@@ -110,29 +110,29 @@ class Connection:
         self.http.receive_data(data)
 
     async def begun(self) -> None:
-        """Return once the other side has begun another message. Raises :class:`BrokeOff` if it leaves instead."""
+        """Return once the other side has begun another message. Raises :class:`BrokeOff` if it closes instead."""
         while not self.http.trailing_data[0]:
             if self._at_end:
                 raise BrokeOff("it closed the connection")
             await self._more()
 
     async def gone(self) -> None:
-        """Return once the other side has closed the connection; what it sends before that waits for its turn."""
+        """Return once the other side has closed the connection; what it sends before that is kept."""
         ahead = 0
         while data := await self.reader.read(READ_BYTES):
             self.http.receive_data(data)
             ahead += len(data)
-            if ahead > READ_BYTES:  # more than one request ahead: it is there, and its end will be seen later
+            if ahead > READ_BYTES:  # more than one request ahead: it is alive, and its end will be noticed later
                 await asyncio.Event().wait()
         self._at_end = True
         self.http.receive_data(b"")
 
     def next_message(self) -> bool:
-        """Be ready for another message; whether there may be one on this connection."""
+        """Prepare for another message; returns whether there may be one on this connection."""
         if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE or self._at_end:
             return False
         if self.http.our_role is h11.CLIENT and self.http.trailing_data[0]:
-            return False  # what nobody asked for would be taken for the next answer
+            return False  # unrequested data would be taken for the next answer
         self.http.start_next_cycle()
         self._held, self.trailers = None, ()
         self.is_whole.clear()
@@ -150,15 +150,15 @@ class Connection:
             await self.writer.drain()
 
     async def send_part(self, part: bytes) -> None:
-        """Write some of a body, which has no bytes if it is empty."""
-        if self._in_chunks and part:  # h11 keeps no count of these, and would take a third of the time of a token
+        """Write a part of a body; nothing if it is empty."""
+        if self._in_chunks and part:  # h11 does not count these, and would take a third of the time of a token
             self.writer.write(b"%x\r\n%b\r\n" % (len(part), part))
             await self.writer.drain()
         elif part:
             await self.send(h11.Data(data=part))
 
     async def send_end(self, trailers: Fields = ()) -> None:
-        """The body is whole; trailers go with one in chunks, and have no place in others."""
+        """End the body; trailers are sent with a chunked one, and dropped with others."""
         try:
             await self.send(h11.EndOfMessage(headers=list(trailers)))
         except h11.LocalProtocolError:
@@ -167,11 +167,11 @@ class Connection:
             await self.send(h11.EndOfMessage())
 
     def close(self) -> None:
-        """Close it, once what was written is sent."""
+        """Close the connection after sending what was written."""
         self.writer.close()
 
     def abort(self) -> None:
-        """Close it now."""
+        """Close the connection now."""
         self.writer.transport.abort()
 
 
@@ -181,7 +181,7 @@ def raw_fields(event: h11.Request | h11.Response | h11.InformationalResponse) ->
 
 
 def framing(fields: Fields) -> list[tuple[bytes, bytes]]:
-    """How a message with these fields is framed when it is sent on: in chunks, or with its length."""
+    """Framing of a message with these fields when it is passed on: chunked, or with its length."""
     if values(fields, b"transfer-encoding"):
         return [(b"Transfer-Encoding", b"chunked")]
     return [(b"Content-Length", value) for value in values(fields, b"content-length")[:1]]
@@ -193,7 +193,7 @@ def _raw(headers: Any) -> list[tuple[bytes, bytes]]:
 
 
 def _require_one_length(event: h11.Request | h11.Response | h11.InformationalResponse) -> None:
-    """Two ways to say where a message ends are how a request is smuggled past a proxy (RFC 9112, 6.3)."""
+    """Refuse a second definition of a message's end: that allows request smuggling (RFC 9112, 6.3)."""
     names = {name for name, _ in event.headers}
     if {b"content-length", b"transfer-encoding"} <= names:
         raise NotReadable("a message has both Content-Length and Transfer-Encoding")

@@ -1,4 +1,4 @@
-"""The server behind a proxy: asked with a client's own bytes, and its answer given as it said it."""
+"""The server behind a proxy: gets the client's bytes, and its answer is returned unchanged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tercet.client.passing.messages import READ_BYTES, BrokeOff, Connection, raw
 
 MOST_IDLE = 256
 REPEATABLE = frozenset({b"GET", b"HEAD", b"OPTIONS", b"TRACE", b"PUT", b"DELETE"})
-"""Methods of which a second request does no more than the first (RFC 9110, 9.2.2)."""
+"""Idempotent methods: a second request has no further effect (RFC 9110, 9.2.2)."""
 Told = Callable[[int, bytes, Fields], Awaitable[object]]
-"""Hears of an answer before the answer (1xx): its status, reason and fields."""
+"""Receives informational answers (1xx): status, reason and fields."""
 
 
 class NotConnected(ConnectionError):
-    """There is no connection to the server; its cause says why."""
+    """There is no connection to the server; see its cause."""
 
 
 class OriginAnswer:
-    """One, whose body comes while it is read. Whoever got it closes it."""
+    """An answer whose body is read as it arrives. The caller closes it."""
 
     def __init__(self, connection: Connection, head: h11.Response, origin: Origin, sending: asyncio.Task[None] | None):
         self.status = head.status_code
@@ -38,7 +38,7 @@ class OriginAnswer:
         self._sending = sending
 
     async def part(self) -> bytes:
-        """The body's next bytes, empty at its end.
+        """Return the body's next bytes, empty at its end.
 
         Raises :class:`BrokeOff`, :class:`~tercet.client.passing.NotReadable` and :class:`OSError`.
         """
@@ -48,11 +48,11 @@ class OriginAnswer:
 
     @property
     def trailers(self) -> Fields:
-        """Those after the body, once it has ended."""
+        """The trailers, after the body's end."""
         return () if self._connection is None else self._connection.trailers
 
     def close(self) -> None:
-        """Nobody reads on. After its end the connection serves another request; before that, none."""
+        """Stop reading. After the answer's end the connection is reused; before that, it is closed."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -66,7 +66,8 @@ class OriginAnswer:
 class Origin:
     """One server. A connection that was idle for ``keep_alive_s`` is not used any more.
 
-    ``tls`` is for an ``https://`` one. A head of an answer has at most ``max_head`` bytes. :meth:`close` ends it.
+    ``tls`` is for an ``https://`` server. An answer's head has at most ``max_head`` bytes. :meth:`close` closes all
+    connections.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Origin:
         self._port = parts.port or (443 if self._tls is not None else 80)
         self._prefix = parts.path.rstrip("/").encode()
         self.host = parts.netloc.rpartition("@")[2].encode()
-        """What ``Host`` says of it."""
+        """Value of ``Host``."""
         self._keep_alive_s = keep_alive_s
         self._connect_s = connect_s
         self._max_head = max_head
@@ -89,9 +90,9 @@ class Origin:
         self, method: bytes, target: bytes, fields: Fields, body: bytes | AsyncIterator[bytes] | None,
         told: Told | None = None, trailers: Callable[[], Fields] = tuple,
     ) -> OriginAnswer:  # fmt: skip
-        """Its answer, as soon as its head is there: perhaps before the whole ``body`` has gone.
+        """Return the server's answer as soon as its head has arrived, perhaps before the whole ``body`` was sent.
 
-        ``fields`` say how the body is framed. Raises :class:`NotConnected`, :class:`BrokeOff`,
+        ``fields`` define the body's framing. Raises :class:`NotConnected`, :class:`BrokeOff`,
         :class:`~tercet.client.passing.NotReadable` and :class:`OSError`, and what ``body`` raises.
         """
         request = h11.Request(method=method, target=self._prefix + target, headers=list(fields))
@@ -102,7 +103,7 @@ class Origin:
                 return await self._asked(connection, request, body, told, trailers)
             except BaseException as error:
                 connection.abort()
-                # It closed a connection that was idle at the moment it was used again.
+                # It closed an idle connection just when we reused it.
                 if not (is_used and may_repeat and isinstance(error, OSError)):
                     raise
 
@@ -111,14 +112,14 @@ class Origin:
         told: Told | None, trailers: Callable[[], Fields],
     ) -> OriginAnswer:  # fmt: skip
         if not isinstance(body, AsyncIterator):
-            # A server that refuses a large body may say so before it has read it: nobody waits for it to read.
+            # A server may refuse a large body before reading it: do not wait until it reads.
             data = connection.http.send(request) or b""
             data += connection.http.send(h11.Data(data=body)) or b"" if body else b""
             connection.writer.write(data + (connection.http.send(h11.EndOfMessage()) or b""))
             return OriginAnswer(connection, await self._head(connection, told), self, None)
         await connection.send(request)
         sending = asyncio.ensure_future(self._send(connection, body, trailers))
-        sending.add_done_callback(_heard)  # of what fails once the answer has begun
+        sending.add_done_callback(_heard)  # retrieves a failure after the answer has begun
         reading = asyncio.ensure_future(self._head(connection, told))
         reading.add_done_callback(_heard)
         try:
@@ -136,7 +137,7 @@ class Origin:
         async for part in body:
             try:
                 await connection.send_part(part)
-            except OSError:  # it does not read on; whether it has answered is for who reads to see
+            except OSError:  # it stopped reading; the reader sees whether it has answered
                 return
         with contextlib.suppress(OSError):
             await connection.send_end(trailers())
@@ -154,7 +155,7 @@ class Origin:
     # ---- connections -----------------------------------------------------------------------------------------
 
     async def _connection(self) -> tuple[Connection, bool]:
-        """One, and whether it has served before."""
+        """Return a connection, and whether it was used before."""
         while self._idle and time.monotonic() - self._idle[0][1] >= self._keep_alive_s:
             self._idle.popleft()[0].close()
         while self._idle:
@@ -168,19 +169,19 @@ class Origin:
                     self._host, self._port, ssl=self._tls, limit=READ_BYTES,
                     server_hostname=self._host if self._tls is not None else None,
                 )  # fmt: skip
-        except OSError as error:  # TimeoutError and those of TLS are some
+        except OSError as error:  # includes TimeoutError and those of TLS
             raise NotConnected(str(error)) from error
         return Connection(h11.CLIENT, reader, writer, self._max_head), False
 
     def give_back(self, connection: Connection) -> None:
-        """It may serve again if its message has ended."""
+        """Reuse the connection if its message has ended."""
         if self._is_closed or len(self._idle) >= MOST_IDLE or not connection.next_message():
             connection.close()
         else:
             self._idle.append((connection, time.monotonic()))
 
     def close(self) -> None:
-        """Close what is idle; what is in use closes when it is given back."""
+        """Close idle connections; others are closed when they are given back."""
         self._is_closed = True
         while self._idle:
             self._idle.pop()[0].close()

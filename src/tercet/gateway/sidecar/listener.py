@@ -1,4 +1,4 @@
-"""Clients of a sidecar: their connections, one request at a time on each, and answers as the engine says them."""
+"""Clients of a sidecar: their connections, with one request at a time on each, and unchanged answers of the engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tercet.vllm_plugin.frontend.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
 IDLE_SECONDS = 75.0
-"""For a connection between two requests."""
+"""Timeout of a connection between two requests."""
 LINGER_SECONDS = 2.0
-"""For a client to read why the rest of its body is not read."""
+"""Time for a client to read why the rest of its body is not read."""
 NOTHING = [(b"Content-Length", b"0")]
 Handler = Callable[["ClientCall"], Awaitable[None]]
 _ERRORS: Mapping[int, type[TercetError]] = {HeadTooLarge.status: HeadTooLarge, RequestTimeout.status: RequestTimeout}
@@ -33,8 +33,8 @@ _ERRORS: Mapping[int, type[TercetError]] = {HeadTooLarge.status: HeadTooLarge, R
 class ClientCall:
     """One request and the answer to it.
 
-    ``fields`` are the request's as they came, ``target`` what it asks for as it was written, ``path`` the same as an
-    engine's server reads it: without its query, decoded.
+    ``fields`` are the request's headers unchanged, ``target`` its target unchanged, ``path`` the target as an engine's
+    server reads it: without its query, decoded.
     """
 
     def __init__(self, connection: Connection, head: h11.Request) -> None:
@@ -51,24 +51,24 @@ class ClientCall:
         self._connection = connection
 
     def header(self, name: str) -> str | None:
-        """The first value of that name, which is in lower case; None without one."""
+        """The first value of the header with this lower-case name; None without one."""
         return first(self.fields, name.encode())
 
     def headers(self, name: str) -> list[str]:
-        """All values of that name."""
+        """All values of that header."""
         return [value.decode("latin-1") for value in values(self.fields, name.encode())]
 
     @property
     def peer(self) -> str | None:
-        """The address of whoever asks; None at a socket file."""
+        """The client's address; None at a socket file."""
         found = self._connection.writer.get_extra_info("peername")
         return found[0] if isinstance(found, tuple) else None
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes.
+        """Yield the body as it arrives.
 
-        Raises :class:`~tercet.fleet.admission.ClientLeft`, and :class:`~tercet.protocol.TercetError` for what cannot be
-        read, or comes too slowly. Time counts only while more is waited for.
+        Raises :class:`~tercet.fleet.admission.ClientLeft`, and :class:`~tercet.protocol.TercetError` for a body that is
+        invalid or too slow. Time counts only while this waits for more.
         """
         clock = asyncio.get_running_loop().time
         left, came = SECONDS, 0
@@ -94,41 +94,41 @@ class ClientCall:
 
     @property
     def trailers(self) -> Fields:
-        """Those of the request, once its body is read."""
+        """The request's trailers, once its body is read."""
         return self._connection.trailers
 
     async def expected(self) -> None:
-        """Tell a client that waits for it that its body is wanted."""
+        """Send 100 Continue to a client that waits for it."""
         if self._connection.http.they_are_waiting_for_100_continue:
             await self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
 
     async def inform(self, status: int, reason: bytes, fields: Fields) -> None:
-        """Pass on an answer before the answer (1xx), for clients that know of such."""
+        """Pass on an informational answer (1xx), to clients that know them."""
         if self.http_version >= b"1.1" and not self.began:
             await self._connection.send(
                 h11.InformationalResponse(status_code=status, reason=reason, headers=end_to_end(fields))
             )
 
     async def begin(self, status: int, reason: bytes, fields: Fields) -> None:
-        """The answer's head; ``fields`` say how it is framed."""
+        """Send the answer's head; ``fields`` define its framing."""
         self.began = True
         ends = [(b"Connection", b"close")] if self.has_body and not self.is_read else []
         await self._connection.send(h11.Response(status_code=status, reason=reason, headers=[*fields, *ends]))
 
     async def write(self, part: bytes) -> None:
-        """Some of the answer's body."""
+        """Send a part of the answer's body."""
         await self._connection.send_part(part)
 
     async def end(self, trailers: Fields = ()) -> None:
-        """The answer is whole."""
+        """End the answer."""
         await self._connection.send_end(trailers)
 
     def abort(self) -> None:
-        """The answer has no end: the client sees its connection closed."""
+        """Close the connection, so that the client sees an incomplete answer."""
         self._connection.abort()
 
     async def answer(self, status: int, body: bytes, content_type: str, more: Fields = ()) -> None:
-        """A whole answer of the sidecar's own, with ``more`` fields."""
+        """Send a whole answer of the sidecar itself, with ``more`` headers."""
         fields = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode()), *more]
         await self.begin(status, b"", fields)
         if self.method != b"HEAD":
@@ -139,7 +139,7 @@ class ClientCall:
 class Listener:
     """A port whose requests ``handler`` answers, each in a task that is cancelled when its client leaves.
 
-    ``failure`` gives the body of an error for a path, which is empty where it is not known.
+    ``failure`` returns the body of an error for a path, which is empty if it is not known.
     """
 
     def __init__(self, handler: Handler, failure: Callable[[str, TercetError], bytes]) -> None:
@@ -152,12 +152,12 @@ class Listener:
         self._ends = False
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
-        """Raises :class:`OSError` for an address where nothing can listen."""
+        """Start listening. Raises :class:`OSError` for an address that cannot be used."""
         self._server = await asyncio.start_server(self._client, host, port, ssl=tls, limit=READ_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def finish(self) -> None:
-        """Take nothing new, and return when nothing runs any more."""
+        """Accept nothing new, and return when all requests have ended."""
         self._ends = True
         if self._server is not None:
             self._server.close()
@@ -167,14 +167,14 @@ class Listener:
             await asyncio.wait(tuple(self._clients))
 
     async def close(self) -> None:
-        """End whatever runs."""
+        """End all requests."""
         self.abort()
         for task in tuple(self._clients):
             task.cancel()
         await self.finish()
 
     def abort(self) -> None:
-        """Close all connections, whether or not clients have read what was written to them."""
+        """Close all connections, even if clients have not read all that was written."""
         for connection in tuple(self._clients.values()):
             connection.abort()
 
@@ -188,14 +188,14 @@ class Listener:
             while await self._next(connection, task, silence) and connection.next_message():
                 silence = IDLE_SECONDS
             await _linger(connection)
-        except (OSError, asyncio.CancelledError):  # it is gone, or this sidecar goes
+        except (OSError, asyncio.CancelledError):  # it has left, or this sidecar shuts down
             pass
         finally:
             del self._clients[task]
             connection.close()
 
     async def _next(self, connection: Connection, task: asyncio.Task[None], silence: float) -> bool:
-        """Serve the next request; whether there may be another one."""
+        """Serve the next request; returns whether there may be another one."""
         try:
             head = await self._head(connection, task, silence)
             if head is None:
@@ -217,7 +217,7 @@ class Listener:
         return not self._ends
 
     async def _head(self, connection: Connection, task: asyncio.Task[None], silence: float) -> h11.Request | None:
-        """None if there is none before the connection ends, or for too long."""
+        """Read a head; None if the connection ends or is idle for too long."""
         if self._ends:
             return None
         self._idle.add(task)
@@ -237,7 +237,7 @@ class Listener:
 
     async def _refuse(self, connection: Connection, error: NotReadable) -> None:
         kind = _ERRORS.get(error.status)
-        said = BadRequest(f"this is no request that can be read: {error}") if kind is None else kind(str(error))
+        said = BadRequest(f"the request cannot be parsed: {error}") if kind is None else kind(str(error))
         body = self._failure("", said)
         fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         with contextlib.suppress(h11.LocalProtocolError):
@@ -261,7 +261,7 @@ class Listener:
 
 
 async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:
-    """Cancel what serves a client once it has gone; as long as its body comes, who reads that sees it."""
+    """Cancel the task of a client that has left; while its body arrives, its reader notices that."""
     await connection.is_whole.wait()
     with contextlib.suppress(OSError):
         await connection.gone()
@@ -269,7 +269,7 @@ async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:
 
 
 async def _linger(connection: Connection) -> None:
-    """Read what a client still sends, for a while: a connection that is closed before takes the answer with it."""
+    """Read what a client still sends, for a limited time: closing earlier could destroy the answer on its way."""
     if connection.http.their_state is not h11.SEND_BODY or connection.writer.is_closing():
         return
     with contextlib.suppress(TimeoutError, OSError):
@@ -281,14 +281,14 @@ async def _linger(connection: Connection) -> None:
 
 
 def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
-    """What an engine is asked for, and the host that is named with it, of a target in any of HTTP's forms.
+    """The path and the host for the engine, from a target in any of HTTP's forms.
 
-    Raises :class:`~tercet.client.passing.NotReadable` for what is none, and for tunnels.
+    Raises :class:`~tercet.client.passing.NotReadable` for an invalid target, and for tunnels.
     """
     if method == b"CONNECT":
-        raise NotReadable("CONNECT: this is no proxy to other servers", 405)
+        raise NotReadable("CONNECT: this server is not a proxy to other servers", 405)
     if b"#" in target:
-        raise NotReadable("a request's target has no fragment")
+        raise NotReadable("the request's target must not have a fragment")
     if target.startswith(b"/") or target == b"*":
         return target, None
     parts = urlsplit(target.decode("ascii"))

@@ -1,4 +1,4 @@
-"""The leg before the decode engine's: a prompt's KV comes to it, and the body that it is asked with then."""
+"""The work before the decode engine's request: a prompt's KV is sent to it, and the request's body is prepared."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _COMMIT_TRIES = 50
 
 
 class PrefillLeg(Protocol):
-    """Has the KV of a request's prompt brought to the decode engine."""
+    """Has the KV of a request's prompt sent to the decode engine."""
 
     def prefilled(
         self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace
     ) -> AbstractAsyncContextManager[DecodeLeg]:
-        """While entered, what the decode engine is to be asked finds the KV that others have computed, if any could."""
+        """Provide, while entered, the decode engine's request; it uses KV that others have computed, if any could."""
         ...
 
     async def look(self) -> None:
-        """Raises :class:`~tercet.protocol.TercetError` if the decode engine is not well."""
+        """Raise :class:`~tercet.protocol.TercetError` if the decode engine is not healthy."""
         ...
 
     async def finish(self, seconds: float) -> None:
-        """What it does beside requests is over, or the seconds are."""
+        """Wait at most ``seconds`` for its background work to end."""
         ...
 
 
@@ -58,20 +58,20 @@ async def _alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class WhileThere(Protocol):
-    """Does work as long as an engine is there that it needs; :class:`~tercet.protocol.EngineUnreachable` then."""
+    """Runs work while an engine that it needs is alive; raises :class:`~tercet.protocol.EngineUnreachable` when not."""
 
     async def __call__(self, work: Callable[[], Coroutine[Any, Any, T]], /) -> T: ...
 
 
 @dataclass
 class DecodeLeg:
-    """What the decode engine is asked with; ``local`` is what it is asked with if it fails that, None if the same.
+    """The decode engine's request; ``local`` is the body to use if the first one fails, None if it is the same.
 
     ``headers`` are added to the client's.
 
-    Who asks it sets ``sent``, from which on the engine gives back what ``body`` refers to, and ``failure``, why it had
-    to be asked with ``local``. Until it answers ``body``, that is work for ``while_there``: an engine may wait for ever
-    for KV of another one that is gone.
+    The sender sets ``sent``, after which the engine gives back what ``body`` refers to, and ``failure``, the reason for
+    using ``local``. Until the engine answers ``body``, send it inside ``while_there``: an engine may wait for ever for
+    KV of another one that has died.
     """
 
     body: bytes
@@ -83,7 +83,7 @@ class DecodeLeg:
 
 
 class _Known:
-    """The decode engine as a receiver, whose reservation is known."""
+    """The decode engine as a receiver, with a known reservation."""
 
     def __init__(self, engine: HttpEngine) -> None:
         self.name = engine.name
@@ -97,7 +97,7 @@ class _Known:
 
 
 class TercetLeg:
-    """By the verbs: KV is pushed to the decode engine, and is its prefix cache when it is asked."""
+    """By the verbs: KV is pushed to the decode engine, and is in its prefix cache before the request."""
 
     def __init__(
         self, engine: HttpEngine, session: aiohttp.ClientSession, remote: RemotePrefill, stuck_s: float
@@ -127,26 +127,31 @@ class TercetLeg:
                     async with asyncio.timeout(self._stuck_s):
                         await self._committed(request, decode.reservation, begin)
                 except (TercetError, TimeoutError) as error:
-                    logger.warning("%s has not booked KV for %s: %r", self._engine.name, call.request_id, error)
+                    logger.warning(
+                        "%s did not commit the received KV of %s to its prefix cache: %r",
+                        self._engine.name,
+                        call.request_id,
+                        error,
+                    )
                 headers[PREFILLED_HEADER] = f"{decode.reservation.lease} {sent.cached}"
             yield DecodeLeg(call.body, headers=headers)
 
     async def look(self) -> None:
         status = await self._engine.status()
         if status.stalled_s > self._stuck_s:
-            raise EngineUnreachable(f"{self._engine.name} has stood still for {status.stalled_s:.1f} s")
+            raise EngineUnreachable(f"{self._engine.name} has made no progress for {status.stalled_s:.1f} s")
 
     async def finish(self, seconds: float) -> None:
-        """It does nothing beside requests."""
+        """There is no background work."""
 
     async def _require_base_model(self, model: str | None) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` for a LoRA adapter: KV of the base model is none of it."""
+        """Raise :class:`~tercet.protocol.BadRequest` for a LoRA adapter: its KV differs from the base model's."""
         status = await self._engine.status()
         if model in {adapter.name for adapter in status.adapters}:
             raise BadRequest("a prompt with a LoRA adapter cannot be prefilled elsewhere", "model")
 
     async def _committed(self, request: Request, reservation: Reservation, end: int) -> None:
-        """Wait until the engine has booked what arrived; what it has not is computed anew."""
+        """Wait until the engine has committed the received KV; missing parts are recomputed."""
         status = await self._engine.status()
         whole = end // status.block_size * status.block_size
         for _ in range(_COMMIT_TRIES):
@@ -173,7 +178,7 @@ class _Tokens(msgspec.Struct):
 
 
 class KVTransferParams(msgspec.Struct):
-    """What an engine that has prefilled must say, for another one to fetch its KV; it may say more."""
+    """Parameters in the answer of an engine that has prefilled, for another one to fetch its KV; it may have more."""
 
     do_remote_prefill: Literal[True]
     remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
@@ -187,10 +192,10 @@ class _Prefilled(msgspec.Struct):
 
 
 class NixlLeg:
-    """By vLLM's protocol in two legs: the first engine keeps the KV until the second one has fetched it.
+    """By vLLM's protocol in two steps: the first engine keeps the KV until the second one has fetched it.
 
-    KV that nobody is going to fetch, since the client has left meanwhile, is fetched for one token that nobody reads:
-    else it would stay pinned on the first engine until its time is over.
+    If the client leaves before that, the KV is fetched for one unused token: otherwise it would stay pinned on the
+    first engine until its timeout.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, attempts: PrefillAttempts, https: bool) -> None:
@@ -238,7 +243,7 @@ class NixlLeg:
         async def outcome() -> T | TercetError:
             try:
                 return await work()
-            except TercetError as error:  # of the engine that decodes, for which this one is not to be blamed
+            except TercetError as error:  # an error of the decode engine: do not blame this one
                 return error
 
         found = await self._attempts.watched(host, outcome, partial(self._healthy, f"{self._scheme}://{host}"))
@@ -263,7 +268,7 @@ class NixlLeg:
         try:
             async with self._session.get(f"{url}/health", timeout=QUICK, allow_redirects=False) as answer:
                 if answer.status != 200:
-                    raise EngineUnreachable(f"{url} is not well: /health answers {answer.status}")
+                    raise EngineUnreachable(f"{url} is not healthy: /health answers {answer.status}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"{url} does not answer: {reason_of(error)}") from error
 
@@ -272,18 +277,16 @@ class NixlLeg:
         try:
             await _posted(self._session, self._url + call.path, body, call.headers, DRAIN, _Prefilled, self._url)
         except TercetError:
-            return  # then its time on the engine that has it ends it
+            return  # then the timeout on the engine that has the KV ends it
 
 
 def checked_params(params: dict[str, Any] | None, host: str) -> dict[str, Any]:
-    """The parameters of an engine's answer as it gave them.
+    """Return the parameters of an engine's answer unchanged.
 
-    Raises :class:`~tercet.protocol.EngineError` where another one could make nothing of them.
+    Raises :class:`~tercet.protocol.EngineError` if another engine could not use them.
     """
     if params is None:
-        raise EngineError(
-            f"{host} says nothing of its KV (kv_transfer_params): does it run with a connector such as NIXL's?"
-        )
+        raise EngineError(f"{host}: its answer has no kv_transfer_params; start it with a connector such as NIXL's")
     try:
         msgspec.convert(params, KVTransferParams)
     except msgspec.ValidationError as error:
@@ -300,7 +303,7 @@ async def _posted(
     kind: type[Any],
     name: str,
 ) -> Any:
-    """The JSON answer of ``name``. Raises :class:`~tercet.protocol.TercetError`."""
+    """Return the JSON answer of ``name``. Raises :class:`~tercet.protocol.TercetError`."""
     shown = {**headers, "content-type": "application/json", **PLAIN}
     try:
         async with session.post(url, data=body, headers=shown, timeout=timeout, allow_redirects=False) as answer:

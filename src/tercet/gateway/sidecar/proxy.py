@@ -1,4 +1,4 @@
-"""Requests and answers on their way to the decode engine and back; streams as they come, and never cut silently."""
+"""Passes requests to the decode engine and answers back; streams arrive unchanged, and end with an error if cut off."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
 
 logger = logging.getLogger("tercet.gateway")
 JSON = "application/json"
-# Of what a client says to this sidecar, what it does not say to the engine.
+# Client's headers for this sidecar, which are not passed on to the engine.
 OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
-# Of a client's headers those that an engine needs to serve the legs that its client did not ask for.
+# Client's headers that an engine needs in requests which the client did not send itself.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 ASK_SECONDS = 10.0
 UNASKED_BYTES = 64 * 1024
-"""Of a body that is kept without asking the engine first whether it takes the request's key."""
+"""Bytes of a body that are buffered before the engine is asked whether it accepts the request's key."""
 LONGEST_ID = 64
-"""Of a client's request id, characters that names on engines begin with."""
+"""Characters of a client's request id that ids on engines begin with."""
 
 
 def _verb_of(http: ClientCall) -> str:
-    """The path below the verbs' prefix."""
+    """The path relative to the verbs' prefix."""
     return http.path.partition(PREFIX)[2]
 
 
 class Proxy:
-    """Everything that is asked of one engine; ``leg`` brings KV to it, from those of ``allowed`` that requests name."""
+    """All requests to one engine; ``leg`` sends KV to it, from those of the ``allowed`` engines that requests name."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Proxy:
             await answer.fail(error)
 
     def give_up(self, error: TercetError) -> None:
-        """What is under way ends with ``error``."""
+        """End running requests with ``error``."""
         self._under_way.lose(error)
 
     async def _serve(self, http: ClientCall, answer: _Answer) -> None:
@@ -120,16 +120,16 @@ class Proxy:
             await self._forward(http, answer, http.parts() if http.has_body else None)
 
     def _require_caller(self, http: ClientCall) -> str | None:
-        """Raises :class:`~tercet.protocol.Unauthorized` for a stranger at the engine's verbs.
+        """Raise :class:`~tercet.protocol.Unauthorized` for a verb whose caller is not a member of the fleet.
 
-        Returns the digest of the body of a call that was proved and not shown the secret.
-        An engine that this machine alone can reach asks nobody for a key; through here others would reach it.
+        Returns the digest of the body of a call that proved the secret without showing it. A loopback-only engine does
+        not check keys, but the sidecar makes its verbs reachable from elsewhere: require the fleet's secret.
         """
         if not http.path.startswith(PREFIX):
             return None
         if not self._callers and not self._verbs_are_open:
-            raise BadRequest(f"{PREFIX}: this sidecar has no TERCET_SECRET, and passes no verbs on without one")
-        refusal = "this sidecar asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
+            raise BadRequest(f"{PREFIX}: this sidecar passes no verbs on, since it has no TERCET_SECRET; set it")
+        refusal = "this sidecar requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
         if not self._callers:
             require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
         shown = http.headers("authorization")
@@ -149,7 +149,7 @@ class Proxy:
         if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
             answer.traces = traces
         request_id = http.header("x-request-id") or uuid.uuid4().hex
-        # Clients may choose the same id: what engines pin and free by name has one that nobody else has.
+        # Clients may choose equal ids: engines pin and free by ids, so these must be unique.
         seq_id = f"{request_id[:LONGEST_ID]}-{uuid.uuid4().hex}"
         shown = {name: value for name in SHOWN if (value := http.header(name)) is not None} | {"x-request-id": seq_id}
         call = SplitCall(http.path, body, fields, shown, request_id, seq_id)
@@ -158,23 +158,23 @@ class Proxy:
             await self._forward(http, answer, prepared, held)
 
     def _fields(self, body: bytes) -> Mapping[str, Any]:
-        """The body's fields; none for one that is no object, which the engine refuses.
+        """Return the body's fields; none for a body that is not an object, which the engine refuses.
 
-        Raises :class:`~tercet.protocol.BadRequest` for what cannot be read here, and might be there, and for what may
-        say where engines fetch KV: that is not for clients to say.
+        Raises :class:`~tercet.protocol.BadRequest` for unreadable bodies, and for fields that tell engines where to
+        fetch KV: clients must not set them.
         """
         found = read_json(in_utf8(body))
         if not isinstance(found, dict):
             if self._refuses_params:
-                raise BadRequest("the request's body is no JSON object")
+                raise BadRequest("the request's body is not a JSON object")
             return {}
         fields = cast("dict[str, Any]", found)
         if self._refuses_params and _has_params(fields):
-            raise BadRequest(f"{KV_PARAMS}: says where engines fetch KV, which is not for clients to say", KV_PARAMS)
+            raise BadRequest(f"{KV_PARAMS}: tells engines where to fetch KV; clients must not set it", KV_PARAMS)
         return fields
 
     async def _body(self, http: ClientCall, is_known: bool = False) -> bytes:
-        """All of it; a long one is taken from those only who are known, or whose key the engine takes."""
+        """Return the whole body; a long one only from a known client, or if the engine accepts its key."""
         too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
         announced = http.header("content-length") or ""
         length = int(announced) if announced.isdecimal() else None
@@ -195,7 +195,7 @@ class Proxy:
         return b"".join(chunks)
 
     async def _require_key(self, http: ClientCall) -> None:
-        """Raises :class:`~tercet.protocol.Unauthorized` where the engine would not take the request's key."""
+        """Raise :class:`~tercet.protocol.Unauthorized` if the engine does not accept the request's key."""
         shown = [(b"Host", self._origin.host)]
         shown += [(b"Authorization", value.encode("latin-1")) for value in http.headers("authorization")]
         try:
@@ -211,7 +211,7 @@ class Proxy:
         except OSError as error:
             raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
         if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise Unauthorized("the engine does not take the key of this request: Authorization: Bearer KEY")
+            raise Unauthorized("the engine does not accept the key of this request: Authorization: Bearer KEY")
 
     # ---- passing on ------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Proxy:
         held: AsyncExitStack | None = None,
         digest: str | None = None,
     ) -> None:
-        """Ask the engine and pass its answer on; ``held`` is closed once that has begun.
+        """Send a request to the engine and pass its answer on; ``held`` is closed once the answer has begun.
 
         ``digest`` is that of the body of a call that was proved to this sidecar, which proves it to the engine.
         """
@@ -242,7 +242,7 @@ class Proxy:
                     opened = partial(self._opened, http, prepared, stack, waiting)
                     try:
                         response, opening = await prepared.while_there(opened)
-                    except TercetError as error:  # nothing is lost that the engine cannot compute itself
+                    except TercetError as error:  # the engine can compute everything itself
                         prepared.failure = error
                         response = await self._asked(http, prepared.local, stack)
                 await answer.begin(response)
@@ -259,7 +259,7 @@ class Proxy:
     async def _opened(
         self, http: ClientCall, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
     ) -> tuple[OriginAnswer, bytes]:
-        """The engine's answer with KV of another one, and what it says with its first tokens."""
+        """The engine's answer with KV of another engine, and the part with its first tokens."""
         response = await self._asked(http, prepared.body, stack)
         try:
             return response, await _opening(response, waiting)
@@ -271,7 +271,7 @@ class Proxy:
         self, http: ClientCall, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None,
         digest: str | None = None,
     ) -> OriginAnswer:  # fmt: skip
-        is_same = not isinstance(body, bytes)  # a body that was read goes on whole, also if it came in chunks
+        is_same = not isinstance(body, bytes)  # a body that was read is sent whole, even if it came in chunks
         drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else set(OURS)
         if digest is not None:
             drops.add(b"authorization")
@@ -302,17 +302,17 @@ class Proxy:
         return response
 
     def _proof(self, http: ClientCall, digest: str) -> Fields:
-        """Of a call that was proved here: the same, for the engine."""
+        """The proof of a call that was proved here, for the engine."""
         proved = self._prover.headers(http.method.decode("latin-1"), _verb_of(http), digest)
         return [(name.encode(), value.encode("latin-1")) for name, value in proved.items()]
 
     def _is_met(self, response: OriginAnswer) -> bool:
-        """Whether the engine has asked for a proof, and can have it now."""
+        """Whether the engine has sent a challenge that can be answered now."""
         asked = values(response.fields, CHALLENGE_HEADER.encode())
         return self._prover.meets([value.decode("latin-1") for value in asked])
 
     async def _watch(self, waiting: _Waiting, lost: CallsInFlight) -> None:
-        """Ask the engine how it is while it says nothing; what waits for it fails once it is lost."""
+        """Poll the engine's status while it sends nothing; requests that wait for it fail once it is lost."""
         while True:
             await asyncio.sleep(self._stuck_s)
             silent = waiting.seconds
@@ -320,11 +320,11 @@ class Proxy:
                 continue
             try:
                 if silent > self._idle_s:
-                    raise EngineUnreachable(f"the engine has said nothing for {silent:.0f} s")
+                    raise EngineUnreachable(f"the engine has sent nothing for {silent:.0f} s")
                 await self._require_well()
             except EngineUnreachable as error:
                 lost.lose(error)
-            except TercetError as error:  # it answers, so it is there
+            except TercetError as error:  # it answers, so it is alive
                 logger.debug("the engine answers: %s", error)
 
     async def _require_well(self) -> None:
@@ -332,25 +332,26 @@ class Proxy:
             async with asyncio.timeout(self._stuck_s):
                 await self._leg.look()
         except TimeoutError:
-            raise EngineUnreachable(f"the engine has said nothing for {self._stuck_s:g} s") from None
+            raise EngineUnreachable(f"the engine has sent nothing for {self._stuck_s:g} s") from None
 
 
 class _Waiting:
-    """For how long the engine has been waited for, while it is."""
+    """The time for which a request has been waiting for the engine."""
 
     def __init__(self) -> None:
         self.since: float | None = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """0 while its client is what is waited for."""
+        """Seconds; 0 while the request waits for its client."""
         return 0.0 if self.since is None else time.monotonic() - self.since
 
 
 async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
-    """What an engine that fetches KV says before its first tokens, and with them; empty if it is asked for no stream.
+    """The answer of an engine that fetches KV, up to its first tokens; empty if it is not a stream.
 
-    Raises :class:`~tercet.protocol.TercetError` if it could not fetch the KV. In a stream it says that in an event.
+    Raises :class:`~tercet.protocol.TercetError` if the engine could not fetch the KV, which it reports in an event of a
+    stream.
     """
     if response.status >= 500:
         raise EngineError(f"the engine answers {response.status} with KV of another one")
@@ -366,7 +367,7 @@ async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
 
 
 async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
-    """What the engine says next; empty at the end. Raises :class:`~tercet.protocol.EngineUnreachable`."""
+    """The next part of the engine's answer; empty at the end. Raises :class:`~tercet.protocol.EngineUnreachable`."""
     waiting.since = time.monotonic()
     try:
         return await response.part()
@@ -377,7 +378,7 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
 
 
 class _Answer:
-    """One answer to a client. ``traces``, if any, are added to it."""
+    """One answer to a client. ``traces``, if there are any, are added to it."""
 
     def __init__(self, http: ClientCall) -> None:
         self.traces: Sequence[VerbTrace] = ()
@@ -389,7 +390,7 @@ class _Answer:
         self._trailers: Fields = ()
 
     async def begin(self, upstream: OriginAnswer) -> None:
-        """Its status, reason and headers are the engine's."""
+        """Send the engine's status, reason and headers."""
         self._events = WholeEvents() if _is_stream(upstream) else None
         self._reason = upstream.reason
         self._send = TracingSend(self._write_message, self.traces) if self.traces else self._write_message
@@ -405,17 +406,17 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})
 
     async def end(self, trailers: Fields) -> None:
-        """The engine's answer is whole."""
+        """End the answer, which is complete."""
         rest = b"" if self._events is None else self._events.rest()
         self._trailers = trailers
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def fail(self, error: TercetError, asks: Fields = ()) -> None:
-        """It is an error, or ends in one; an answer that is no stream, and had begun, breaks off."""
+        """Send an error, or end with it; an answer that has begun and is not a stream is cut off."""
         if not self._http.began:
             await self._http.answer(error.status, error_body(self._http.path, error), JSON, asks)
             return
-        logger.warning("an answer broke off: %s: %s", error.code, error.message)
+        logger.warning("an answer was cut off: %s: %s", error.code, error.message)
         if self._events is not None:
             await self._http.write(last_events(self._http.path, error, object_of(self._last)))
             await self._http.end()
@@ -433,7 +434,7 @@ class _Answer:
 
 
 def _is_stream(response: OriginAnswer) -> bool:
-    """Whether it is one of events that can be read; it has no length, which another last event would break."""
+    """Whether it is a stream of readable events; it has no length, so a last event can be added."""
     kind = first(response.fields, b"content-type") or ""
     if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
         return False
@@ -441,12 +442,12 @@ def _is_stream(response: OriginAnswer) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause of one that is none itself, in words."""
+    """The cause of an error that does not tell it itself, in words."""
     return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
 
 
 def _may_be_json(http: ClientCall) -> bool:
-    """Whether vLLM may take the body for JSON: it does without a content type, too."""
+    """Whether vLLM may read the body as JSON: it does so without a content type, too."""
     return http.has_body and "json" in (http.header("content-type") or "json").lower()
 
 

@@ -1,4 +1,4 @@
-"""Puts ``tercet sidecar`` together: its leg to engines that prefill, and the way to its own."""
+"""Puts ``tercet sidecar`` together: the leg for prefill engines, and the proxy of its decode engine."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from tercet.vllm_plugin.engine.server_access import is_loopback
 
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0
-"""For requests that run when it is told to stop; a second signal ends them."""
+"""Time for running requests after the stop signal; a second signal ends them."""
 ERROR_SECONDS = 2.0
-"""For those that are given up, to get their errors to their clients; then connections are closed, read or not."""
+"""Time to send errors of ended requests to their clients; then connections are closed."""
 DRAIN_SECONDS = 10.0
-"""For KV that is fetched for clients who have left."""
+"""Time to fetch KV for clients that have left."""
 METRICS = "/sidecar/metrics"
 CONNECT_SECONDS = 5.0
 MOST_ANSWER_HEAD = 1024 * 1024
-"""Bytes of a head of the engine's answers."""
+"""Largest head of the engine's answers, in bytes."""
 
 
 def serve(config: SidecarConfig) -> None:
     """Run the sidecar until SIGINT or SIGTERM.
 
-    The first signal has it finish what runs, any other one ends it at once.
+    After the first signal it finishes running requests, a second one ends it at once.
     """
     import uvloop
 
@@ -59,14 +59,14 @@ async def _serve(config: SidecarConfig) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with signals_to(stopped.set, hurried.set):
         async with sidecar(config) as server:
-            logger.info("serves %s on port %d", config.engine, server.port)
+            logger.info("proxying %s on port %d", config.engine, server.port)
             await stopped.wait()
             await server.finish(LAST_SECONDS, hurried)
 
 
 @dataclass
 class SidecarServer:
-    """A sidecar that serves: its port, and its end."""
+    """A serving sidecar: its port, and its shutdown."""
 
     port: int
     _proxy: Proxy
@@ -74,10 +74,10 @@ class SidecarServer:
     _leg: PrefillLeg
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
-        """Take nothing new, and return when nothing runs any more.
+        """Accept nothing new, and return when all requests have ended.
 
-        What still runs after so many seconds, or when ``hurried`` is set, ends with an error; a client that has not
-        read its error two seconds later is not waited for.
+        Requests that still run after ``seconds``, or when ``hurried`` is set, end with an error; a client has two
+        seconds to read it.
         """
         giving_up = asyncio.create_task(self._give_up(seconds, hurried))
         try:
@@ -88,13 +88,13 @@ class SidecarServer:
 
     async def _give_up(self, seconds: float, hurried: asyncio.Event) -> None:
         await _unless(hurried, asyncio.sleep(seconds))
-        self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and the request was not waited for"))
+        self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and ended the request"))
         await asyncio.sleep(ERROR_SECONDS)
         self._listener.abort()
 
 
 async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
-    """Until the ``work`` is done, or there is no time for it any more."""
+    """Wait until the ``work`` is done, or ``hurried`` is set."""
     tasks = {asyncio.ensure_future(work), asyncio.ensure_future(hurried.wait())}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +113,7 @@ def require_usable(config: SidecarConfig) -> None:
 async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
     """Serve while entered.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a port that is taken, and a certificate that cannot be used.
+    Raises :class:`~tercet.protocol.BadRequest` for a port in use, and a certificate that cannot be used.
     """
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=tls or True)
@@ -139,14 +139,12 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
         try:
             await listener.start(config.host, config.port, _shown(config))
         except OSError as error:
-            raise BadRequest(
-                f"port: nothing can listen on {config.host}:{config.port}: {error.strerror}", "port"
-            ) from error
+            raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
         yield SidecarServer(listener.port, proxy, listener, leg)
 
 
 def _shown(config: SidecarConfig) -> SSLContext | None:
-    """What clients are shown, where they speak TLS."""
+    """The TLS context for clients; None without TLS."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     return ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()

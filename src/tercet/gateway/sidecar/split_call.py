@@ -1,4 +1,4 @@
-"""A request that may be split: what of it takes one engine as a whole, its first leg, and the way to its tokens."""
+"""A request that may be split: the parts that need one engine as a whole, its prefill request, and its tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tercet.protocol.openai_routes import CHAT, COMPLETIONS, RESPONSES
 
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})
 KV_PARAMS = "kv_transfer_params"
-# What vLLM's /tokenize takes of a chat request: that of which the prompt is made.
+# Fields of a chat request that vLLM's /tokenize accepts: those that the prompt is made of.
 OF_THE_PROMPT = (
     "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message", "add_special_tokens",
 )  # fmt: skip
-# What the first leg, which is asked for one token that nobody reads, must not ask for.
+# Fields that the prefill request, with its one unused token, must not have.
 OF_THE_ANSWER = (
     "stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
     "suffix", "n", "best_of", "stop", "stop_token_ids", "include", "store", "request_id",
@@ -28,14 +28,14 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
     CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
     RESPONSES: {"max_output_tokens": 1, "store": False},
 }
-TEXTS = ("text", "input_text", "output_text")  # no set: a client may say anything, lists too
+TEXTS = ("text", "input_text", "output_text")  # not a set: a client may send any type, lists too
 
 
 @dataclass(frozen=True)
 class SplitCall:
-    """One OpenAI request that may be split: its ``body``, its ``fields``, and what its client shows to engines.
+    """One OpenAI request that may be split: its ``body``, its ``fields``, and its client's headers for engines.
 
-    ``request_id`` is its name in logs, which clients choose; ``seq_id`` names it on engines, and nothing else there.
+    ``request_id`` is its name in logs, which clients choose; ``seq_id`` is its unique id on engines.
     """
 
     path: str
@@ -46,7 +46,7 @@ class SplitCall:
     seq_id: str
 
     def require_whole(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` for what only one engine as a whole can serve."""
+        """Raise :class:`~tercet.protocol.BadRequest` for a request that only one engine as a whole can serve."""
         fields = self.fields
         prompt = fields.get("prompt")
         reasons = {
@@ -55,7 +55,7 @@ class SplitCall:
             "log probabilities of the prompt": fields.get("prompt_logprobs") is not None,
             "echo": bool(fields.get("echo")),
             "prompt embeddings": fields.get("prompt_embeds") is not None,
-            "what follows an answer that the engine keeps": fields.get("previous_response_id") is not None,
+            "a continuation of an answer that the engine keeps": fields.get("previous_response_id") is not None,
             "a response in the background": bool(fields.get("background")),
         }
         for what, holds in reasons.items():
@@ -63,17 +63,17 @@ class SplitCall:
                 raise BadRequest(f"{what}: cannot be prefilled elsewhere")
 
     def text(self, name: str) -> str | None:
-        """The field of that name, which is a text or left out.
+        """The field of that name: a text or None.
 
-        Raises :class:`~tercet.protocol.BadRequest` for anything else: the engine says to its client what is wrong.
+        Raises :class:`~tercet.protocol.BadRequest` for another type: the engine explains it to its client.
         """
         found = self.fields.get(name)
         if found is None or isinstance(found, str):
             return found
-        raise BadRequest(f"{name}: is no text, and cannot be prefilled elsewhere", name)
+        raise BadRequest(f"{name}: is not text, and cannot be prefilled elsewhere", name)
 
     def first_leg(self) -> bytes:
-        """The body that an engine is asked with to prefill: the same request, for one token and no stream."""
+        """The body of the prefill request: the same request, for one token and without a stream."""
         fields = {name: value for name, value in self.fields.items() if name not in OF_THE_ANSWER}
         keep = {
             "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -82,7 +82,7 @@ class SplitCall:
         return msgspec.json.encode({**fields, **LIMITS[self.path], "stream": False, KV_PARAMS: keep})
 
     def to_tokenize(self) -> Mapping[str, Any]:
-        """What vLLM's ``/tokenize`` is asked with for the prompt's tokens.
+        """Body of the request to vLLM's ``/tokenize`` for the prompt's tokens.
 
         Raises :class:`~tercet.protocol.BadRequest` for a prompt that is more than text.
         """
@@ -100,7 +100,7 @@ class SplitCall:
 def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages that vLLM makes of a request to ``/v1/responses``.
 
-    Raises :class:`~tercet.protocol.BadRequest` for more than messages of text, of which it makes more than that.
+    Raises :class:`~tercet.protocol.BadRequest` unless the input is text messages only.
     """
     for name in ("tools", "reasoning", "prompt"):
         if fields.get(name):
@@ -118,11 +118,11 @@ def _message(item: Any) -> dict[str, Any]:
     fields = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
     content = fields.get("content")
     if fields.get("type", "message") != "message" or "role" not in fields:
-        raise BadRequest("input: more than messages cannot be prefilled elsewhere", "input")
+        raise BadRequest("input: items other than messages cannot be prefilled elsewhere", "input")
     if isinstance(content, list):
         parts = cast("list[Any]", content)
         _require_text([{"content": parts}])
-        if fields["role"] == "assistant":  # of which vLLM takes the first
+        if fields["role"] == "assistant":  # vLLM takes the first one of them
             content = _text(parts[0]) if parts else ""
         else:
             content = [{"type": "text", "text": _text(part)} for part in parts]

@@ -1,4 +1,4 @@
-"""The begin of an engine's stream, held back until it is known what the stream comes to."""
+"""The beginning of an engine's stream, held back until its outcome is known."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Literal
 
 from tercet.protocol.sse import DATA, WholeEvents, events_of, object_of
 
-# Of a response, what an engine says before it has computed anything; and how it says that it has failed.
+# Events of a response before the engine has computed anything, and its failure events.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")
 _FAILED = ("error", "response.failed")
 
 
 class Opening:
-    """The begin of a stream, held back until the engine has computed something, or has failed to."""
+    """The beginning of a stream, held back until the engine has computed something, or has failed."""
 
     def __init__(self) -> None:
         self.held = b""
         self._events = WholeEvents()
 
     def came_to(self, chunk: bytes) -> Literal["nothing", "tokens", "failure"]:
-        """What the engine has come to, now that it has said this too."""
+        """The outcome so far, including this chunk."""
         self.held += chunk
         for event in events_of(self._events.passed(chunk)):
             if not any(line.startswith(DATA) for line in event.splitlines()):

@@ -1,1 +1,1 @@
-"""The agent: a process beside each worker that moves its KV."""
+"""The agent: a process next to each worker that moves its KV."""

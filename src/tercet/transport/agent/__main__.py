@@ -1,4 +1,4 @@
-"""``python -m tercet.transport.agent DESCRIPTOR``: what :class:`.agent_process.AgentProcess` starts."""
+"""``python -m tercet.transport.agent DESCRIPTOR``: the program that :class:`.agent_process.AgentProcess` starts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run until the worker is gone; its Ctrl-C is not ours."""
+    """Run until the worker has ended; ignore Ctrl-C, which is meant for the worker."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s tercet-kv %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The channel's end tells as much, but not to a process that is stopped.
+    # The end of the channel has the same effect, but not on a process that is stopped.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     run(int(sys.argv[1]))
-    # Threads that wait in a backend's library must not hold the exit up.
+    # Threads that wait in a backend's library must not delay the exit.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""The agent: the process that moves one rank's KV, beside the worker that computes it.
+"""The agent: the process that moves one rank's KV, next to the worker that computes it.
 
-It shares the worker's KV memory and nothing else: neither the interpreter, whose lock would hold up the forward pass,
-nor the cores that compute. It ends when the worker does, whatever became of it, since their channel ends then.
+It shares the worker's KV memory and nothing else: neither the interpreter, whose lock would delay the forward pass, nor
+the cores that compute. It ends when the worker ends, for any reason, since their channel ends then.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ MAX_NOTE_BYTES = 1024 * 1024
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
-    """How an agent begins; ``cpus`` are the ones it may use, ``kv`` a descriptor of the rank's KV that it inherits.
+    """An agent's configuration; ``cpus`` are those it may use, ``kv`` an inherited descriptor of the rank's KV.
 
-    ``staged``: KV is reached through buffers. It lies on the ``device``, and then the descriptor's file holds nothing
-    but generation words; or else in the file, in the device's role. ``mapped``: peers of this machine may map that
-    device's memory as well. ``rdma``: by what peers of other machines read it.
+    ``staged``: KV is reached through buffers. Either it lies on the ``device``, and the descriptor's file has only
+    generation words; or it lies in the file, in the device's role. ``mapped``: peers on this machine may also map that
+    device's memory. ``rdma``: the handles by which peers on other machines read it.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """An agent's first words: where it listens, or why it does not."""
+    """An agent's first message: its addresses, or the reason why it cannot start."""
 
     addresses: tuple[str, ...] = ()
     control: str = ""
@@ -92,25 +92,25 @@ class Reporter:
         self._lock = threading.Lock()
 
     def report(self, to: str, report: Report) -> None:
-        """Queue one report, with the key that opens the inbox; never blocks."""
+        """Queue one report, with the key of the inbox; never blocks."""
         address, _, key = to.partition("#")
         with self._lock:
             socket = self._sockets.get(to)
             if socket is None:
                 socket = bounded(self._context.socket(zmq.PUSH))
                 socket.linger = 0
-                socket.sndhwm = 0  # an edge that stands still must not hold up the threads that move KV
+                socket.sndhwm = 0  # an edge that is stuck must not block the threads that move KV
                 socket.connect(address)
                 self._sockets[to] = socket
             socket.send_multipart([key.encode(), msgspec.msgpack.encode([type(report).__name__, report])])
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._context.destroy(linger=0)
 
 
 class Agent:
-    """One rank: its transport, its control channel, and what the current step pushes."""
+    """One rank: its transport, its control channel, and the pushes of the current step."""
 
     def __init__(self, setup: AgentSetup) -> None:
         self._rank = setup.rank
@@ -127,7 +127,7 @@ class Agent:
         self.ready = Ready(self._transport.addresses, self._control.address, self._control.secret)
 
     def follow(self, channel: socket.socket) -> None:
-        """Take the worker's notes until it is gone."""
+        """Handle the worker's notes until it has ended."""
         decoder = msgspec.msgpack.Decoder(StepNote)
         while note := channel.recv(MAX_NOTE_BYTES):
             self._take(decoder.decode(note))
@@ -136,7 +136,7 @@ class Agent:
         match note:
             case LayersDone():
                 if self._computed is not None and note.computed is not None:
-                    self._computed.wait(note.computed)  # nobody is told of KV that is not there yet
+                    self._computed.wait(note.computed)  # announce KV only once it is computed
                 self._push(self._pushes, note.planes)
             case StepBegins():
                 for opening in note.opened:
@@ -177,7 +177,7 @@ class Agent:
         match command:
             case GrantLease():
                 self._transport.grants.grant(command)
-                self._notify_of_lease[command.lease] = command.notify  # nobody can write before this is answered
+                self._notify_of_lease[command.lease] = command.notify  # no write can happen before this is answered
                 return None
             case ExtendLease():
                 return self._transport.grants.extend(command)
@@ -202,8 +202,8 @@ class Agent:
 
 
 def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory, ComputedEvents | None]:
-    """A rank's memory that is reached through buffers, and the events of its worker if a device computes there."""
-    from tercet.transport.memory import torch_blocks  # which imports torch: most agents need none
+    """A rank's memory that is reached through buffers, and its worker's events if a device computes there."""
+    from tercet.transport.memory import torch_blocks  # imports torch, which most agents do not need
 
     shape, device = region.shape, setup.device
     planes = torch_blocks.host_planes(region) if device is None else torch_blocks.device_planes(device, shape)
@@ -213,7 +213,7 @@ def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory,
         staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
     except RuntimeError as error:
         raise TransferFailed(
-            f"no room for what moves KV, on the device or in pinned memory: {error}; give the engine less of the "
+            f"no memory for moving KV, on the device or pinned: {error}; lower the engine's share of the "
             "device: --gpu-memory-utilization"
         ) from error
     staged.practise()
@@ -232,7 +232,7 @@ def neighbouring(planes: Sequence[int]) -> Iterator[range]:
 
 
 def run(channel_fd: int) -> None:
-    """Be an agent until the worker at the channel's other end is gone; its first message is the :class:`AgentSetup`."""
+    """Run an agent until the worker at the channel's other end has ended; its first message is :class:`AgentSetup`."""
     with socket.socket(fileno=channel_fd) as channel:
         message = channel.recv(MAX_NOTE_BYTES)
         if not message:
@@ -240,7 +240,7 @@ def run(channel_fd: int) -> None:
         setup = msgspec.msgpack.decode(message, type=AgentSetup)
         try:
             if setup.cpus:
-                # Inherited was the worker's share, which computes; moving bytes there would slow the forward pass down.
+                # The inherited cores are those that compute; moving bytes there would slow the forward pass down.
                 os.sched_setaffinity(0, setup.cpus)
             agent = Agent(setup)
         except (OSError, TercetError) as error:
@@ -251,6 +251,6 @@ def run(channel_fd: int) -> None:
             channel.send(msgspec.msgpack.encode(agent.ready))
             agent.follow(channel)
         except OSError:
-            return  # the worker's end broke, which is as good as closed
+            return  # the worker's end failed: the same as closed
         finally:
             agent.close()

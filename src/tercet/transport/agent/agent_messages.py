@@ -1,4 +1,4 @@
-"""What an agent is told, and what it reports.
+"""Messages to and from an agent.
 
 :data:`Command` comes from the API server's process and is answered; :data:`StepNote` comes from the worker that
 computes and is not; :data:`Report` goes to the HTTP edges of this engine.
@@ -16,7 +16,7 @@ from tercet.transport.sender import SendDestination
 class SendOpening(msgspec.Struct, frozen=True):
     """A send of ``content`` begins: under ``lease``, to each of ``destinations``.
 
-    ``notify`` is where its end is reported: an address, ``#``, and the inbox's key.
+    ``notify`` is the destination of the report of its end: an address, ``#``, and the inbox's key.
     """
 
     send_id: str
@@ -36,7 +36,7 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class SendComplete(msgspec.Struct, frozen=True):
-    """Everything of the tokens ``[begin, end)`` has been pushed."""
+    """All KV of the tokens ``[begin, end)`` has been pushed."""
 
     send_id: str
     begin: int
@@ -47,7 +47,7 @@ class SendComplete(msgspec.Struct, frozen=True):
 
 
 class GrantLease(Grant, frozen=True, tag=True):
-    """A grant, and where to report what arrives under it."""
+    """A grant, and the destination of reports about KV that arrives under it."""
 
     notify: str
 
@@ -63,15 +63,15 @@ class RevokeLease(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelSend(msgspec.Struct, frozen=True, tag=True):
-    """Stop reading KV for ``send_id``; the answer comes when that is so."""
+    """Stop reading KV for ``send_id``; the answer comes when no thread reads it any more."""
 
     send_id: str
 
 
 class PushCached(msgspec.Struct, frozen=True, tag=True):
-    """Push blocks of every layer, with no forward pass.
+    """Push blocks of every layer, without a forward pass.
 
-    They are pinned, or the engine's core vouches for them with the number ``word`` of one of its words.
+    They are pinned, or the engine's core guarantees them by the number ``word`` of one of its words.
     """
 
     opening: SendOpening
@@ -81,7 +81,7 @@ class PushCached(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadCounters(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the transport's counters."""
+    """Read the transport's counters."""
 
 
 Command = GrantLease | ExtendLease | RevokeLease | CancelSend | PushCached | ReadCounters
@@ -97,7 +97,7 @@ class StepBegins(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayersDone(msgspec.Struct, frozen=True, tag=True):
-    """These planes, of one layer or several, hold this step's KV; on a device, once event ``computed`` is over."""
+    """These planes, of one or more layers, hold this step's KV; on a device, after event ``computed``."""
 
     planes: tuple[int, ...]
     computed: int | None = None
@@ -126,7 +126,7 @@ class SendDone(msgspec.Struct, frozen=True):
 
 
 class LeaseFilled(msgspec.Struct, frozen=True):
-    """KV has come under a lease, or its sender is gone; ``valid`` is how far, and whose, its KV is now."""
+    """KV arrived under a lease, or its sender was lost; ``valid`` is the valid range and content of its KV now."""
 
     lease: str
     rank: int

@@ -1,4 +1,4 @@
-"""Starting an agent, and talking to it from the worker that computes."""
+"""Starts an agent, and talks to it from the worker that computes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tercet.transport.agent.agent import MAX_NOTE_BYTES, AgentSetup, Ready
 from tercet.transport.agent.agent_messages import StepNote
 
 logger = logging.getLogger(__name__)
-# Where KV is on a device, an agent imports PyTorch, makes a context and pins memory: many seconds, with a cold disk.
+# If KV is on a device, an agent imports PyTorch, creates a context and pins memory: many seconds, with a cold disk.
 START_SECONDS = 180.0
 STOP_SECONDS = 5.0
 CHANNEL_BYTES = 4 * 1024 * 1024
-# Notes that are kept, past those that the channel holds, while the agent does not read; more than any stall that is no
-# failure.
+# Notes that are kept, in addition to those in the channel, while the agent does not read; more than any harmless stall
+# needs.
 BACKLOG_BYTES = 64 * 1024 * 1024
 TUNABLES = "GLIBC_TUNABLES"
-# From the first size on past the caches (glibc takes no less than 0x4040), and up to there never by ``rep movsb``.
+# Copy past the caches from the first size on (glibc's minimum is 0x4040), and smaller sizes never by ``rep movsb``.
 COPY_PAST_THE_CACHES = {
     "glibc.cpu.x86_non_temporal_threshold": "0x4800",
     "glibc.cpu.x86_rep_movsb_threshold": "0x10000000",
@@ -36,12 +36,12 @@ COPY_PAST_THE_CACHES = {
 
 
 class AgentProcess:
-    """One rank's agent; the descriptor in ``setup`` stays the caller's.
+    """One rank's agent; the caller keeps the descriptor in ``setup``.
 
-    Raises :class:`~tercet.protocol.EngineError` if it cannot start. An agent that dies takes its worker with it: leases
-    and pushes are half-way somewhere, and a supervisor that starts the engine anew is the only clean way out. The
-    thread that makes this object must live as long as the worker does: with its end the kernel kills the agent, so that
-    also one that is stopped goes with its worker.
+    Raises :class:`~tercet.protocol.EngineError` if it cannot start. An agent that dies ends its worker: leases and
+    pushes are half done, and only a restart of the engine by its supervisor cleans that up. The thread that makes this
+    object must live as long as the worker: when it ends, the kernel kills the agent, so that a stopped agent ends with
+    its worker, too.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
@@ -72,7 +72,7 @@ class AgentProcess:
         return self._process.pid
 
     def _introduce(self, setup: AgentSetup) -> Ready:
-        # Not on the command line, which everybody on the machine can read: the secret is in it.
+        # Not on the command line, which every user of the machine can read: it contains the secret.
         self._channel.settimeout(START_SECONDS)
         try:
             self._channel.send(msgspec.msgpack.encode(setup))
@@ -89,9 +89,9 @@ class AgentProcess:
         return ready
 
     def tell(self, note: StepNote) -> None:
-        """Hand a note over; never waits: what a stopped agent does not read is kept for it.
+        """Send a note; never waits: notes that a stopped agent does not read are kept for it.
 
-        Raises :class:`~tercet.protocol.EngineError` if the agent is gone, or has not read for far too long.
+        Raises :class:`~tercet.protocol.EngineError` if the agent has ended, or has not read for far too long.
         """
         encoded = self._encoder.encode(note)
         try:
@@ -117,10 +117,10 @@ class AgentProcess:
         self._backlog_bytes += len(encoded)
 
     def _catch_up(self) -> None:
-        # Ends with the backlog, so that on all other days no thread but the worker's own is woken by a note.
+        # Ends with the backlog, so that in normal operation a note wakes no further thread.
         writable = select.poll()
         writable.register(self._channel, select.POLLOUT)
-        with suppress(OSError):  # the agent, or the channel, is gone: whoever tells it next hears of it
+        with suppress(OSError):  # the agent, or the channel, has ended: the next ``tell`` raises
             while True:
                 writable.poll()
                 with self._lock:
@@ -145,19 +145,19 @@ class AgentProcess:
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning("the KV agent (process %d) did not end within %.0f s, and is killed", self.pid, STOP_SECONDS)
+            logger.warning("the KV agent (process %d) did not end within %.0f s; killing it", self.pid, STOP_SECONDS)
             self._process.kill()
             self._process.wait()
 
 
 def past_the_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` for a process that copies KV; a tunable that its user has set stays as it is.
+    """Return ``environment`` for a process that copies KV; a tunable that the user has set is kept.
 
-    Of what is copied nobody reads a byte soon, so it need not push out of the caches what the engine computes with.
-    Stores past the caches also save reading each line before it is overwritten, a third of the traffic on the way to
-    memory. The C library has such a copy, but takes it for sizes only that are about as large as a cache, and for
-    several hundred KiB ``rep movsb``. Both limits are tunables that it reads when a process starts: see "Hardware
-    Capability Tunables" in the glibc manual. Other C libraries and processors ignore them, and copy as ever.
+    Copied bytes are not read soon, so they need not displace the engine's data in the caches. Stores past the caches
+    also save reading each line before it is overwritten, a third of the traffic to memory. The C library has such a
+    copy, but uses it only for sizes of about a cache, and ``rep movsb`` for several hundred KiB. Both limits are
+    tunables that it reads when a process starts: see "Hardware Capability Tunables" in the glibc manual. Other C
+    libraries and processors ignore them.
     """
     found = [part for part in environment.get(TUNABLES, "").split(":") if part]
     known = {part.partition("=")[0] for part in found}

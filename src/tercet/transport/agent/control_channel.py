@@ -1,6 +1,6 @@
-"""The control channel: the API server's process tells each agent about leases and sends, and takes the answers.
+"""The control channel: the API server's process sends commands about leases and sends to each agent.
 
-It asks over it, too, whether they live.
+It also polls over this channel whether the agents are alive.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from tercet.transport.bounded_sockets import bounded
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """One command under a serial number, so that an answer which came too late is recognised.
+    """One command with a serial number, so that a late answer is recognised.
 
-    ``secret`` is the agent's own, which vLLM carried to the API server's process; others on this machine have none.
+    ``secret`` is the agent's, which vLLM passed to the API server's process; other processes on this machine do not
+    have it.
     """
 
     secret: str
@@ -35,7 +36,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to ``serial``: a value, or what went wrong."""
+    """The answer to ``serial``: a value, or an error."""
 
     serial: int
     value: Any = None
@@ -43,9 +44,9 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlServer:
-    """An agent's end: runs ``handle`` for each command, in its own thread.
+    """An agent's end: runs ``handle`` for each command, in a separate thread.
 
-    Who connects to ``address`` must name ``secret``.
+    Clients of ``address`` must send ``secret``.
     """
 
     def __init__(self, handle: Callable[[Command], Any]) -> None:
@@ -54,7 +55,7 @@ class ControlServer:
         self._context = zmq.Context()
         self._socket = bounded(self._context.socket(zmq.ROUTER))
         self._socket.linger = 0
-        self._socket.sndhwm = 0  # a ROUTER drops what its queue has no room for, and no answer may be lost
+        self._socket.sndhwm = 0  # a ROUTER drops messages beyond its queue, and no answer may be lost
         host = "tcp://127.0.0.1"
         self.address = f"{host}:{self._socket.bind_to_random_port(host)}"
         self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
@@ -62,14 +63,14 @@ class ControlServer:
 
     def _serve(self) -> None:
         decoder = msgspec.msgpack.Decoder(Envelope)
-        # close() ends whatever call is under way, and waits until the socket is closed.
+        # close() ends the present call, and waits until the socket is closed.
         with self._socket, suppress(zmq.ContextTerminated):
             while True:
                 try:
                     peer, body = self._socket.recv_multipart()
                     envelope = decoder.decode(body)
                 except (ValueError, *UNREADABLE):
-                    continue  # not ours: some other process found the port
+                    continue  # from another process that found the port
                 if secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
                     self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
 
@@ -78,7 +79,7 @@ class ControlServer:
             return ControlAnswer(envelope.serial, self._handle(envelope.command))
         except TercetError as error:
             return ControlAnswer(envelope.serial, error=error.message)
-        except Exception as error:  # the thread must live on, whatever one command did
+        except Exception as error:  # the thread must survive a failed command
             return ControlAnswer(envelope.serial, error=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -88,10 +89,10 @@ class ControlServer:
 
 
 class AsyncControlClient:
-    """One agent, asked from an event loop, which is never held up: any number of commands at a time.
+    """Client of one agent for an event loop; never blocks it, and any number of commands may be pending.
 
-    The agent carries them out in the order of the calls, also those whose caller does not wait any more. One that is
-    stopped answers when it goes on: how long to wait is the caller's affair.
+    The agent runs them in the order of the calls, including those whose caller was cancelled. A stopped agent answers
+    when it continues: the caller decides how long to wait.
     """
 
     def __init__(self, address: str, secret: str) -> None:
@@ -101,11 +102,11 @@ class AsyncControlClient:
         self._tasks = TaskSet()
         self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.DEALER))
         self._socket.linger = 0
-        self._socket.sndhwm = 0  # what a stopped agent does not read is kept for it, so a send never waits
+        self._socket.sndhwm = 0  # messages that a stopped agent does not read are kept for it, so a send never waits
         self._socket.connect(address)
 
     def call(self, command: Command) -> asyncio.Future[Any]:
-        """Post a command; the answer is the future's, or :class:`~tercet.protocol.EngineError` saying why."""
+        """Send a command; the future has the answer, or :class:`~tercet.protocol.EngineError`."""
         if not len(self._tasks):
             self._tasks.spawn(self._take_answers(), "tercet-control")
         self._serial += 1
@@ -127,12 +128,12 @@ class AsyncControlClient:
                 asked.set_exception(EngineError(found.error))
 
     def close(self) -> None:
-        """Take no more answers; what was asked stays unanswered."""
+        """Stop reading answers; pending commands stay unanswered."""
         self._tasks.cancel()
         self._socket.close()
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:
-    # An error that comes after its caller has left is nobody's.
+    # An error that comes after its caller was cancelled is not needed.
     if not answer.cancelled():
         answer.exception()

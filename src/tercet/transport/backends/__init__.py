@@ -1,9 +1,9 @@
 """Backends: ways to read another rank's KV, chosen per pair of peers.
 
-``auto`` takes ``host`` for peers on one machine, or ``ipc`` where KV is on devices; for others, where there is an RDMA
-device, the first of :data:`RDMA` that works, of which ``nixl`` reads devices too; and ``tcp`` for what is left: without
-RDMA that is faster than the libraries are. A name instead of ``auto`` insists on that one; what is missing is then an
-error.
+``auto`` uses ``host`` for peers on one machine, or ``ipc`` if KV is on devices. For other peers it uses, if there is an
+RDMA device, the first of :data:`RDMA` that works, of which ``nixl`` reads devices too; and else ``tcp``: without RDMA
+that is faster than the libraries are. A name instead of ``auto`` requires that backend; an error tells if it is
+missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
     "nixl": lambda region, _host: NixlBackend(region),
     "mooncake": MooncakeBackend,
 }
-# Under ``auto`` one of them is enough, for each registers the whole region.
+# Under ``auto`` one of them is enough, since each registers the whole region.
 RDMA = ("nixl", "mooncake")
 TRANSPORTS = (AUTO, *FACTORIES, IpcBackend.name)
 
@@ -40,8 +40,8 @@ TRANSPORTS = (AUTO, *FACTORIES, IpcBackend.name)
 def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequence[Backend]:
     """The backends that setting ``name`` allows, best first.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a name that there is not, and :class:`BackendUnavailable` for one
-    that was asked for and cannot be had. Under ``auto``, what cannot be had is left out, and logged.
+    Raises :class:`~tercet.protocol.BadRequest` for an unknown name, and :class:`BackendUnavailable` for a required
+    backend that is unavailable. Under ``auto``, an unavailable backend is left out, and logged.
     """
     if name == AUTO:
         rdma = RDMA if has_rdma() else ()
@@ -54,7 +54,7 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
 
 
 def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Sequence[Backend]:
-    """As :func:`backends_for`, for KV that is reached through buffers: others read it where it lies if it is offered.
+    """As :func:`backends_for`, for KV that is reached through buffers; it is offered for direct reads if possible.
 
     Raises :class:`~tercet.protocol.BadRequest` for a transport that reads host memory.
     """
@@ -70,7 +70,7 @@ def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Seq
         return [backend for each, make in found.items() for backend in _had(each, make)]
     if name not in found:
         raise BadRequest(
-            f"transport: {name} does not reach this engine's KV, which is not read where it lies; "
+            f"transport: {name} cannot read this engine's KV, which is reached through buffers; "
             f"choose {', '.join([AUTO, *found])}",
             "transport",
         )
@@ -78,7 +78,7 @@ def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Seq
 
 
 def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend]:
-    """The first of these backends that can be had, if any."""
+    """The first of these backends that is available, if any."""
     for name in names:
         if found := _had(name, lambda name=name: FACTORIES[name](region, host)):
             return found
@@ -86,11 +86,11 @@ def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend
 
 
 def _had(name: str, make: Callable[[], Backend]) -> list[Backend]:
-    """The backend, or nothing where it cannot be had."""
+    """The backend, or nothing if it is unavailable."""
     try:
         return [make()]
     except BackendUnavailable as error:
-        logger.warning("auto goes on without %s", error.message)
+        logger.warning("auto continues without %s", error.message)
     except OSError as error:
-        logger.warning("auto goes on without %s: %s", name, error)
+        logger.warning("auto continues without %s: %s", name, error)
     return []

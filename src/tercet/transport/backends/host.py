@@ -1,9 +1,9 @@
 """``host``: engines of one machine map each other's KV, and the receiver copies blocks out of it.
 
-One copy at memory speed, and no system call for it. The sender connects to the receiver's Unix socket and passes a
-descriptor of its memory along with its greeting. So only a process that the kernel has at the connection's other end
-can have its KV mapped: were a process taken on its word, a peer could have any other engine's KV copied into blocks of
-its own. The descriptor can only be read from; and the file is sealed, so that it cannot shrink under a reader.
+That is one copy at memory speed, without a system call. The sender connects to the receiver's Unix socket and passes a
+descriptor of its memory along with its greeting. So only a process that the kernel shows at the connection's other end
+can have its KV mapped: if receivers trusted a process id, a peer could have any other engine's KV copied into its
+blocks. The descriptor is read-only, and the file is sealed, so that it cannot shrink under a reader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP_BYTES = 1024 * 1024
 
 
 class HostBackend(Backend):
-    """Reads regions of other processes of this machine. ``memory`` is the descriptor that receivers are given."""
+    """Reads regions of other processes of this machine. ``memory`` is the descriptor that receivers get."""
 
     name = "host"
     stages = True
@@ -44,7 +44,7 @@ class HostBackend(Backend):
 
     def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
         if sender.memory is None:
-            raise BackendUnavailable("host: the sender's memory did not come with its greeting, over a Unix socket")
+            raise BackendUnavailable("host: the sender's memory was not sent with its greeting, over a Unix socket")
         fd, size = sender.memory, sender.shape.size
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
@@ -60,19 +60,19 @@ class HostBackend(Backend):
 
 
 def _extents(fd: int, size: int) -> Iterator[range]:
-    """Where a file has something in it, in bytes; the rest are holes."""
+    """Byte ranges of a file that have data; the rest are holes."""
     end = 0
     while end < size:
         try:
             begin = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:  # nothing but a hole is left
+        except OSError:  # only a hole is left
             return
         end = os.lseek(fd, begin, os.SEEK_HOLE)
         yield range(begin, end)
 
 
 class HostReader(Reader):
-    """Copies out of ``theirs``, a mapping of the sender's region, in which ``filled`` ranges are no holes."""
+    """Copies out of ``theirs``, a mapping of the sender's region, whose ``filled`` ranges are not holes."""
 
     def __init__(self, shape: RegionShape, theirs: mmap.mmap, filled: Sequence[range]) -> None:
         self._shape = shape
@@ -98,11 +98,11 @@ class HostReader(Reader):
 
 
 def _touch(region: mmap.mmap, filled: Sequence[range]) -> None:
-    """Have pages mapped ahead, so that the first copies need not do it one by one.
+    """Map pages in advance, so that the first copies need not do it one by one.
 
-    Holes are left alone: looking into one would take memory for it.
+    Holes are skipped: reading one would allocate memory for it.
     """
-    with suppress(ValueError, OSError):  # closed meanwhile; or an older kernel, and then the copies do it
+    with suppress(ValueError, OSError):  # closed in the meantime; or an older kernel, where the copies map pages
         for part in filled:
             for at in range(part.start, part.stop, TOUCHED_AT_A_TIME):
                 region.madvise(MADV_POPULATE_READ, at, min(TOUCHED_AT_A_TIME, part.stop - at))

@@ -1,9 +1,9 @@
 """``ipc``: engines with KV on devices of one machine map each other's (CUDA IPC), and the receiver copies across.
 
-Blocks go from device to device, or on one device, in batches, on a stream of the receiver's. As with ``host`` the
-sender passes a descriptor through a Unix socket, here of the file that its generation words are in; what its offer
-opens is the memory of the worker beside it. Where a device cannot be mapped (another container, devices that do not
-see each other), the next way is taken.
+Blocks go from device to device, or on one device, in batches, on a stream of the receiver. As with ``host`` the sender
+passes a descriptor through a Unix socket, here of the file with its generation words; its offer opens the memory of the
+worker next to it. If a device cannot be mapped (another container, devices without access to each other), the next
+backend is used.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class IpcReader(Reader):
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 
     def close(self) -> None:
-        # The mapping goes with its last user. Until then the memory of a worker that has died may stay taken, and the
-        # one that is started in its place finds too little.
+        # The mapping ends with its last user. Until then the memory of a dead worker may stay allocated, and its
+        # replacement finds too little.
         self._theirs = None
         self._words.close()

@@ -1,11 +1,11 @@
 """``mooncake``: the receiver lets Mooncake's transfer engine read the sender's KV.
 
-A rank has two engines: one that others read from, and one that reads. The second is what makes a failed read harmless:
-after Mooncake reports a failure, other parts of the same batch may still be written. They are not once the engine is
-gone. So the engine is thrown away before a failure is passed on, and the next read makes a new one. That takes up to a
-second, in which the process stands still; it happens only when a sender is lost.
+A rank has two engines: one that others read from, and one that reads. The second one makes a failed read harmless:
+after Mooncake reports a failure, other parts of the same batch may still be written, but not once the engine is
+destroyed. So the engine is destroyed before a failure is passed on, and the next read makes a new one. That blocks the
+process for up to a second; it happens only when a sender is lost.
 
-A sender that is stopped, not dead, is given up by Mooncake itself (after 30 s: ``MC_TCP_PROGRESS_TIMEOUT_SEC``).
+For a sender that is stopped, not dead, Mooncake itself has a timeout (30 s: ``MC_TCP_PROGRESS_TIMEOUT_SEC``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REMEDY = (
     "run scripts/install-transport-extras, or pip install --no-deps mooncake-transfer-engine-non-cuda "
     "and install the system libraries libibverbs1 librdmacm1 libnuma1 liburing2"
 )
-# Mooncake refuses what exceeds its queue for a peer, which takes 2048 in TCP's case.
+# Mooncake refuses more than its queue for a peer, which holds 2048 for TCP.
 MAX_COPIES = 1024
 LOG_LEVEL, ERRORS = "MC_LOG_LEVEL", "ERROR"
-TELLS_MORE = f"{LOG_LEVEL}=INFO tells more"
-# The least level that glog writes, as Mooncake's own variable sets it when it is loaded; and glog's numbers.
+TELLS_MORE = f"{LOG_LEVEL}=INFO logs more"
+# The least level that glog writes, as Mooncake's variable sets it when it is loaded; and glog's numbers.
 MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 GLOG_ERROR, GLOG_FATAL = 2, 3
 
@@ -68,7 +68,7 @@ class MooncakeBackend(Backend):
         return MooncakeReader(self._reads, self._ours, sender.shape, understood(self.name, offer, _MooncakeOffer))
 
     def close(self) -> None:
-        """Drop both engines, and with them threads, ports and registrations; takes up to two seconds."""
+        """Destroy both engines, with their threads, ports and registrations; takes up to two seconds."""
         self._engine = None
         self._reads.close()
 
@@ -77,7 +77,7 @@ class MooncakeBackend(Backend):
 
 
 class ReadEngine:
-    """The engine that all readers of a rank share; made when it is needed, thrown away when a read on it failed."""
+    """The engine that all readers of a rank share; made when needed, destroyed when a read on it failed."""
 
     def __init__(self, region: RegisteredRegion, host: str) -> None:
         self._region, self._host = region, host
@@ -89,20 +89,20 @@ class ReadEngine:
     def read(self, engine: str, there: Sequence[int], here: Sequence[int], sizes: Sequence[int]) -> None:
         """Read from addresses ``there`` of another engine to addresses ``here``.
 
-        Raises :class:`TransferFailed`, once nothing is written any more.
+        Raises :class:`TransferFailed`, after the last write.
         """
         used = self._enter()
         status = -1
         try:
             status = used.batch_transfer_sync_read(engine, here, there, sizes)
         finally:
-            del used  # the last reference must be ours to drop
+            del used  # the last reference must be the one dropped here
             self._leave(failed=status != 0)
         if status != 0:
             raise TransferFailed(f"mooncake: the sender's memory cannot be read: status {status}")
 
     def close(self) -> None:
-        """Drop the engine; nobody reads any more."""
+        """Destroy the engine; there are no readers any more."""
         with self._changed:
             self._engine = None
 
@@ -115,7 +115,7 @@ class ReadEngine:
             return self._engine
 
     def _leave(self, *, failed: bool) -> None:
-        """Afterwards, if this read failed, its engine is gone; whoever leaves it last drops it."""
+        """Leave a read. After a failed one the engine is destroyed; the last reader to leave does that."""
         with self._changed:
             self._users -= 1
             self._failed |= failed
@@ -142,8 +142,8 @@ class MooncakeReader(RegisteredReader):
 
 
 def begin_engine(region: RegisteredRegion, host: str) -> Any:
-    """An engine with a region registered; raises :class:`BackendUnavailable` if there is none to be had."""
-    os.environ.setdefault(LOG_LEVEL, ERRORS)  # it writes a line for each transfer otherwise
+    """Make an engine with a region registered; raises :class:`BackendUnavailable` if that fails."""
+    os.environ.setdefault(LOG_LEVEL, ERRORS)  # otherwise it writes a line for each transfer
     try:
         mooncake = importlib.import_module("mooncake.engine")
         engine: Any = mooncake.TransferEngine()
@@ -161,9 +161,9 @@ def begin_engine(region: RegisteredRegion, host: str) -> Any:
 
 @contextlib.contextmanager
 def _no_false_alarms(library: str) -> Generator[None]:
-    """While entered Mooncake logs nothing, unless its variable asks for more than errors.
+    """Silence Mooncake's log while entered, unless its variable asks for more than errors.
 
-    At each start that goes well it writes as an error that it does not find its own segment yet.
+    At each successful start it logs as an error that it does not find its own segment yet.
     """
     try:
         level = ctypes.c_int.in_dll(ctypes.CDLL(library), MIN_LOG_LEVEL)

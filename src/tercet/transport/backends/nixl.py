@@ -1,14 +1,14 @@
 """``nixl``: the receiver lets NIXL (over UCX) read the sender's KV.
 
-A rank has one agent that others read from, and one more for each sender that it reads from. The latter is what makes
-a read that does not end harmless: NIXL cannot be relied on to cancel it, but nothing is written for an agent that is
-gone. So a reader whose transfer fails or is late drops its agent before it says so, and makes a new one for the next
-read.
+A rank has one agent that others read from, and one more for each sender that it reads from. The latter makes a read
+that does not end harmless: NIXL cannot be relied on to cancel it, but nothing is written for an agent that was
+destroyed. So a reader whose transfer fails or is late destroys its agent before it reports that, and makes a new one
+for the next read.
 
-The agent that is read from has to act where UCX has no hardware to do so, and while connections are made. NIXL's thread
-for this spins if it is set up as NIXL's Python class does it. With a wake-up interval it sleeps on UCX's events, which
-costs nothing while idle; that setting is in the bindings only, hence these are used and not the class. Agents that read
-have no thread: they make progress while a transfer is under way.
+The agent that is read from has to act if UCX has no hardware for it, and while connections are made. NIXL's thread for
+this busy-waits if it is set up as NIXL's Python class does it. With a wake-up interval it sleeps on UCX's events, which
+costs nothing while idle; only the bindings have that setting, so they are used and not the class. Agents that read have
+no thread: they make progress during a transfer.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from tercet.transport.memory.handles import MemoryKind
 from tercet.transport.region import KVRegion, RegionShape
 
 REMEDY = (
-    "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12; beside a PyTorch for CUDA 13 "
+    "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12; with a PyTorch for CUDA 13 "
     "nixl-cu13"
 )
-# The answering thread wakes up at UCX's events, and so often without one.
+# The answering thread wakes up at UCX's events, and at this interval without one.
 WAKE_MICROSECONDS = 1_000_000
-# A transfer is a few MiB. One that takes so long will not end: the sender is gone or stopped.
+# A transfer is a few MiB. One that takes this long will not end: the sender has died or is stopped.
 READ_SECONDS = 10.0
-# How often a transfer is looked at without a pause, and the pause after that.
+# How often a transfer is polled without a pause, and the pause after that.
 SPINS, PAUSE_SECONDS = 2000, 20e-6
 
 
 class RegionOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region begins in its owner's memory, and what its agent says of itself."""
+    """The address of a region in its owner's memory, and the metadata of its agent."""
 
     address: int
     metadata: bytes
 
 
 class Registered(NamedTuple):
-    """Memory that an agent registers: ``kind`` as NIXL calls it, and the number of the ``device`` that it is on."""
+    """Memory that an agent registers: NIXL's name of its ``kind``, and the number of its ``device``."""
 
     address: int
     size: int
@@ -59,7 +59,7 @@ class Registered(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Rows of address, bytes and device in memory of one kind, as NIXL takes them."""
+    """Rows of address, bytes and device in memory of one kind, the form that NIXL takes."""
 
     rows: NDArray[np.uint64]
     kind: MemoryKind = "DRAM"
@@ -79,9 +79,9 @@ class NixlBackend(Backend):
             self._agent: NixlAgent | None = NixlAgent(self._nixl, [self._whole], answers=True)
             self._reader(region.shape, self._own_offer()).require_own_word(self.name)
         except TransferFailed as error:
-            raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info tells more") from error
+            raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info logs more") from error
         except Exception as error:
-            raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info tells more") from error
+            raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(self._own_offer())
@@ -90,7 +90,7 @@ class NixlBackend(Backend):
         return self._reader(sender.shape, understood(self.name, offer, RegionOffer))
 
     def close(self) -> None:
-        """Drop the agent, and with it its thread and registrations."""
+        """Destroy the agent, with its thread and registrations."""
         self._agent = None
 
     def _reader(self, theirs: RegionShape, offer: RegionOffer) -> NixlReader:
@@ -103,7 +103,7 @@ class NixlBackend(Backend):
 
 
 class NixlAgent:
-    """One of NIXL's agents, with memory registered; gone with its last reference. ``bare`` is NIXL's own."""
+    """One of NIXL's agents, with memory registered; destroyed with its last reference. ``bare`` is NIXL's object."""
 
     def __init__(self, nixl: Any, memories: Sequence[Registered], *, answers: bool) -> None:
         settings = nixl.nixlAgentConfig()
@@ -119,7 +119,7 @@ class NixlAgent:
             self.bare.registerMem(memory, self._ucx)
 
     def metadata(self) -> bytes:
-        """What others need to read from here."""
+        """The data that others need to read from here."""
         return self.bare.getLocalMD()
 
     def connect(self, metadata: bytes) -> str:
@@ -129,10 +129,10 @@ class NixlAgent:
         return name
 
     def read(self, name: str, there: Pieces, here: Pieces) -> None:
-        """Copy each piece of agent ``name`` to the one of the same number here.
+        """Copy each piece of agent ``name`` to the piece with the same number here.
 
-        Raises :class:`TransferFailed` when it takes too long, and whatever NIXL raises. In both cases the agent must be
-        dropped: the transfer may go on otherwise.
+        Raises :class:`TransferFailed` at a timeout, and whatever NIXL raises. In both cases the agent must be
+        destroyed: otherwise the transfer may continue.
         """
         nixl, agent = self._nixl, self.bare
         ours, theirs = (nixl.nixlXferDList(segment(nixl, each.kind), each.rows) for each in (here, there))
@@ -147,14 +147,14 @@ class NixlAgent:
             if looks > SPINS:
                 time.sleep(PAUSE_SECONDS)
             if time.monotonic() > deadline:
-                raise TransferFailed(f"nixl: the sender's memory did not come within {READ_SECONDS:.0f} s")
+                raise TransferFailed(f"nixl: the sender's memory was not read within {READ_SECONDS:.0f} s")
             state = self.bare.getXferStatus(request)
         if state != self._nixl.NIXL_SUCCESS:
             raise TransferFailed(f"nixl: the transfer ended as {state}")
 
 
 class NixlReader(RegisteredReader):
-    """Reads a region; ``memories`` of ours are where it puts what it reads."""
+    """Reads a region into our ``memories``."""
 
     def __init__(
         self, nixl: Any, ours: RegisteredRegion, theirs: RegionShape, offer: RegionOffer, memories: Sequence[Registered]
@@ -173,7 +173,7 @@ class NixlReader(RegisteredReader):
 
 
 class ReadingAgent:
-    """An agent that reads from one other, which ``metadata`` is of: made for the first read, and anew after a failure.
+    """An agent that reads from the one with ``metadata``: made at the first read, and again after a failure.
 
     Nothing is written to ``memories`` once a read has returned or raised.
     """
@@ -191,12 +191,12 @@ class ReadingAgent:
             reason = error.message
         except Exception as error:
             reason = f"nixl: the sender's memory cannot be read: {error}"
-        # Not raised from what was caught: its traceback has the agent, which would be there as long as the error.
+        # Not raised inside the handler: its traceback would keep the agent alive as long as the error.
         self.drop()
         raise TransferFailed(reason)
 
     def drop(self) -> None:
-        """End the agent, and with it whatever it reads."""
+        """Destroy the agent, which ends its reads."""
         self._agent = None
 
     def _connected(self) -> NixlAgent:
@@ -216,7 +216,7 @@ def load_bindings() -> Any:
 
 
 def segment(nixl: Any, kind: MemoryKind) -> Any:
-    """What NIXL's bindings call memory of a kind."""
+    """NIXL's name for a kind of memory."""
     return nixl.VRAM_SEG if kind == "VRAM" else nixl.DRAM_SEG
 
 

@@ -1,10 +1,10 @@
 """``nixl`` for KV on devices: the receiver's agent process reads the sender's device memory over RDMA.
 
-A library registers memory in the process that owns it. So the worker, whose KV it is, has an agent that is read from
-(:class:`RegisteredPlanes`), and the process that moves KV has memory of its own on its device, the landings: a chunk
-arrives in one of them, and is put into its blocks from there while the lease is held, as a chunk that came over ``ipc``
-is. A read that is late writes to a landing, never to KV, and the landing is of use again once the agent that has read
-is gone. Generation words are in host memory, and are read as ``nixl`` reads all memory of hosts.
+A library registers memory in the process that owns it. So the worker, which owns the KV, has an agent that is read from
+(:class:`RegisteredPlanes`), and the process that moves KV has separate memory on its device, the landings: a chunk
+arrives in one of them, and is copied into its blocks from there while the lease is held, as a chunk that came over
+``ipc`` is. A late read writes to a landing, never to KV, and the landing is reused once the agent that read is
+destroyed. Generation words are in host memory, and are read as ``nixl`` reads host memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tercet.transport.memory.staged import Landing, StagedMemory
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import TAIL_BYTES, KVRegion, RegionShape, neighbours
 
-# Chunks that arrive at once; each landing holds one.
+# Chunks that arrive at a time; each landing holds one.
 LANDINGS = 4
-# Longer than any chunk takes: each of its steps has a bound of its own.
+# Longer than any chunk takes: each of its steps has a timeout.
 WAIT_SECONDS = 60.0
 
 
@@ -47,7 +47,7 @@ class _DeviceOffer(msgspec.Struct, frozen=True, array_like=True):
 class RegisteredPlanes:
     """A worker's KV, registered with NIXL for as long as this object lives. ``handles`` are what others need.
 
-    ``allocations`` are all that ``planes`` lie in, as (address, bytes). Raises :class:`BackendUnavailable`.
+    ``planes`` lie in ``allocations``, given as (address, bytes). Raises :class:`BackendUnavailable`.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class RegisteredPlanes:
             self.handles = RdmaHandles(self._agent.metadata(), tuple(planes), kind, device)
         except Exception as error:
             raise BackendUnavailable(
-                f"nixl: it does not register this engine's KV: {error}; UCX_LOG_LEVEL=info tells more"
+                f"nixl: it does not register this engine's KV: {error}; UCX_LOG_LEVEL=info logs more"
             ) from error
 
 
 class NixlDeviceBackend(Backend):
-    """Reads devices' memory that its owners registered with NIXL, as the worker beside us has ours."""
+    """Reads devices' memory that its owners registered with NIXL; the worker next to this process registered ours."""
 
     name = "nixl"
     stages = False
@@ -78,7 +78,7 @@ class NixlDeviceBackend(Backend):
             raise BackendUnavailable("nixl: the worker has not registered its KV")
         self._nixl, self._memory, self._blocks = load_bindings(), memory, memory.device.rdma
         self._ours = RegisteredRegion(region)
-        # Of the file nothing but the words is there; registering the rest would have the kernel provide it.
+        # Only the words of the file are used; registering the rest would make the kernel allocate it.
         self._tail = [Registered(self._ours.address + region.shape.words, TAIL_BYTES)]
         self._landings = Landings(memory)
         try:
@@ -87,9 +87,9 @@ class NixlDeviceBackend(Backend):
             with closing(self._reader(self._own_offer(), region.shape)) as reader:
                 reader.require_block()
         except TransferFailed as error:
-            raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info tells more") from error
+            raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info logs more") from error
         except Exception as error:
-            raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info tells more") from error
+            raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(self._own_offer())
@@ -101,7 +101,7 @@ class NixlDeviceBackend(Backend):
         return self._reader(theirs, sender.shape)
 
     def close(self) -> None:
-        """Drop the agent that words are read from."""
+        """Destroy the agent that words are read from."""
         self._agent = None
 
     def _own_offer(self) -> _DeviceOffer:
@@ -119,7 +119,10 @@ class NixlDeviceBackend(Backend):
 
 
 class Landings:
-    """The landings of one rank, :data:`LANDINGS` of a chunk's size; each is one reader's at a time. Thread-safe."""
+    """The landings of one rank, :data:`LANDINGS` of a chunk's size; each is used by one reader at a time.
+
+    Thread-safe.
+    """
 
     def __init__(self, memory: StagedMemory) -> None:
         found = [memory.device.landing(memory.buffer_bytes) for _ in range(LANDINGS)]
@@ -130,16 +133,16 @@ class Landings:
 
     @property
     def free(self) -> int:
-        """How many nobody uses."""
+        """Number of unused landings."""
         return self._free.qsize()
 
     @contextmanager
     def taken(self) -> Generator[Landing]:
-        """One for a chunk; raises :class:`~tercet.protocol.TransferFailed` if none comes free for too long."""
+        """Take one for a chunk; raises :class:`~tercet.protocol.TransferFailed` if none becomes free in time."""
         try:
             landing = self._free.get(timeout=WAIT_SECONDS)
         except queue.Empty:
-            raise TransferFailed(f"nixl: no landing came free within {WAIT_SECONDS:.0f} s") from None
+            raise TransferFailed(f"nixl: no landing became free within {WAIT_SECONDS:.0f} s") from None
         try:
             yield landing
         finally:
@@ -147,7 +150,7 @@ class Landings:
 
 
 class NixlDeviceReader(Reader):
-    """Reads one sender's device; ``words`` reads its generation words, ``blocks`` its KV, which is where it says."""
+    """Reads one sender's device; ``words`` reads its generation words, ``blocks`` its KV."""
 
     def __init__(
         self,
@@ -174,15 +177,15 @@ class NixlDeviceReader(Reader):
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 
     def require_block(self) -> None:
-        """The self-check: the first block of each plane comes; raises :class:`~tercet.protocol.TransferFailed`."""
+        """Self-check: read the first block of each plane; raises :class:`~tercet.protocol.TransferFailed`."""
         block = np.zeros(1, dtype=BLOCK_NUMBER).tobytes()
         with self._landings.taken() as landing:
             for plane in range(len(self._shape.planes)):
                 self._fetch(ReadDescriptors(0, "", 0, plane, 1, 0, 1, block, 0, self._shape.block_bytes), landing)
 
     def _fetch(self, chunk: ReadDescriptors, landing: Landing) -> None:
-        """Read a chunk into a landing: layer by layer, block by block. Of whole blocks, neighbours come together."""
-        self._ours.device.attach()  # UCX takes the calling thread's device
+        """Read a chunk into a landing: layer by layer, block by block. Adjacent whole blocks are read together."""
+        self._ours.device.attach()  # UCX uses the calling thread's device
         numbers, counts = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64), 1
         planes = self._theirs.planes[chunk.sources.start : chunk.sources.stop]
         if all(stride == chunk.size for _, stride in planes):

@@ -1,8 +1,8 @@
-"""How a receiver reads a sender's memory: what every backend has, and what is to be copied for a chunk.
+"""How a receiver reads a sender's memory: the interface of backends, and the copies of a chunk.
 
-A backend lets others read this rank's region (:meth:`Backend.offer`), and reads theirs (:meth:`Backend.connect`).
-The receiver reads and the sender never writes: so the fence around a lease is the receiver's own affair, and a peer
-that is late, stuck or hostile cannot touch memory that was given to somebody else meanwhile.
+A backend lets others read this rank's region (:meth:`Backend.offer`), and reads theirs (:meth:`Backend.connect`). The
+receiver reads and the sender never writes: so the receiver alone fences a lease, and a peer that is late, stuck or
+hostile cannot touch memory that has a new owner.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
 
-# A row for each copy: bytes, where in the sender's region, where in the batch's target, or NOWHERE.
+# A row for each copy: bytes, offset in the sender's region, offset in the batch's target, or NOWHERE.
 Copies = NDArray[np.int64]
-# Runs a step that copies, and returns how many bytes, while the lease is held; raises LeaseEnded if it is over. A step
-# waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
+# Runs a step that copies, and returns the number of bytes, while the lease is held; raises LeaseEnded if it has ended.
+# A step waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
 Fence = Callable[[Callable[[], int]], int]
 
-# Neighbours are joined up to here.
+# Adjacent copies are joined up to this size.
 MAX_COPY_BYTES = 1024 * 1024
-# Where a copy goes that is not to be written, and a block's number that stands for none.
+# The target of a copy that is not written, and the number of a missing block.
 NOWHERE = -1
 NO_COPIES: Copies = np.zeros((0, 3), dtype=np.int64)
 
 
 class BackendUnavailable(TransferFailed, status=502):
-    """A backend is missing or failed its self-check here; the message names it and says what to do."""
+    """A backend is missing or failed its self-check here; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
 class SendingPeer:
-    """The sender at a connection's other end: its region's plan, and a descriptor of the region, if one came."""
+    """The sender at a connection's other end: its region's layout, and a descriptor of the region, if one was sent."""
 
     shape: RegionShape
     memory: int | None = None
@@ -49,10 +49,10 @@ class SendingPeer:
 class Batch:
     """Chunks of one send that are read together: ``copies[i]`` for ``chunks[i]``, into ``target``.
 
-    ``in_place[i]`` is how many of the lease's first blocks were valid when the copies were made, and are left out.
-    ``staged``: the target is no KV, but room from which tokens are put into blocks of another size.
-    With ``memory``, KV is reached through its buffers, and there is no target: ``blocks[i]`` is where a chunk's go,
-    with their items put from ``order`` into ours, if that is another one.
+    ``in_place[i]`` is the number of the lease's first blocks that were valid when the copies were made, and are left
+    out. ``staged``: the target is not KV, but a buffer from which tokens are put into blocks of another size. With
+    ``memory``, KV is reached through its buffers, and there is no target: ``blocks[i]`` are a chunk's blocks, whose
+    items are converted from ``order``, if it differs from ours.
     """
 
     send: int
@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def rows(self) -> Copies:
-        """What is to be copied for all of them."""
+        """The copies for all chunks."""
         found = self.copies[0] if len(self.copies) == 1 else np.concatenate([NO_COPIES, *self.copies])
         return found[found[:, 2] != NOWHERE] if any(self.in_place) else found
 
@@ -77,44 +77,44 @@ class Reader(Protocol):
     """Reads one sender's region."""
 
     def read(self, batch: Batch, fence: Fence) -> bool:
-        """Copy it all in; returns whether the send's generation word was still set after that, which alone makes it KV.
+        """Copy everything; returns whether the send's generation word was still set after that, as valid KV requires.
 
-        An empty batch just looks at the word. Nothing is written to our region after this has returned or raised.
-        Raises :class:`~tercet.protocol.TransferFailed`, ``OSError``, or what ``fence`` raises.
+        An empty batch only checks the word. Nothing is written to our region after this has returned or raised. Raises
+        :class:`~tercet.protocol.TransferFailed`, ``OSError``, or what ``fence`` raises.
         """
         ...
 
     def close(self) -> None:
-        """Give back what reading needs."""
+        """Release the resources of reading."""
         ...
 
 
 class Backend(Protocol):
-    """One way to read memory of other ranks; one object per rank. ``name`` is what settings call it.
+    """One way to read memory of other ranks; one object per rank. ``name`` is its name in settings.
 
-    ``stages``: it can read into memory that is outside of our region.
+    ``stages``: it can read into memory outside of our region.
     """
 
     name: str
     stages: bool
 
     def offer(self) -> bytes:
-        """What another rank's backend needs to read our region, besides the connection."""
+        """Return what another rank's backend needs to read our region, besides the connection."""
         return b""
 
     def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
-        """A reader of the region that ``offer`` is about; raises :class:`BackendUnavailable` if it cannot be had."""
+        """Return a reader of the offered region; raises :class:`BackendUnavailable` if that fails."""
         ...
 
     def close(self) -> None:
-        """Give back what it took; readers are closed before."""
+        """Release all resources; readers are closed before."""
 
 
 def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: RegionShape, blocks: Numbers) -> Copies:
-    """From the sender's blocks to ``size`` bytes, the chunk's part, of each of our ``blocks``; in the chunk's layers.
+    """Copies from the sender's blocks to ``size`` bytes, the chunk's part, of each of our ``blocks``; all layers.
 
-    A block of ours that is :data:`NOWHERE` stands for one that is not written. Of whole blocks, neighbours on both
-    sides go in one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do not fit.
+    A block :data:`NOWHERE` is not written. Whole blocks that are adjacent on both sides are one copy. Raises
+    :class:`~tercet.protocol.TransferFailed` if they do not fit.
     """
     sources, targets = _sources(chunk, size, theirs, len(blocks)), blocks
     counts: Numbers | int = 1
@@ -140,7 +140,7 @@ def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: Regi
 
 
 def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: int) -> Copies:
-    """As :func:`copies_of`, to one place after the other from ``at`` on, layer by layer."""
+    """As :func:`copies_of`, to consecutive places from ``at`` on, layer by layer."""
     sources = _sources(chunk, size, theirs, chunk.end - chunk.begin)
     found = np.empty((chunk.layers, len(sources), 3), dtype=np.int64)
     found[:, :, 0] = size
@@ -151,20 +151,20 @@ def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: i
 
 
 def _sources(chunk: ReadDescriptors, size: int, theirs: RegionShape, count: int) -> Numbers:
-    """The sender's blocks, if ``size`` bytes of each of ``count`` blocks are what it describes."""
+    """The sender's blocks, if the chunk describes ``size`` bytes of each of ``count`` blocks."""
     if len(chunk.blocks) % WORD_BYTES:
         raise TransferFailed("the read descriptors name half a block")
     sources = np.frombuffer(chunk.blocks, dtype=BLOCK_NUMBER).astype(np.int64, copy=False)
-    # As unsigned numbers, of which negative ones are the largest.
+    # As unsigned numbers, where negative ones are the largest.
     inside = sources.size > 0 and int(sources.view(np.uint64).max()) < theirs.num_blocks
     fits = 0 <= chunk.offset <= theirs.block_bytes - size and chunk.sources.stop <= len(theirs.planes)
     if chunk.size != size or len(sources) != count or not (inside and fits):
-        raise TransferFailed("the read descriptors do not fit the slots that they are for")
+        raise TransferFailed("the read descriptors do not fit their slots")
     return sources
 
 
 def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
-    """Where runs of neighbours begin, and how many blocks they have: at most ``limit``."""
+    """Where runs of adjacent blocks begin, and their lengths: at most ``limit``."""
     first, counts = groups(apart)
     if counts.max() <= limit:
         return first, counts
@@ -175,7 +175,7 @@ def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
 
 def in_steps(copies: Copies, limit: int) -> Iterator[tuple[Copies, int]]:
     """Copies of up to ``limit`` bytes together, at least one at a time; and their bytes."""
-    # A loop: what numpy needs for this is out of the caches each time, after copying megabytes.
+    # A loop: numpy's code would be out of the caches each time, after copying megabytes.
     first = held = 0
     for at, size in enumerate(copies[:, 0].tolist()):
         if held + size > limit and at > first:

@@ -1,4 +1,4 @@
-"""What the backends on top of a library share: the region by its address, and a reader that fetches words into it."""
+"""Common code of backends that use a library: the region by its address, and a reader that fetches words into it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion, RegionShap
 
 T = TypeVar("T")
 INFINIBAND = "/sys/class/infiniband"
-# Each request to a library has its price, so they are large.
+# Each request to a library has a fixed cost, so requests are large.
 READ_BYTES = 32 * 1024 * 1024
 
 
@@ -24,7 +24,7 @@ class RegisteredRegion:
     """A region's bytes by address; keeps the mapping alive as long as a library may know that address.
 
     The words of its scratch page are slots into which readers, each with its own, fetch words of other regions. A slot
-    is known by where it is, in bytes from the region's start. Thread-safe.
+    is given as an offset in bytes from the region's start. Thread-safe.
     """
 
     def __init__(self, region: KVRegion) -> None:
@@ -35,34 +35,34 @@ class RegisteredRegion:
         self._free = [region.shape.scratch(number) for number in range(PAGE_BYTES // WORD_BYTES)]
 
     def take_slot(self) -> int:
-        """Raises :class:`BackendUnavailable` when as many readers as there are slots are open."""
+        """Take a slot. Raises :class:`BackendUnavailable` when there are as many open readers as slots."""
         try:
             return self._free.pop()
         except IndexError:
             raise BackendUnavailable("no more senders can be read from: close sessions first") from None
 
     def give_back(self, slot: int) -> None:
-        """The slot's reader is closed."""
+        """Free a closed reader's slot."""
         self._free.append(slot)
 
     def word(self, slot: int) -> int:
-        """The word that is there."""
+        """Read the word in the slot."""
         return int.from_bytes(self._bytes[slot : slot + WORD_BYTES], "little")
 
     def set_word(self, slot: int, word: int) -> None:
-        """Put a word there."""
+        """Write a word to the slot."""
         self._bytes[slot : slot + WORD_BYTES] = word.to_bytes(WORD_BYTES, "little")
 
 
 class RegisteredReader(Reader):
-    """Reads a sender's region, which looks like ``theirs``, into ``ours``. A library's own reader says how to copy."""
+    """Reads a sender's region of shape ``theirs`` into ``ours``. A library's subclass implements the copy."""
 
     def __init__(self, ours: RegisteredRegion, theirs: RegionShape) -> None:
         self._ours, self._theirs = ours, theirs
         self._slot = ours.take_slot()
 
     def copy(self, copies: Copies) -> None:
-        """Copy bytes in; raises :class:`~tercet.protocol.TransferFailed`, once nothing is written any more."""
+        """Copy bytes; raises :class:`~tercet.protocol.TransferFailed`, after the last write."""
         raise NotImplementedError
 
     def read(self, batch: Batch, fence: Fence) -> bool:
@@ -71,13 +71,13 @@ class RegisteredReader(Reader):
         return self.word(self._theirs.word(batch.send)) == batch.send
 
     def word(self, there: int) -> int:
-        """An aligned word of the sender's region, read after everything that was copied before."""
-        self._ours.set_word(self._slot, 0)  # what is found there later was fetched later
+        """Read an aligned word of the sender's region, after everything that was copied before."""
+        self._ours.set_word(self._slot, 0)  # a value that is found there later was fetched later
         self.copy(np.array([(WORD_BYTES, there, self._slot)]))
         return self._ours.word(self._slot)
 
     def require_own_word(self, name: str) -> None:
-        """The self-check of a reader of our own region, which it ends: a random word of ours must come back."""
+        """Self-check of a reader of this rank's region, which it closes: it must read a random word back."""
         slot, word = self._ours.take_slot(), secrets.randbits(63) + 1
         try:
             self._ours.set_word(slot, word)
@@ -92,11 +92,11 @@ class RegisteredReader(Reader):
 
 
 def understood(name: str, offer: bytes, kind: type[T]) -> T:
-    """What a sender offers; raises :class:`BackendUnavailable` if it is nothing of that kind."""
+    """Decode a sender's offer; raises :class:`BackendUnavailable` if it is invalid."""
     try:
         return msgspec.msgpack.decode(offer, type=kind)
     except UNREADABLE as error:
-        raise BackendUnavailable(f"{name}: the sender's offer cannot be understood: {error}") from error
+        raise BackendUnavailable(f"{name}: the sender's offer cannot be decoded: {error}") from error
 
 
 def has_rdma() -> bool:

@@ -1,8 +1,8 @@
-"""``tcp``: the receiver asks for chunks over several connections, and the sender writes them from where they lie.
+"""``tcp``: the receiver requests chunks over several connections, and the sender writes them from KV memory.
 
-The sender opens the connections; a thread of it waits on each for requests (:func:`serve`). What a receiver can ask for
-are chunks of sends to it that are under way, nothing else. A request is on its way while the one before is answered, so
-a round trip is paid once, not for each chunk.
+The sender opens the connections; one of its threads waits on each for requests (:func:`serve`). A receiver can request
+only chunks of running sends to it. The next request is sent while the present one is answered, so the round trip is
+paid once, not for each chunk.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from tercet.transport.region import KVRegion
 from tercet.transport.sockets import send_all
 from tercet.transport.vectors import Vector, address_of, nowhere
 
-# As many connections as one session may have.
+# Most connections of one session.
 MAX_STREAMS = 64
-# Asked for and not come yet, on each connection.
+# Requested chunks that have not arrived yet, on each connection.
 REQUESTS_AHEAD = 2
 CONNECT_SECONDS = 10.0
 # A chunk has no more bytes, unless one block has.
 MAX_CHUNK_BYTES = 8 * 1024 * 1024
-# No smaller chunks are made for the sake of further connections.
+# Chunks are not made smaller than this to use further connections.
 LEAST_CHUNK_BYTES = 4 * 1024 * 1024
 
 Reading = Callable[[ReadRequest], AbstractContextManager[Vector | None]]
 
 
 class TcpBackend(Backend):
-    """Reads regions of ranks anywhere, by asking them."""
+    """Reads regions of ranks on any machine, by requests to them."""
 
     name = "tcp"
     stages = True
@@ -63,9 +63,9 @@ class TcpBackend(Backend):
 
 
 def chunk_bytes(total: int, streams: int) -> int:
-    """KV in a chunk at most, for ``total`` bytes over some connections: a share for each, within bounds.
+    """Most bytes of KV in a chunk, for ``total`` bytes over some connections: a share for each, within limits.
 
-    What either side does between two chunks runs out of cold caches, so many small ones cost.
+    The code between two chunks runs with cold caches, so a large number of small ones is slow.
     """
     return min(MAX_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, -(-total // streams)))
 
@@ -73,15 +73,15 @@ def chunk_bytes(total: int, streams: int) -> int:
 def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
     """Answer requests until the receiver closes the connection; raises ``OSError`` or :class:`ProtocolViolation`.
 
-    While ``reading`` is entered, its value is where a chunk's bytes are, ``None`` if its send is over. It raises for a
-    chunk that was never offered.
+    While ``reading`` is entered, its value is the chunk's memory, ``None`` if its send has ended. It raises for a chunk
+    that was never offered.
     """
     splitter = Splitter(REQUESTS)
     while True:
         try:
             data = sock.recv(64 * 1024)
         except (TimeoutError, BlockingIOError):
-            continue  # a receiver that wants nothing is fine
+            continue  # a receiver that wants nothing is allowed
         if not data:
             raise ConnectionResetError("the receiver closed the connection")
         for request in splitter.feed(data):
@@ -95,10 +95,10 @@ def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: 
             raise ProtocolViolation(f"a request of {request.nbytes} bytes")
         sock.sendall(WORD.pack(0))
         return
-    # Nothing is sent for a send that is over: the receiver would write it over KV that it may have.
+    # Send nothing for a send that has ended: the receiver would write it over KV that it may have.
     sock.sendall(WORD.pack(request.send), socket.MSG_MORE)
     send_all(sock, found)
-    # Again: what was sent is KV if the blocks were pinned after the last byte was taken from them.
+    # Again: the sent bytes are KV only if the blocks were pinned until the last byte was read.
     sock.sendall(WORD.pack(request.send if region.has_word(request.send) else 0))
 
 
@@ -106,7 +106,7 @@ def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: 
 
 
 class TcpReader:
-    """Its connections join it, each with a thread."""
+    """Its connections register here, each with a thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -114,9 +114,9 @@ class TcpReader:
         self._closed = False
 
     def serve(self, sock: socket.socket, timeout: float) -> None:
-        """Be a connection of the session, until that is over; called by the connection's thread.
+        """Serve a connection of the session, until it ends; called by the connection's thread.
 
-        A sender that says nothing for ``timeout`` seconds while something is asked of it is given up.
+        A sender that sends nothing for ``timeout`` seconds while a request is pending counts as lost.
         """
         connection = _Connection(sock, timeout)
         with self._changed:
@@ -143,7 +143,7 @@ class TcpReader:
             return list(self._connections)
 
     def close(self) -> None:
-        """The session is over: the connections' threads may go."""
+        """End the session: the connections' threads may end."""
         with self._changed:
             self._closed = True
             connections = list(self._connections)
@@ -154,9 +154,9 @@ class TcpReader:
 
 @dataclass
 class _Asked:
-    """Chunk ``index`` of a batch, which the sender was asked for, and where it goes; through ``room`` if there is any.
+    """Chunk ``index`` of a batch, which was requested, and its target; through ``room`` if there is any.
 
-    Entered, it gives the room back in the end.
+    Its context gives the room back.
     """
 
     index: int
@@ -200,7 +200,7 @@ class _Work:
                 with asked.popleft() as first:
                     self._receive(connection, first)
         except Exception as error:
-            self._fail(error)  # whoever waits for the whole batch raises it
+            self._fail(error)  # the thread that waits for the whole batch raises it
         finally:
             for each in asked:
                 each.give_back()
@@ -209,14 +209,14 @@ class _Work:
                 self._changed.notify_all()
 
     def _take(self, *, patient: bool) -> _Asked | None:
-        """The next chunk, with room for it; none if all are taken, or if room must be waited for and nobody is patient.
+        """The next chunk, with room for it; None if all are taken, or if there is no room now and not ``patient``.
 
-        Room comes before the request: whoever sends a chunk then waits for nobody who waits for room.
+        Room is taken before the request: so a sender of a chunk never waits for a thread that waits for room.
         """
         memory, room = self._batch.memory, None
         if memory is not None:
             if self._next == len(self._batch.chunks):
-                return None  # others took them; who waits for the batch need not wait for room
+                return None  # others took them; the thread that waits for the batch need not wait for room
             room = memory.room() if patient else memory.room_at_once()
             if room is None:
                 return None
@@ -239,13 +239,13 @@ class _Work:
         places[:, 1] = copies[:, 0]
         owners: tuple[memoryview, ...] = (self._batch.target,)
         left_out = copies[:, 2] == NOWHERE
-        if left_out.any():  # they come all the same
+        if left_out.any():  # they arrive anyway
             owners = (self._batch.target, memoryview(bytearray(int(copies[left_out, 0].max()))))
             places[left_out, 0] = address_of(owners[1])
         return Vector(places, owners, self._batch.chunks[index].nbytes)
 
     def _receive(self, connection: _Connection, asked: _Asked) -> None:
-        """Take a chunk in; one that the lease does not take any more goes nowhere, for others come behind it."""
+        """Read a chunk; one that the lease no longer accepts is discarded, since others follow it."""
         if connection.word() != asked.chunk.send:
             return self._give_up()  # no bytes follow
         if asked.room is None:
@@ -274,7 +274,7 @@ class _Work:
                 return
 
     def _put(self, asked: _Asked, room: StagingBuffer) -> None:
-        """Put what has come into its blocks, while the lease is held."""
+        """Copy the received bytes into their blocks, while the lease is held."""
         memory, chunk = self._batch.memory, asked.chunk
         if memory is None:
             return
@@ -292,12 +292,15 @@ class _Work:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            # A connection that broke ends the session, whatever else went wrong.
+            # A connection that broke ends the session, whatever else failed.
             if self._error is None or isinstance(error, OSError):
                 self._error = error
 
     def finish(self) -> bool:
-        """Wait for the other connections. Raises what went wrong; else whether the blocks were pinned all the time."""
+        """Wait for the other connections.
+
+        Raises the first error; returns whether the blocks were pinned all the time.
+        """
         with self._changed:
             # A connection that comes late finds nothing to take.
             self._changed.wait_for(lambda: not self._working)
@@ -308,7 +311,7 @@ class _Work:
 
 
 class _Connection:
-    """One connection that chunks come over; at any time one thread uses it."""
+    """One connection for chunks; one thread uses it at a time."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._timeout = timeout
@@ -319,7 +322,7 @@ class _Connection:
         self._readable.register(sock, select.POLLIN)
 
     def work(self) -> None:
-        """Take part in reads until the session is over."""
+        """Take part in reads until the session ends."""
         while (job := self.jobs.get()) is not None:
             job.run(self)
 
@@ -327,12 +330,12 @@ class _Connection:
         self._sock.sendall(framed(ReadRequest(chunk.send, chunk.chunk, chunk.nbytes)))
 
     def wait(self) -> None:
-        """Until something comes; raises ``TimeoutError``."""
+        """Wait for data; raises ``TimeoutError``."""
         if not self._readable.poll(self._timeout * 1000):
-            raise TimeoutError("the sender does not send what it was asked for")
+            raise TimeoutError("the sender does not send the requested chunk")
 
     def fill(self, into: Vector) -> int:
-        """Take in what has come; waits for more for as long as ``SO_RCVTIMEO`` says."""
+        """Read the available data; waits for more for ``SO_RCVTIMEO``."""
         count = into.receive(self._sock)
         if count == 0:
             raise ConnectionResetError("the sender closed the connection")
@@ -340,7 +343,7 @@ class _Connection:
         return count or 0
 
     def word(self) -> int:
-        """What the sender says before a chunk, and again after it: the send's number, 0 if the send is over."""
+        """Read the word before and after a chunk: the send's number, 0 if the send has ended."""
         data = bytearray(WORD.size)
         into = Vector(np.array([(address_of(data), len(data))], dtype=np.uint64), data, len(data))
         while into.left:

@@ -1,8 +1,8 @@
-"""How a block's items lie, as a description: attention backends differ in the order of heads and tokens, and no more.
+"""Order of a block's items: attention backends differ only in the order of heads and tokens.
 
-An item is what one token has of one head: keys and values side by side, or the single latent of MLA, or fp8 numbers
-with the scales that belong to them. It is moved as it is. Two engines whose blocks have the same items in another order
-exchange them; all else is refused, with the difference.
+An item is the data of one token and one head: keys and values side by side, or the single latent of MLA, or fp8 numbers
+with their scales. Its bytes are not changed. Two engines whose blocks have the same items in another order can exchange
+them; everything else is refused, with the difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Order = Literal["HN", "NH"]
 
 
 class BlockOrder(msgspec.Struct, frozen=True, array_like=True):
-    """A block of ``heads`` times ``tokens`` items; ``order`` names what is outermost first: heads or tokens."""
+    """A block of ``heads`` times ``tokens`` items; ``order`` names the outermost dimension first: heads or tokens."""
 
     order: Order
     heads: int
@@ -26,17 +26,17 @@ class BlockOrder(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """All items."""
+        """Bytes of all items."""
         return self.heads * self.tokens * self.item_bytes
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many of the outer, and of the inner."""
+        """Number of outer and of inner items."""
         return (self.heads, self.tokens) if self.order == "HN" else (self.tokens, self.heads)
 
 
 def rearranged(theirs: BlockOrder | None, ours: BlockOrder | None) -> BlockOrder | None:
-    """The sender's order if a block's items must be put into ours; ``None`` if bytes can stay as they are.
+    """The sender's order if a block's items must be reordered; ``None`` if bytes can stay as they are.
 
     Raises :class:`~tercet.protocol.TransferFailed`, with the difference, for blocks that have other items.
     """

@@ -1,7 +1,7 @@
-"""Which chunk lies in which staging buffer: a ledger without I/O, and the pool of threads' waiting around it.
+"""Staging buffers: a record without I/O of the chunk in each, and a pool where threads wait for one.
 
-A buffer is one owner's at a time. Its owner may be gone (a send that was cancelled, a connection that broke) while a
-device still copies from it or into it: then it stays out of use until that copy is over, however late.
+A buffer has one owner at a time. Its owner may be gone (a cancelled send, a broken connection) while a device still
+copies from or into it: then it stays unavailable until that copy has ended, however late.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from tercet.protocol import TransferFailed
 
-# Longer than any transfer holds a buffer: each of its steps has a bound of its own.
+# Longer than any transfer holds a buffer: each of its steps has a timeout.
 WAIT_SECONDS = 60.0
 
 
@@ -26,11 +26,11 @@ class BufferLedger:
 
     @property
     def free(self) -> int:
-        """How many can be taken."""
+        """Number of free buffers."""
         return len(self._free)
 
     def take(self) -> int | None:
-        """A buffer that nobody uses; ``None`` if there is none."""
+        """Take a free buffer; ``None`` if there is none."""
         if not self._free:
             return None
         number = self._free.pop()
@@ -38,19 +38,19 @@ class BufferLedger:
         return number
 
     def copy_begins(self, number: int) -> None:
-        """A device copies from a taken buffer, or into it, from now on."""
+        """Record that a device copies from or into a taken buffer from now on."""
         self._require(number in self._taken and number not in self._copying, number)
         self._copying.add(number)
 
     def copy_ended(self, number: int) -> None:
-        """It does not any more."""
+        """Record that it does not copy any more."""
         self._require(number in self._copying, number)
         self._copying.remove(number)
         if number not in self._taken:
             self._free.append(number)
 
     def give_back(self, number: int) -> None:
-        """The owner is done with it, or gone."""
+        """Record that the owner does not need it any more."""
         self._require(number in self._taken, number)
         self._taken.remove(number)
         if number not in self._copying:
@@ -59,7 +59,7 @@ class BufferLedger:
     @staticmethod
     def _require(holds: bool, number: int) -> None:
         if not holds:
-            raise RuntimeError(f"staging buffer {number} is not in the state for this")
+            raise RuntimeError(f"staging buffer {number} is in another state than this call requires")
 
 
 class StagingBuffer:
@@ -72,7 +72,7 @@ class StagingBuffer:
 
     @contextmanager
     def copying(self, is_over: Callable[[], bool]) -> Generator[None]:
-        """While entered, a device copies; if it is left by an error, whenever ``is_over`` says that it does not."""
+        """Mark the buffer as being copied while entered; after an error, until ``is_over`` returns true."""
         self._pool.copy_begins(self.number)
         try:
             yield
@@ -82,15 +82,15 @@ class StagingBuffer:
         self._pool.copy_ended(self.number)
 
     def give_back(self) -> None:
-        """The owner's last word."""
+        """Give the buffer back to the pool."""
         self._pool.give_back(self.number)
 
 
 class BufferPool:
     """Buffers of equal size for one direction; each waits for its turn. Thread-safe.
 
-    Ways out and ways in have pools of their own, and who asks for a chunk has a buffer for it before. So whoever holds
-    a buffer waits for nobody who waits for a buffer.
+    Sending and receiving have separate pools, and a chunk is requested only after its buffer is taken. So the holder of
+    a buffer never waits for a thread that waits for a buffer.
     """
 
     def __init__(self, memories: Sequence[memoryview]) -> None:
@@ -102,13 +102,13 @@ class BufferPool:
 
     @property
     def free(self) -> int:
-        """How many nobody uses."""
+        """Number of free buffers."""
         with self._changed:
             self._look_at_abandoned()
             return self._ledger.free
 
     def take(self) -> StagingBuffer:
-        """The next free one; raises :class:`~tercet.protocol.TransferFailed` if there is none for too long."""
+        """Take the next free buffer; raises :class:`~tercet.protocol.TransferFailed` at a timeout."""
         with self._changed:
             found: int | None = None
 
@@ -119,11 +119,11 @@ class BufferPool:
                 return found is not None
 
             if not self._changed.wait_for(taken, WAIT_SECONDS) or found is None:
-                raise TransferFailed(f"no staging buffer came free within {WAIT_SECONDS:.0f} s")
+                raise TransferFailed(f"no staging buffer became free within {WAIT_SECONDS:.0f} s")
             return StagingBuffer(found, self._memories[found], self)
 
     def take_at_once(self) -> StagingBuffer | None:
-        """A free one, if there is one now."""
+        """Take a free buffer, if there is one now."""
         with self._changed:
             self._look_at_abandoned()
             found = self._ledger.take()
@@ -141,7 +141,7 @@ class BufferPool:
             self._changed.notify_all()
 
     def abandon(self, number: int, is_over: Callable[[], bool]) -> None:
-        """Nobody waits for a copy any more; the buffer is of use once it is over."""
+        """Stop waiting for a copy; the buffer is reused once it has ended."""
         with self._changed:
             self._abandoned[number] = is_over
 

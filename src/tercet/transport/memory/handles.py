@@ -1,4 +1,4 @@
-"""What opens an accelerator's memory in another process."""
+"""Handles that open an accelerator's memory in another process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any, Literal
 
 import msgspec
 
-# As NIXL calls them: host memory, and a device's.
+# NIXL's names: host memory, and a device's.
 MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class RdmaHandles(msgspec.Struct, frozen=True, array_like=True):
-    """By what others read a worker's KV over RDMA, after the worker has registered it.
+    """Handles by which others read a worker's KV over RDMA, after the worker has registered it.
 
-    ``metadata`` is what the worker's NIXL agent says of itself. For each of the ``planes``: the address of its block 0
-    in the worker, and how far it is from one block to the next. ``kind`` and ``device``: where they lie.
+    ``metadata`` is that of the worker's NIXL agent. For each of the ``planes``: the address of its block 0 in the
+    worker, and the distance between two blocks. ``kind`` and ``device``: where they lie.
     """
 
     metadata: bytes
@@ -24,12 +24,12 @@ class RdmaHandles(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceHandles(msgspec.Struct, frozen=True):
-    """What opens a worker's KV in another process of its machine.
+    """Handles that open a worker's KV in another process of its machine.
 
-    ``storages`` are the allocations, as PyTorch shares them between processes; ``planes`` says of each plane in which
-    allocation, how many bytes into it its block 0 begins, and from there how far it is from one block to the next,
-    which is more than a block where the blocks of all layers lie side by side. ``events`` are those that the worker
-    records when KV of a layer is computed, in a ring.
+    ``storages`` are the allocations, as PyTorch shares them between processes; ``planes`` has for each plane its
+    allocation, the offset of its block 0 in bytes, and the distance between two blocks, which is more than a block if
+    the blocks of all layers lie side by side. ``events`` are those that the worker records when KV of a layer is
+    computed, in a ring.
     """
 
     device: int

@@ -1,4 +1,4 @@
-"""What every kind of memory offers to who sends KV, and the kind that needs nothing: host pages."""
+"""The interface of every kind of memory for sending KV, and the simplest kind: host pages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class KVMemory(Protocol):
     """One rank's KV, by plane and block."""
 
     def reading(self, layers: range, blocks: Numbers, offset: int, size: int) -> AbstractContextManager[Vector]:
-        """Where bytes ``[offset, offset + size)`` of each layer's blocks can be sent from, while it is entered.
+        """Yield the memory of bytes ``[offset, offset + size)`` of each layer's blocks, for sending.
 
-        Layer by layer, and of each in the order of ``blocks``. Raises :class:`~tercet.protocol.BadRequest` for blocks
-        that there are not.
+        Layer by layer, and in each in the order of ``blocks``. Raises :class:`~tercet.protocol.BadRequest` for unknown
+        blocks.
         """
         ...
 
     def close(self) -> None:
-        """Give back what it took."""
+        """Release all resources."""
         ...
 
 
 class HostPages(KVMemory):
-    """KV in pages of the host: bytes are sent from where they lie."""
+    """KV in pages of the host: bytes are sent directly from there."""
 
     def __init__(self, region: KVRegion) -> None:
         self._region = region
@@ -36,4 +36,4 @@ class HostPages(KVMemory):
         return nullcontext(Vector(places, self._region, len(layers) * len(blocks) * size))
 
     def close(self) -> None:
-        """The region is its owner's."""
+        """Nothing to do: the region belongs to its owner."""

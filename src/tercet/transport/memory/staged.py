@@ -1,9 +1,9 @@
-"""KV that is reached through buffers in host memory: an accelerator's, by copies on streams of their own.
+"""KV that is reached through buffers in host memory: an accelerator's, by copies on separate streams.
 
-To send, a chunk's blocks are gathered into a buffer when the receiver asks for it, and go from there. To receive, a
-chunk comes into a buffer as a whole, and is put into its blocks while its lease is held. Each direction has
-:data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory that this takes has a bound:
-:meth:`StagedMemory.host_bytes` of pinned host memory, and of the device's what its :class:`DeviceBlocks` say.
+To send, a chunk's blocks are gathered into a buffer when the receiver requests it, and sent from there. To receive, a
+chunk arrives in a buffer as a whole, and is copied into its blocks while its lease is held. Each direction has
+:data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory that this takes is limited:
+:meth:`StagedMemory.host_bytes` of pinned host memory, and on the device what its :class:`DeviceBlocks` need.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from tercet.transport.vectors import Vector, address_of
 
 logger = logging.getLogger(__name__)
 BUFFERS = 8
-# A chunk's copy takes a millisecond; a device that is not done after so long will not be.
+# A chunk's copy takes a millisecond; after this time a device counts as hung.
 COPY_SECONDS = 30.0
-# How often a copy is looked at without a pause, and the pause after that.
+# How often a copy is polled without a pause, and the pause after that.
 SPINS, PAUSE_SECONDS = 200, 50e-6
 
 IsOver = Callable[[], bool]
-# Of one side: layers, which may have other numbers on the other side, blocks in each, and how far into each block.
+# One side of a copy: layers, which may have other numbers on the other side, blocks in each, and the offset in each
+# block.
 Places = tuple[range, Numbers, int]
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Memory beside the blocks, where chunks arrive that are read over RDMA; ``memory`` keeps it alive."""
+    """Memory outside of the blocks, where chunks arrive that are read over RDMA; ``memory`` keeps it alive."""
 
     address: int
     size: int
@@ -52,8 +53,8 @@ class Landing:
 class DeviceBlocks(Protocol):
     """A device's side: begins copies from and to its blocks. Calls come from several threads.
 
-    ``offer`` is what opens the blocks in another process of this machine; empty if nothing does. ``rdma`` is by what
-    others read them from other machines, None if they cannot.
+    ``offer`` opens the blocks in another process of this machine; empty if that is not possible. ``rdma`` has the
+    handles by which other machines read them, None if they cannot.
     """
 
     offer: bytes
@@ -64,15 +65,15 @@ class DeviceBlocks(Protocol):
         ...
 
     def landing(self, nbytes: int) -> Landing:
-        """Memory of this process where the blocks are, for one chunk."""
+        """Memory of this process on the blocks' device, for one chunk."""
         ...
 
     def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
-        """Begin to put a chunk that has arrived into our blocks; as :meth:`begin_in` otherwise."""
+        """Begin to copy a chunk that has arrived into our blocks; otherwise as :meth:`begin_in`."""
         ...
 
     def opened(self, offer: bytes, shape: RegionShape) -> object:
-        """Another rank's blocks; raises :class:`~tercet.protocol.TransferFailed` if they cannot be had here."""
+        """Open another rank's blocks; raises :class:`~tercet.protocol.TransferFailed` if that fails."""
         ...
 
     def begin_across(
@@ -87,34 +88,34 @@ class DeviceBlocks(Protocol):
         ...
 
     def buffer(self, nbytes: int) -> memoryview:
-        """Host memory that the device copies from and to without a detour."""
+        """Host memory that the device copies from and to directly."""
         ...
 
     def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:
-        """Begin to copy bytes ``[offset, offset + size)`` of each layer's blocks, one after the other; is it over?"""
+        """Begin to copy bytes ``[offset, offset + size)`` of each layer's blocks; returns a check for its end."""
         ...
 
     def begin_in(
         self, layers: range, blocks: Numbers, offset: int, size: int, source: memoryview, order: BlockOrder | None
     ) -> IsOver:
-        """The other way round; negative ``blocks`` are left out, and their bytes passed over.
+        """Begin the copy in the other direction; negative ``blocks`` are left out, and their bytes skipped.
 
-        With ``order``, whole blocks come in that one, and their items are put into ours.
+        With ``order``, whole blocks arrive in that order, and their items are converted to ours.
         """
         ...
 
 
 class DeviceHangs(TransferFailed):
-    """A device has not done in time what takes a millisecond."""
+    """A device has not finished in time what takes a millisecond."""
 
 
 class DeviceLost(TransferFailed):
-    """A device does nothing more for this process; CUDA says so of everything from the first error on."""
+    """A device does nothing more for this process; after its first error CUDA reports that for every call."""
 
 
 @contextmanager
 def ending_where_a_device_is_lost() -> Generator[None]:
-    """End this process, and with it the worker beside it, for whom nobody would move KV any more."""
+    """End this process, and so its worker, whose KV could not be moved any more, if the device is lost."""
     try:
         yield
     except DeviceLost as error:
@@ -125,9 +126,9 @@ def ending_where_a_device_is_lost() -> Generator[None]:
 
 @contextmanager
 def ending_where_a_device_hangs() -> Generator[None]:
-    """As :func:`ending_where_a_device_is_lost`, and where a copy into blocks is not over in time.
+    """As :func:`ending_where_a_device_is_lost`, and if a copy into blocks does not end in time.
 
-    It may still be carried out, and nobody could say when its blocks are safe to be given to somebody else.
+    It may still be carried out later, so it is unknown when its blocks may get a new owner.
     """
     try:
         with ending_where_a_device_is_lost():
@@ -138,12 +139,12 @@ def ending_where_a_device_hangs() -> Generator[None]:
 
 
 def end_process() -> None:
-    """At once, whatever other threads do."""
+    """End the process at once, whatever other threads do."""
     os._exit(1)
 
 
 class StagedMemory(KVMemory):
-    """The KV of one rank whose region looks like ``shape``, in chunks of ``chunk_bytes``, or of one block."""
+    """The KV of one rank with a region of ``shape``, in chunks of ``chunk_bytes``, or of one block."""
 
     def __init__(self, device: DeviceBlocks, shape: RegionShape, chunk_bytes: int) -> None:
         self.device, self._shape = device, shape
@@ -153,11 +154,11 @@ class StagedMemory(KVMemory):
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that the buffers take."""
+        """Pinned host memory of the buffers."""
         return 2 * BUFFERS * self.buffer_bytes
 
     def buffers_free(self) -> tuple[int, int]:
-        """Buffers that nobody uses, on the ways out and in."""
+        """Unused buffers, for sending and for receiving."""
         return self._out.free, self._in.free
 
     @contextmanager
@@ -173,22 +174,21 @@ class StagedMemory(KVMemory):
             buffer.give_back()
 
     def practise(self) -> None:
-        """Copy a block in and out, while nobody uses the cache, and leave it as it was.
+        """Copy a block out and in, while the cache is not in use, and leave it unchanged.
 
-        So what is slow at its first use (kernels are loaded, memory is taken) has been used, and a device, or a mapping
-        of it, that does not copy what it is given is found before anybody relies on it. Raises
-        :class:`~tercet.protocol.TransferFailed`.
+        So slow first uses (loading kernels, allocating memory) are done, and a device or mapping that copies wrongly is
+        found before it is needed. Raises :class:`~tercet.protocol.TransferFailed`.
         """
         was, size = self._practised(None), self._shape.block_bytes
         some = np.random.default_rng(size).bytes(size)
         try:
             if self._practised(some) != some:
-                raise TransferFailed("the device's copies of KV do not bring back what they took there")
+                raise TransferFailed("the device's copies of KV do not return the bytes that were copied there")
         finally:
             self._practised(was)
 
     def _practised(self, given: bytes | None) -> bytes:
-        """Put ``given`` into the first block of the first layer, if it is; what is there then."""
+        """Write ``given`` into the first block of the first layer, if it is given; return the block's bytes."""
         layer, block, size = range(1), np.zeros(1, dtype=np.int64), self._shape.block_bytes
         if given is not None:
             room = self.room()
@@ -206,7 +206,7 @@ class StagedMemory(KVMemory):
             buffer.give_back()
 
     def room(self) -> StagingBuffer:
-        """A buffer for a chunk that is to be asked for; its holder gives it back."""
+        """Take a buffer for a chunk that will be requested; its holder gives it back."""
         return self._in.take()
 
     def room_at_once(self) -> StagingBuffer | None:
@@ -222,9 +222,9 @@ class StagedMemory(KVMemory):
         size: int,
         order: BlockOrder | None = None,
     ) -> int:
-        """Put a chunk that has come, in ``order`` if that is not ours, into its blocks.
+        """Copy a chunk that has arrived, in ``order`` if that differs from ours, into its blocks.
 
-        Returns its bytes, once the device has them. To be called while nobody can be given the blocks.
+        Returns its bytes, once the device has them. Call this while the blocks cannot get another owner.
         """
         nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
         source = buffer.bytes[:nbytes]
@@ -242,7 +242,7 @@ class StagedMemory(KVMemory):
     ) -> int:
         """Copy a chunk of a rank that is mapped here into our blocks; returns its bytes, once the device has them.
 
-        To be called while nobody can be given our blocks.
+        Call this while our blocks cannot get another owner.
         """
         layers, blocks, offset = here
         nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
@@ -265,7 +265,7 @@ class StagedMemory(KVMemory):
             wait_until(is_over)
 
     def _checked(self, layers: range, blocks: Numbers, offset: int, size: int, count: int | None = None) -> int:
-        """A chunk's bytes; raises :class:`~tercet.protocol.BadRequest` for one that is not of this rank's blocks."""
+        """A chunk's bytes; raises :class:`~tercet.protocol.BadRequest` for a chunk outside of this rank's blocks."""
         shape = self._shape
         inside = not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < shape.num_blocks)
         known = 0 <= layers.start <= layers.stop <= len(shape.planes) and 0 <= offset <= shape.block_bytes - size
@@ -275,7 +275,7 @@ class StagedMemory(KVMemory):
         return nbytes
 
     def close(self) -> None:
-        """The buffers go with their last user."""
+        """Nothing to do: the buffers are freed with their last user."""
 
 
 def wait_until(is_over: IsOver, seconds: float = COPY_SECONDS) -> None:
@@ -290,5 +290,5 @@ def wait_until(is_over: IsOver, seconds: float = COPY_SECONDS) -> None:
 
 
 def whole(memory: memoryview) -> Vector:
-    """All of some memory, in one place."""
+    """All of some memory, as one place."""
     return Vector(np.array([(address_of(memory), len(memory))], dtype=np.uint64), memory, len(memory))

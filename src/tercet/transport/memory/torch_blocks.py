@@ -1,8 +1,8 @@
-"""The thin shell around PyTorch: a rank's KV as tensors in the agent's process, and copies from and to them.
+"""The thin layer around PyTorch: a rank's KV as tensors in the agent's process, and copies from and to them.
 
-With :mod:`.torch_devices` it is what of the transport imports torch; only agents of ranks with staged memory do. On an
-accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a stream and room for one
-chunk on the device. Host tensors in the device's role go through the same calls.
+This and :mod:`.torch_devices` are the only parts of the transport that import torch; only agents of ranks with staged
+memory load them. On an accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a
+stream and room for one chunk on the device. Host tensors in the device's role go through the same calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tercet.transport.region import KVRegion, Numbers, RegionShape
 
 # The widest item first: gathering moves one item at a time.
 ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-# A forward pass is not over after so long: its device has failed.
+# Longer than any forward pass: after it the device has failed.
 FORWARD_SECONDS = 600.0
 
 
@@ -36,22 +36,22 @@ def host_planes(region: KVRegion) -> list[torch.Tensor]:
 
 
 def device_planes(handles: DeviceHandles, shape: RegionShape, index: int | None = None) -> list[torch.Tensor]:
-    """A worker's KV, mapped for our device ``index``: for the worker's own, by the same number here, if not given.
+    """A worker's KV, mapped for our device ``index``: by default for the worker's device, by the same number.
 
-    CUDA maps memory of another device, too, if ours reaches it, even one that this process does not see. So the numbers
-    that another engine's devices have there mean nothing here.
-    Raises :class:`~tercet.protocol.TransferFailed` if it cannot be mapped.
+    CUDA can map memory of another device, too, if ours has access to it, even one that this process does not see. So
+    the device numbers in another engine mean nothing here. Raises :class:`~tercet.protocol.TransferFailed` if it cannot
+    be mapped.
     """
     device = CudaDevice(handles.device if index is None else index)
     try:
         device.attach()
-        storage_class: Any = torch.UntypedStorage  # what PyTorch's own reductions call, and has no public name
+        storage_class: Any = torch.UntypedStorage  # used by PyTorch's own reductions; there is no public name
         opened = [storage_class._new_shared_cuda(device.where.index, *each) for each in handles.storages]
         tensors = [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in opened]
         return [_blocks_of(tensors[storage], begin, stride, shape) for storage, begin, stride in handles.planes]
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise TransferFailed(
-            f"a worker's KV cannot be mapped (CUDA IPC): {error}; it takes one container or the same network and IPC "
+            f"a worker's KV cannot be mapped (CUDA IPC): {error}; it needs one container or the same network and IPC "
             "namespaces, devices that reach each other, and no exclusive compute mode (nvidia-smi -q -d COMPUTE)"
         ) from error
 
@@ -71,7 +71,7 @@ def open_device_planes(offer: bytes, shape: RegionShape, device: CopyDevice) -> 
     try:
         handles = msgspec.msgpack.decode(offer, type=DeviceHandles)
     except UNREADABLE as error:
-        raise TransferFailed(f"ipc: the sender's offer cannot be understood: {error}") from error
+        raise TransferFailed(f"ipc: the sender's offer cannot be decoded: {error}") from error
     if len(handles.planes) != len(shape.planes):
         raise TransferFailed("ipc: the sender offers other planes than its region has")
     return device_planes(handles, shape, device.where.index)
@@ -79,7 +79,7 @@ def open_device_planes(offer: bytes, shape: RegionShape, device: CopyDevice) -> 
 
 @dataclass(frozen=True)
 class PeerBlocks:
-    """Another rank's planes, mapped here; nothing but a source of copies."""
+    """Another rank's planes, mapped here; only a source of copies."""
 
     planes: Sequence[torch.Tensor]
 
@@ -87,8 +87,8 @@ class PeerBlocks:
 class TorchBlocks(DeviceBlocks):
     """Copies between planes, each a tensor of ``(blocks, bytes)``, and host memory. Thread-safe.
 
-    ``order`` is how our blocks' items lie. On the device it takes room for two chunks, :attr:`device_bytes`, and for
-    another one where items are rearranged.
+    ``order`` is that of our blocks' items. On the device it needs memory for two chunks, :attr:`device_bytes`, and for
+    another one if items are reordered.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TorchBlocks(DeviceBlocks):
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the device beside KV and the process's context."""
+        """Memory of the device in addition to KV and the process's context."""
         return self._out.room.nbytes + self._in.room.nbytes if self._device.where.type != "cpu" else 0
 
     def attach(self) -> None:
@@ -150,7 +150,7 @@ class TorchBlocks(DeviceBlocks):
     def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
         layers, blocks, offset = here
         if not isinstance(landing.memory, torch.Tensor):
-            raise TransferFailed("nixl: this is no landing of this rank's")
+            raise TransferFailed("nixl: this is not a landing of this rank")
         with self._in.next():
             arrived = landing.memory[: len(layers) * len(blocks) * size].view(len(layers), len(blocks), size)
             self._scatter(arrived, layers, blocks, offset, order)
@@ -178,7 +178,7 @@ class TorchBlocks(DeviceBlocks):
     def _scatter(
         self, arrived: torch.Tensor, layers: range, blocks: Numbers, offset: int, order: BlockOrder | None
     ) -> None:
-        """Put a chunk's blocks, which are on the device, where they belong."""
+        """Copy a chunk's blocks, which are on the device, to their places."""
         wanted, size = (blocks >= 0).nonzero()[0], arrived.shape[2]
         numbers, rows_of = self._device.numbers(blocks[wanted]), self._device.numbers(wanted)
         if order is not None and self._order is not None:
@@ -204,7 +204,7 @@ def _items(plane: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 class ComputedEvents:
-    """The events by which a worker says that KV is computed, opened here."""
+    """The events by which a worker signals that KV is computed, opened here."""
 
     def __init__(self, handles: DeviceHandles) -> None:
         event_class: Any = torch.cuda.Event
@@ -214,8 +214,8 @@ class ComputedEvents:
         self._over = [answers(device, each.query) for each in found]
 
     def wait(self, number: int) -> None:
-        """Until the work is done behind which the worker recorded an event last.
+        """Wait until the work is done after which the worker last recorded an event.
 
-        An event that has been recorded again meanwhile stands for later work, and what is waited for comes before that.
+        An event that was recorded again in the meantime stands for later work, which the awaited work precedes.
         """
         wait_until(self._over[number], FORWARD_SECONDS)

@@ -1,8 +1,7 @@
-"""Where a rank's KV lies, as copies need it: a CUDA device with streams of ours, or the host in its role.
+"""The place of a rank's KV, as copies need it: a CUDA device with separate streams, or the host in its role.
 
-Work that is given to a stream is carried out later, in order, and beside what other streams do. So whoever gives it
-keeps what it reads from as it is until :meth:`Stream.mark` says that it is over. Tests have a third kind, which carries
-work out as late as CUDA may.
+Work on a stream runs later, in order, and concurrently with other streams. So the caller keeps the source unchanged
+until :meth:`Stream.mark` reports the end. Tests have a third kind, which runs work as late as CUDA may.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ class Stream(Protocol):
     """A queue of a device's work."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """While entered, this thread's work on the device is given to this stream."""
+        """Use this stream for the thread's work on the device while entered."""
         ...
 
     def mark(self) -> IsOver:
-        """Whether all that it was given until now is over; raises :class:`~.staged.DeviceLost` if nobody can say."""
+        """Return a check for the end of all work so far; the check raises :class:`~.staged.DeviceLost` if it fails."""
         ...
 
 
 class CopyDevice(Protocol):
-    """One device, as this process sees it. ``where`` is what PyTorch calls it."""
+    """One device, as this process sees it. ``where`` is PyTorch's name for it."""
 
     where: torch.device
 
     def attach(self) -> None:
-        """Have this thread's calls that name no device mean this one.
+        """Make this device the default for this thread.
 
-        CUDA begins each thread with device 0. What such a thread touches gets a context there: hundreds of MiB of a
-        device that may be somebody else's.
+        CUDA starts each thread with device 0. A thread that touches it gets a context there: hundreds of MiB of a
+        device that another process may own.
         """
         ...
 
@@ -50,16 +49,16 @@ class CopyDevice(Protocol):
         ...
 
     def host_room(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device copies from and to without a detour, and without anybody's waiting."""
+        """Host memory that the device copies from and to directly, and asynchronously."""
         ...
 
     def numbers(self, found: Numbers) -> torch.Tensor:
-        """Numbers, there for the stream that is entered, without waiting for it."""
+        """Numbers for the entered stream, copied without waiting for it."""
         ...
 
 
 class HostStream(Stream):
-    """What it is given is over when it has begun."""
+    """Its work ends at once."""
 
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -74,7 +73,7 @@ class HostDevice(CopyDevice):
     where = torch.device("cpu")
 
     def attach(self) -> None:
-        """Threads need nothing for it."""
+        """Nothing to do: threads need no preparation."""
 
     def stream(self) -> Stream:
         return HostStream()
@@ -104,20 +103,20 @@ class CudaDevice(CopyDevice):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def numbers(self, found: Numbers) -> torch.Tensor:
-        # From pinned memory, which PyTorch does not give to anybody else before the copy is over. From other memory it
-        # would wait for all that the stream was given before.
+        # From pinned memory, which PyTorch does not reuse before the copy has ended. From other memory the copy would
+        # wait for all earlier work of the stream.
         return torch.as_tensor(found.astype(np.int64)).pin_memory().to(self.where, non_blocking=True)
 
 
 class CudaStream(Stream):
-    """One of PyTorch's streams, none of which waits for the default one."""
+    """One of PyTorch's streams, which does not wait for the default stream."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device.where)
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        self._device.attach()  # else leaving the stream would go back to device 0, and make a context there
+        self._device.attach()  # otherwise leaving the stream would switch to device 0, and create a context there
         with torch.cuda.stream(self._stream):
             yield
 
@@ -131,7 +130,7 @@ class CudaStream(Stream):
 
 
 def answers(device: CopyDevice, query: Callable[[], bool]) -> IsOver:
-    """Ask an event from whatever thread; an error of the device's is no answer, and never will be one."""
+    """Query an event from any thread; an error of the device is not an answer, and stays an error."""
 
     def is_over() -> bool:
         device.attach()
@@ -144,7 +143,7 @@ def answers(device: CopyDevice, query: Callable[[], bool]) -> IsOver:
 
 
 class Direction:
-    """One direction's stream, and its room for ``nbytes``: one copy's, then the next one's, as the stream goes."""
+    """One direction's stream, and its room for ``nbytes``: reused by one copy after the other, in stream order."""
 
     def __init__(self, device: CopyDevice, nbytes: int) -> None:
         self._stream = device.stream()
@@ -153,9 +152,9 @@ class Direction:
 
     @contextmanager
     def next(self) -> Generator[torch.Tensor]:
-        """Begin copies behind those that have begun: the stream keeps their order, so the room may be used again.
+        """Begin copies after those that have begun: the stream keeps their order, so the room may be reused.
 
-        If one cannot begin (no memory on the device, say), those before it are over before
+        If one cannot begin (for example without memory on the device), earlier ones end before
         :class:`~tercet.protocol.TransferFailed` is raised: nothing is written after that.
         """
         with self._lock, self._stream.entered():
@@ -166,10 +165,10 @@ class Direction:
                 raise TransferFailed(f"the device did not copy KV: {error}") from error
 
     def mark(self) -> IsOver:
-        """Whether all that has begun until now is over."""
+        """Return a check for the end of all copies so far."""
         return self._stream.mark()
 
 
 def device_of(where: torch.device) -> CopyDevice:
-    """The device that tensors there are on."""
+    """The device of tensors there."""
     return HostDevice() if where.type == "cpu" else CudaDevice(where.index or 0)

@@ -1,7 +1,7 @@
-"""What is at a LoRA adapter's path: a digest of its files, by which its KV goes, and a stamp that changes with them.
+"""Contents of a LoRA adapter's path: a digest of its files, which identifies its KV, and a stamp to detect changes.
 
-vLLM names KV by an adapter's name and path. So that other contents at a path get other names, the path is spelled in
-another way for them: ``/models/a/.`` is the directory ``/models/a`` for whoever opens it.
+vLLM names KV by an adapter's name and path. To give other contents at a path other names, their path is spelled
+differently: ``/models/a/.`` opens the same directory as ``/models/a``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tercet.protocol import BadRequest
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.*", "new_embeddings.*")
-# Who trained it on what, and where that lay, does not change what it computes.
+# The training data and the base model's path do not change what an adapter computes.
 IGNORED_KEYS = frozenset({"auto_mapping", "base_model_name_or_path", "inference_mode", "revision"})
 READ_BYTES = 1 << 20
 HERE = "/."
@@ -29,7 +29,7 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True)
 class Contents:
-    """What was found in the directory ``root``: ``digest`` of its files, and ``stamp``, which changes when they do."""
+    """Contents of the directory ``root``: ``digest`` of its files, and ``stamp``, which changes when they do."""
 
     root: str
     digest: str
@@ -41,7 +41,7 @@ class Contents:
         return _stamp(self.stamp) == self.stamp
 
     def spellings(self, path: str) -> Iterator[str]:
-        """``path``, and then ever more ways to write the same directory."""
+        """Yield ``path``, and then ever more spellings of the same directory."""
         yield path
         spelled = self.root
         while True:
@@ -50,7 +50,7 @@ class Contents:
 
 
 def read_contents(path: str) -> Contents:
-    """What is at an adapter's path, all of it: adapters are small. Raises ``BadRequest`` if that is none."""
+    """Read all files at an adapter's path: adapters are small. Raises ``BadRequest`` if there is no adapter."""
     root = Path(get_adapter_absolute_path(path))
     files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
     digest = hashlib.blake2b(digest_size=16)
@@ -70,7 +70,7 @@ def read_contents(path: str) -> Contents:
 
 
 def _stamp(of: Stamp) -> Stamp:
-    """The files of a stamp as they are now; a file that is gone has none."""
+    """The present files of a stamp; a missing file has none."""
     found: list[tuple[str, int, int, int]] = []
     for file, *_ in of:
         try:

@@ -1,17 +1,17 @@
-"""LoRA adapters of this engine: which it has by name, and whether their contents are still what they were.
+"""LoRA adapters of this engine: its adapters by name, and whether their contents are unchanged.
 
 Relies on ``OpenAIServingModels.lora_requests`` being what vLLM's own API finds adapters in, on its methods
-``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` where they refuse, on
-its ``lora_id_counter`` giving numbers that no adapter has had, on whatever loads an adapter while the server runs doing
-it by ``AsyncLLM.add_lora``, and on ``OutputProcessor.request_states`` being all requests that are not over.
+``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` if they refuse, on its
+``lora_id_counter`` giving numbers that no adapter has had, on adapters being loaded at run time only by
+``AsyncLLM.add_lora``, and on ``OutputProcessor.request_states`` being all requests that have not ended.
 
-vLLM names KV by an adapter's name and path. What is at the path may be other than it was, so here KV goes by a digest
-of the files, other contents get another path (:mod:`~tercet.vllm_plugin.engine.adapter_contents`), and an adapter whose
-files are not what they were when it was met is served to nobody.
+vLLM names KV by an adapter's name and path. The contents at the path may change, so here KV is named by a digest of the
+files, other contents get another path (:mod:`~tercet.vllm_plugin.engine.adapter_contents`), and an adapter whose files
+have changed since it was loaded is not served.
 
-vLLM's ``load_inplace`` puts other weights under the number of an adapter that has requests: they go on with KV of the
-old ones, and from then on each step reads the files again. So here what is loaded in place gets a number of its own,
-and while anything uses the old contents they are not replaced.
+vLLM's ``load_inplace`` puts other weights under the number of an adapter that has requests: they continue with KV of
+the old ones, and from then on each step reads the files again. So here an adapter that is loaded in place gets a new
+number, and its old contents are not replaced while they are in use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Load = Callable[..., Awaitable[Any]]
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter as the core needs it: vLLM's name, number and path for it, and the digest of what is there."""
+    """An adapter as the core needs it: vLLM's name, number and path for it, and the digest of its contents."""
 
     name: str
     number: int
@@ -48,35 +48,35 @@ class Adapter(msgspec.Struct, frozen=True):
     is_3d: bool = False
 
     def to_vllm(self) -> LoRARequest:
-        """vLLM's own record of it: KV that is computed by either gets the same names."""
+        """vLLM's record of the adapter: KV gets the same names with either."""
         return LoRARequest(self.name, self.number, self.path, is_3d_lora_weight=self.is_3d)
 
 
 def digest_of(adapter: Adapter | None) -> str:
-    """What an adapter's KV goes by; empty for the base model."""
+    """Digest that identifies an adapter's KV; empty for the base model."""
     return "" if adapter is None else adapter.digest
 
 
 class Adapters:
-    """The adapters that vLLM's own API has, which ``models`` gives; ``most`` in one step, 0 if LoRA is off."""
+    """The adapters of vLLM's own API, which ``models`` returns; at most ``most`` in one step, 0 if LoRA is off."""
 
     def __init__(self, models: Callable[[], OpenAIServingModels], most: int) -> None:
         self.most = most
         self._models = models
         self._vllms_load: Load | None = None
         self._met: dict[tuple[str, str], Contents] = {}  # by name and path, as vLLM names KV
-        self._given: dict[str, str] = {}  # how callers spell a path that is spelled otherwise here
+        self._given: dict[str, str] = {}  # callers' spelling of a path that is spelled differently here
         self._users: list[Callable[[], Iterable[str | None]]] = []
         self._reading, self._changing = asyncio.Lock(), asyncio.Lock()
 
     def count_users(self, names: Callable[[], Iterable[str | None]]) -> None:
-        """``names`` are those of adapters in use: what they stand for is not replaced then."""
+        """Register ``names``, which returns the adapters in use: their contents are not replaced then."""
         self._users.append(names)
 
     async def watch(self, client: AsyncLLM) -> None:
-        """Know the contents of every adapter as vLLM loads it: of those that it has now, and of any that it will have.
+        """Read the contents of every adapter when vLLM loads it, including those loaded later.
 
-        Read later, a digest could be of files that are not those which were loaded.
+        A digest that is read later could be of other files than those that were loaded.
         """
         self.count_users(lambda: [each.lora_name for each in client.output_processor.request_states.values()])
         if self.most:
@@ -91,12 +91,12 @@ class Adapters:
                 lora_request.lora_int_id = self._models().lora_id_counter.inc(1)
             key = lora_request.lora_name, lora_request.lora_path
             known = key in self._met
-            with suppress(BadRequest):  # vLLM says it, too, and to whoever asked for it
+            with suppress(BadRequest):  # vLLM reports it, too, to the caller
                 await self._contents(lora_request)
             try:
                 return await load(lora_request)
             except BaseException:
-                if not known:  # nothing was computed with it, so its files may be mended
+                if not known:  # nothing was computed with it, so its files may be corrected
                     self._met.pop(key, None)
                 raise
 
@@ -106,7 +106,7 @@ class Adapters:
     async def _load_by_vllms_api(
         self, request: LoadLoRAAdapterRequest, base_model_name: str | None = None
     ) -> Any:  # fmt: skip
-        """In place of vLLM's own. Raises :class:`~tercet.protocol.Conflict` where contents in use would be replaced."""
+        """Replace vLLM's method. Raises :class:`~tercet.protocol.Conflict` if contents in use would be replaced."""
         async with self._changing:
             return await self._load_by_vllm(request, base_model_name)
 
@@ -118,7 +118,7 @@ class Adapters:
         except BadRequest:
             found = None
         if found is None or (known is not None and not request.load_inplace):
-            return await load(request, base_model_name)  # which is refused
+            return await load(request, base_model_name)  # vLLM refuses it
         if known is not None and self._path_of(known) == path and self._still_there(known, found):
             return f"Success: LoRA adapter '{name}' has these contents already."
         spelled = self._spelled(name, path, found)
@@ -127,7 +127,7 @@ class Adapters:
         return await load(request.model_copy(update={"lora_path": spelled}), base_model_name)
 
     def _still_there(self, known: LoRARequest, found: Contents) -> bool:
-        """Whether what was ``found`` at the path of an adapter is what it was loaded from; its files are those then."""
+        """Whether the contents ``found`` at an adapter's path are those that it was loaded from."""
         key = known.lora_name, known.lora_path
         met = self._met.get(key)
         if met is None or met.digest != found.digest:
@@ -136,7 +136,7 @@ class Adapters:
         return True
 
     def _spelled(self, name: str, path: str, found: Contents) -> str:
-        """The path by which vLLM names KV of these contents, and of no others."""
+        """The path by which vLLM names KV of these contents only."""
         named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
         spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
         if met is not None:
@@ -145,22 +145,22 @@ class Adapters:
         return spelled
 
     def _path_of(self, known: LoRARequest) -> str:
-        """Where an adapter is, as whoever loaded it has spelled that."""
+        """An adapter's path, in the caller's spelling."""
         return self._given.get(known.lora_path, known.lora_path)
 
     def _require_unused(self, name: str) -> None:
         if any(name in names() for names in self._users):
             raise Conflict(
-                f"name: {name!r} is in use, and requests stay with the weights that they began with; try again when "
-                "none uses it, or load the new ones under another name",
+                f"name: {name!r} is in use, and its requests keep its weights; retry when "
+                "no request uses it, or load the new ones under another name",
                 "name",
             )
 
     async def find(self, name: str | None, digest: str = "") -> Adapter | None:
-        """The adapter of that name; None for the base model. Any contents will do if no ``digest`` is wanted.
+        """Return the adapter of that name; None for the base model. Without a ``digest``, any contents are accepted.
 
-        Raises :class:`~tercet.protocol.UnknownAdapter`, also if it has other contents than those wanted, and
-        :class:`~tercet.protocol.Conflict` if its files have changed.
+        Raises :class:`~tercet.protocol.UnknownAdapter`, also for another digest, and :class:`~tercet.protocol.Conflict`
+        if its files have changed.
         """
         if name is None:
             return None
@@ -180,7 +180,7 @@ class Adapters:
         return UnknownAdapter(f"adapter: this engine has no adapter {name!r}; {why}", "adapter")
 
     async def reports(self) -> tuple[AdapterReport, ...]:
-        """Those that can be served: of the others, whose files have changed or cannot be read, whoever asks is told."""
+        """Adapters that can be served; the others have changed files or cannot be read, which their users are told."""
         found: list[AdapterReport] = []
         for name in list(self._known()):
             with suppress(UnknownAdapter, Conflict, BadRequest):
@@ -188,11 +188,11 @@ class Adapters:
         return tuple(found)
 
     async def load(self, name: str, path: str) -> AdapterReport:
-        """Have vLLM load an adapter; one that it has already under this name and path is left as it is.
+        """Make vLLM load an adapter; nothing changes if it has the same one already.
 
         Raises :class:`~tercet.protocol.Unauthorized` unless vLLM's own variable allows it,
-        :class:`~tercet.protocol.Conflict` for a name that is another one's, or other contents than before, and
-        :class:`~tercet.protocol.BadRequest` for what vLLM cannot load.
+        :class:`~tercet.protocol.Conflict` for a name in use, or changed contents, and
+        :class:`~tercet.protocol.BadRequest` for files that vLLM cannot load.
         """
         self._require_loading()
         async with self._changing:
@@ -206,7 +206,7 @@ class Adapters:
             return await self._reported(name)
 
     async def replace(self, name: str, path: str) -> AdapterReport:
-        """Have a name stand for what is at ``path`` now, whatever it stood for; one that nobody has yet is loaded.
+        """Use a name for the contents of ``path`` from now on; a new name is loaded.
 
         Raises as :meth:`load` does, and :class:`~tercet.protocol.Conflict` while other contents of that name are in
         use; then nothing changes.
@@ -226,7 +226,7 @@ class Adapters:
         return AdapterReport(name, self._given.get(adapter.path, adapter.path), adapter.digest)
 
     async def unload(self, name: str) -> None:
-        """No more requests for it, whatever its files are now; what runs with it goes on.
+        """Accept no more requests for the adapter; running requests continue.
 
         Raises as :meth:`load` does, and ``UnknownAdapter``.
         """
@@ -238,7 +238,7 @@ class Adapters:
         _require_done(await self._models().unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
 
     def load_of(self, processor: Any) -> AdapterLoad | None:
-        """Which adapters are used now, as vLLM's ``OutputProcessor`` knows; None if the engine serves none."""
+        """The adapters in use now, as known to vLLM's ``OutputProcessor``; None if the engine serves none."""
         if not self.most:
             return None
         used = sorted(processor.lora_states.requests.items())
@@ -258,7 +258,7 @@ class Adapters:
         return Adapter(name, request.lora_int_id, path, contents.digest, request.is_3d_lora_weight)
 
     async def _contents(self, request: LoRARequest) -> Contents:
-        """What was found when an adapter of this name was first met at its path; that is now, if it was not yet."""
+        """The contents when an adapter of this name was first met at its path, which may be now."""
         key = request.lora_name, request.lora_path
         if key not in self._met:
             async with self._reading:
@@ -275,15 +275,15 @@ class Adapters:
     def _require_allowed() -> None:
         if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
             raise Unauthorized(
-                f"adapter: this engine loads and unloads none while it runs; start it with {ALLOWED_BY}=1, or with "
-                "--lora-modules NAME=PATH",
+                "adapter: this engine does not load or unload adapters while it runs; start it with "
+                f"{ALLOWED_BY}=1, or with --lora-modules NAME=PATH",
                 "adapter",
             )
 
 
 def _changed(name: str, path: str) -> Conflict:
     return Conflict(
-        f"adapter: the files at {path} are not those that {name!r} was loaded from; put them back, or load the new "
+        f"adapter: the files at {path} have changed since {name!r} was loaded; restore them, or load the new "
         "ones in place, once no request uses it",
         "adapter",
     )

@@ -1,9 +1,9 @@
-"""What the verbs ask of the agents, from the API server's process: nobody else waits for an agent.
+"""Calls of the verbs to the agents, from the API server's process: the only code that waits for an agent.
 
-An agent may be slow, stopped or mistaken. A grant or a push that it does not take soon has failed. The end of a lease
-or a send is a fence, and a fence holds only once every agent has answered: it is waited for as long as that takes,
-beside whoever asked, and meanwhile the blocks stay where they are. It cannot leak: an agent that is stopped answers
-when it goes on, and one that is gone takes its engine with it, blocks and all.
+An agent may be slow, stopped or faulty. A grant or a push that it does not confirm soon has failed. The end of a lease
+or a send is a fence, which holds only once every agent has answered. It is awaited in the background for as long as it
+takes, and in that time the blocks stay pinned. Nothing can leak: a stopped agent answers when it continues, and a dead
+agent ends its engine with all blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tercet.vllm_plugin.engine import agent_metrics
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 3.0
-"""So long an agent has to take a grant or a push."""
+"""Timeout of an agent's answer to a grant or a push."""
 RETRY_SECONDS = 1.0
 LOGGED_SECONDS = 5.0
 
@@ -27,10 +27,10 @@ Asked = GrantLease | ExtendLease | PushCached | RevokeLease | CancelSend
 
 
 class AgentChannel(Protocol):
-    """One agent. Commands are carried out in the order of the calls, whether or not somebody awaits the answer."""
+    """One agent. Commands run in the order of the calls, even if the answer is not awaited."""
 
     def call(self, command: Asked) -> asyncio.Future[Any]:
-        """Post a command; the answer, or :class:`~tercet.protocol.EngineError`, is the future's."""
+        """Send a command; the future has the answer, or :class:`~tercet.protocol.EngineError`."""
         ...
 
 
@@ -44,29 +44,29 @@ class AgentCalls:
         return len(self._agents)
 
     async def grant(self, grant: GrantLease | ExtendLease) -> None:
-        """Open a lease on every rank, or more of it.
+        """Open or extend a lease on every rank.
 
-        Raises :class:`~tercet.protocol.EngineError` if one does not do it: whoever asked must then revoke it on all.
+        Raises :class:`~tercet.protocol.EngineError` if one rank fails: the caller must then revoke the lease on all.
         """
         await self._now([grant] * len(self._agents))
 
     async def push(self, pushes: Sequence[PushCached]) -> None:
-        """Have ``pushes[rank]`` pushed; raises as :meth:`grant` does, and whoever asked must then cancel the send."""
+        """Push ``pushes[rank]`` on each rank; raises as :meth:`grant` does: the caller must then cancel the send."""
         await self._now(pushes)
 
     async def revoke(self, lease: str) -> int:
-        """Refuse a lease from now on; returns once no rank writes under it, with how far its KV is valid on all.
+        """Refuse a lease from now on; returns how far its KV is valid on all ranks, once no rank writes under it.
 
-        Takes as long as it takes.
+        There is no timeout.
         """
         return min(await self._fence(RevokeLease(lease)))
 
     async def cancel(self, send_id: str) -> None:
-        """Stop a send; returns once no rank reads its blocks. Takes as long as it takes."""
+        """Stop a send; returns once no rank reads its blocks. There is no timeout."""
         await self._fence(CancelSend(send_id))
 
     async def _now(self, commands: Sequence[Asked]) -> None:
-        # All are posted before anything is awaited, so that a later fence comes after them on every rank.
+        # All commands are sent before any answer is awaited, so that a later fence comes after them on every rank.
         asked = [agent.call(command) for agent, command in zip(self._agents, commands, strict=True)]
         await asyncio.wait(asked, timeout=ANSWER_SECONDS)
         for rank, answer in enumerate(asked):
@@ -87,7 +87,7 @@ class AgentCalls:
         while True:
             try:
                 return await self._agents[rank].call(command)
-            except TercetError as error:  # done it has not, so it is asked again
+            except TercetError as error:  # the command did not run, so it is repeated
                 logger.warning("KV agent %d: %s: %s", rank, type(command).__name__, error.message)
             await asyncio.sleep(RETRY_SECONDS)
 

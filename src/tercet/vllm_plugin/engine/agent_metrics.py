@@ -1,4 +1,4 @@
-"""Tercet's part of this engine's ``/metrics``: what the agents count, as the probe of its life brings it."""
+"""Tercet's part of this engine's ``/metrics``: counters of the agents, as the liveness probe reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOW = {
     "connections": "Connections from senders that are open.",
     "sessions_in": "Senders that are connected.",
     "sessions_out": "Receivers that this rank is connected to.",
-    "sends_active": "Sends under way.",
+    "sends_active": "Running sends.",
     "leases_open": "Leases under which KV may arrive.",
     "receives_active": "Sends of peers that have begun to arrive.",
 }
@@ -28,28 +28,30 @@ TOTALS = {
     "chunks_received": "Chunks of KV received.",
     "chunks_refused": "Chunks of KV refused, most of them late.",
     "receives_done": "Sends of peers that are in place.",
-    "receives_refused": "Sends of peers that lacked something.",
-    "receives_dropped": "Sends of peers that were forgotten half-way.",
-    "connections_refused": "Connections that broke the protocol, did not know the secret, or were too many.",
+    "receives_refused": "Sends of peers that were incomplete.",
+    "receives_dropped": "Sends of peers that were dropped before their end.",
+    "connections_refused": "Connections that violated the protocol, did not know the secret, or exceeded the limit.",
 }
 
-leases_expired = Counter("tercet_leases_expired", "Reservations that nobody used in time.")
-fences_open = Gauge("tercet_fences_open", "Leases and sends that are over, whose blocks wait for an agent's answer.")
+leases_expired = Counter("tercet_leases_expired", "Reservations that were not used in time.")
+fences_open = Gauge("tercet_fences_open", "Ended leases and sends whose blocks wait for an agent's answer.")
 leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort ended.")
-sends_aborted = Counter("tercet_sends_aborted", "Sends that an abort, or their client's going away, ended.")
+sends_aborted = Counter("tercet_sends_aborted", "Sends that an abort, or their client's disconnect, ended.")
 
-sends_bypassing = Counter("tercet_sends_bypassing_core", "Sends of running sequences while the core stood still.")
+sends_bypassing = Counter("tercet_sends_bypassing_core", "Sends of running sequences while the core was stuck.")
 
 
 class ProbeCollector(Collector):
-    """What the engine's processes answered last. A scrape asks nobody: it runs on the API server's event loop."""
+    """The last answers of the engine's processes. A scrape calls no process: it runs on the API server's event loop."""
 
     def __init__(self, probe: LivenessProbe) -> None:
         self._probe = probe
 
     def collect(self) -> Iterable[Metric]:
         """See ``prometheus_client``'s ``Collector``."""
-        stalled = GaugeMetricFamily("tercet_stalled_seconds", "For how long a process of this engine has stood still.")
+        stalled = GaugeMetricFamily(
+            "tercet_stalled_seconds", "Seconds since the last progress of a process of this engine."
+        )
         stalled.add_metric([], self._probe.stalled_s)
         yield stalled
         for kind, names in ((GaugeMetricFamily, NOW), (CounterMetricFamily, TOTALS)):
@@ -61,5 +63,5 @@ class ProbeCollector(Collector):
 
 
 def export(probe: LivenessProbe) -> None:
-    """Add them to ``/metrics``; relies on vLLM serving ``prometheus_client``'s own registry."""
+    """Add the metrics to ``/metrics``; relies on vLLM serving ``prometheus_client``'s default registry."""
     REGISTRY.register(ProbeCollector(probe))

@@ -1,4 +1,4 @@
-"""The edge's inbox for what agents report: sends that ended, leases that were filled."""
+"""The edge's inbox for agents' reports: sends that ended, leases that were filled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SendInFlight:
         self.failed: asyncio.Future[None] = loop.create_future()
 
     def take(self, report: SendDone) -> None:
-        """Note one rank's report."""
+        """Record one rank's report."""
         self.reports[report.rank] = report
         if report.error is not None and not self.failed.done():
             self.failed.set_result(None)
@@ -63,10 +63,10 @@ class SendInFlight:
 
 
 class AgentReports:
-    """Receives the reports of this engine's agents and gives each to whoever waits for it.
+    """Receives the reports of this engine's agents and passes each to its waiting caller.
 
     ``ranks`` agents report on each send and each lease; ``on_filled`` gets the reports on leases. Other processes of
-    this machine can connect, too, so a report shows the inbox's key, which only this engine's agents are told.
+    this machine can connect, too, so a report contains the inbox's key, which only this engine's agents know.
     """
 
     def __init__(self, ranks: int, on_filled: Callable[[LeaseFilled], None]) -> None:
@@ -81,12 +81,12 @@ class AgentReports:
 
     @property
     def address(self) -> str:
-        """Where agents report, and the key that they show there."""
+        """Destination of agents' reports, with the inbox's key."""
         return f"tcp://127.0.0.1:{self._port}#{self._key}"
 
     @contextmanager
     def sending(self) -> Generator[SendInFlight]:
-        """A new send to wait for; forgotten on exit."""
+        """Register a new send to wait for; forgotten on exit."""
         sending = SendInFlight(uuid.uuid4().hex, self._ranks)
         self._sends[sending.send_id] = sending
         try:
@@ -98,7 +98,7 @@ class AgentReports:
         while True:
             key, *messages = await self._socket.recv_multipart()
             if not secrets.compare_digest(key, self._key.encode()):
-                continue  # not from an agent of ours
+                continue  # not from one of this engine's agents
             for message in messages:
                 with suppress(*UNREADABLE):
                     self._take(message)

@@ -1,12 +1,13 @@
-"""Where the KV of running sequences lies, as an engine's core tells it with each step: a table in shared memory.
+"""Places of running sequences' KV, which an engine's core publishes with each step: a table in shared memory.
 
-The API server's process reads it when the core stands still, perhaps in the middle of writing it. So a writer makes
-:data:`VERSION` odd while it changes anything, and a reader takes what it has read only if that was even before and is
-the same after. Who is stopped within leaves it odd, and then nothing is found.
+The API server's process reads it when the core is stuck, perhaps in the middle of a write. So a writer makes
+:data:`VERSION` odd while it changes anything, and a reader accepts what it has read only if that was even before and is
+the same after. A writer that is stopped within a change leaves it odd, and then nothing is found.
 
-:data:`EPOCH` tells for how long that holds. It is the number of the core's words (:mod:`tercet.transport.core_words`)
-that vouch for all blocks in the table, and 0 from when the core hands a block out anew until it has looked through the
-table again: a block of the table may be among those, for the table has sequences that are over since its last change.
+:data:`EPOCH` tells how long the table is true. It is the number of the core's words
+(:mod:`tercet.transport.core_words`) that guarantee all blocks in the table, and 0 from the time when the core allocates
+a block again until it has updated the table: a block of the table may be among those, since the table still has
+sequences that ended after its last change.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import msgspec
 from tercet.transport import create_sealed_file
 
 VERSION, EPOCH, HEAD = 0, 1, 2
-# Of a row: whose it is (0: nobody's), how many tokens are computed, and how many blocks follow.
+# Words of a row: its owner (0: none), the number of computed tokens, and the number of blocks that follow.
 OWNER, COMPUTED, COUNT, ROW_HEAD = 0, 1, 2, 3
 WORD_BYTES = 8
 TRIES = 100
 
 
 class TableWords(Protocol):
-    """Integers in shared memory; each is read and written as a whole, and in the order of the code."""
+    """Integers in shared memory; each is read and written as a whole, and in program order."""
 
     def __getitem__(self, index: int, /) -> int: ...
 
@@ -45,7 +46,7 @@ class TableShape(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """What it takes; memory is used only for what is written."""
+        """Size of the table; memory is used only for what is written."""
         return (HEAD + self.rows * (ROW_HEAD + self.row_blocks)) * WORD_BYTES
 
     def row(self, number: int) -> int:
@@ -62,9 +63,9 @@ class TablePlace(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Residence:
-    """Of one sequence, or of one group of its layers: ``computed`` tokens have their KV in ``blocks``.
+    """Place of one sequence's KV, or of one group of its layers: ``computed`` tokens have their KV in ``blocks``.
 
-    That holds for as long as the words are of ``epoch``.
+    It is true as long as the words are those of ``epoch``.
     """
 
     epoch: int
@@ -73,7 +74,7 @@ class Residence:
 
 
 class BlockTableWriter:
-    """The core's end. ``turn(epoch)`` gives its words the numbers of that epoch; the first one is ``epoch``."""
+    """The core's side. ``turn(epoch)`` gives its words the numbers of that epoch; the first one is ``epoch``."""
 
     def __init__(self, words: TableWords, shape: TableShape, turn: Callable[[int], None], epoch: int) -> None:
         self._words, self._shape, self._turn, self._epoch = words, shape, turn, epoch
@@ -83,7 +84,7 @@ class BlockTableWriter:
         turn(epoch)
 
     def revoke(self) -> None:
-        """A block is about to be handed out: vouch for nothing until :meth:`end`."""
+        """Stop guaranteeing blocks until :meth:`end`: a block is about to be allocated."""
         if self.stands:
             self.stands = False
             self._words[EPOCH] = 0
@@ -91,19 +92,19 @@ class BlockTableWriter:
             self._turn(self._epoch)
 
     def begin(self) -> None:
-        """Changes follow, until :meth:`end`."""
+        """Begin changes, which last until :meth:`end`."""
         self._version += 1
         self._words[VERSION] = self._version
 
     def end(self) -> None:
-        """All of the table is true; vouch for it."""
+        """Guarantee the whole table: all of it is true."""
         self.stands = True
         self._words[EPOCH] = self._epoch
         self._version += 1
         self._words[VERSION] = self._version
 
     def enter(self, owner: int) -> int | None:
-        """A row for a sequence, with nothing computed; None if there is none left."""
+        """Add a row for a sequence, with nothing computed; None if there is none left."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -112,16 +113,16 @@ class BlockTableWriter:
         return row
 
     def leave(self, row: int) -> None:
-        """The row is nobody's; this may come at any time."""
+        """Free a row; this may be called at any time."""
         self._words[self._shape.row(row) + OWNER] = 0
         self._free.append(row)
 
     def computed(self, row: int, tokens: int) -> None:
-        """So many tokens are computed, in blocks that the row has."""
+        """Set the number of computed tokens, in blocks that the row has."""
         self._words[self._shape.row(row) + COMPUTED] = tokens
 
     def blocks(self, row: int, first: int, blocks: Iterable[int]) -> bool:
-        """The row's blocks from index ``first`` on; whether there is room for them."""
+        """Set the row's blocks from index ``first`` on; returns whether there was room for them."""
         at, count = self._shape.row(row), first
         for block in blocks:
             if count == self._shape.row_blocks:
@@ -133,13 +134,13 @@ class BlockTableWriter:
 
 
 class BlockTableReader:
-    """The API server's end."""
+    """The API server's side."""
 
     def __init__(self, words: TableWords, shape: TableShape) -> None:
         self._words, self._shape = words, shape
 
     def find_all(self, owner: int) -> list[Residence] | None:
-        """Where a sequence's KV is, by group of layers; None if the table does not say so of all in one epoch."""
+        """Places of a sequence's KV, by group of layers; None if the table does not have all in one epoch."""
         found = list[Residence]()
         for group in range(self._shape.groups):
             one = self.find(row_owner(owner, group, self._shape))
@@ -149,7 +150,7 @@ class BlockTableReader:
         return found
 
     def find(self, owner: int) -> Residence | None:
-        """What the row of an owner says; None if there is none, or it cannot be read now."""
+        """The content of an owner's row; None if there is none, or it cannot be read now."""
         words = self._words
         for _ in range(TRIES):
             version = words[VERSION]
@@ -172,18 +173,18 @@ class BlockTableReader:
 
 
 def row_owner(sequence: int, group: int, shape: TableShape) -> int:
-    """Whose the row of a sequence's group is, in words of the table."""
+    """The owner in the row of a sequence's group."""
     return sequence * shape.groups + group
 
 
 def create_table(shape: TableShape) -> tuple[TableWords, TablePlace]:
-    """A table of this process's, all zero, and where others find it for as long as this process lives."""
+    """Make a table of this process, all zero, which others can find as long as this process lives."""
     fd = create_sealed_file("tercet-tables", shape.nbytes)
     return memoryview(mmap.mmap(fd, shape.nbytes)).cast("q"), TablePlace(f"/proc/{os.getpid()}/fd/{fd}", shape)
 
 
 def open_table(place: TablePlace) -> BlockTableReader:
-    """The table of another process; raises ``OSError`` or ``ValueError`` if it is not there."""
+    """Open the table of another process; raises ``OSError`` or ``ValueError`` if it does not exist."""
     fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         mapped = mmap.mmap(fd, place.shape.nbytes, prot=mmap.PROT_READ)

@@ -1,12 +1,12 @@
 """A model's KV cache groups: layers that share block tables, as vLLM sorts them, and which of them Tercet can move.
 
-The layers of a group look back at all tokens, at a window of them (or at those of their chunk), or keep a state: what a
-state-space or linear-attention layer remembers of all tokens so far. vLLM keeps blocks for what they look back at and
-puts its null block where a request has none; a lease has :data:`NO_BLOCK` there.
+The layers of a group look back at all tokens, at a window of them (or at those of their chunk), or keep a state: the
+memory of a state-space or linear-attention layer. vLLM keeps blocks for the tokens that they look back at and its null
+block for others; a lease has :data:`NO_BLOCK` there.
 
-A state is one block, and changes with every token. vLLM keeps it under the position of the last token that it has seen,
-copies it when the next block of tokens begins, and leaves the copied one behind: so a block that is full, in tokens,
-holds the state at its end, and the last block the state now (vLLM's mode "align").
+A state is one block, and changes with every token. vLLM keeps it at the position of the last token that it has seen,
+copies it when the next block of tokens begins, and keeps the copied one: so a block that is full, in tokens, holds the
+state at its end, and the last block the state now (vLLM's mode "align").
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 NO_BLOCK = -1
-# What a peer writes must not be zeroed at the same time. vLLM 0.31 is told so block by block.
+# A block that a peer writes must not be zeroed at the same time. vLLM 0.31 needs that for each block.
 ZEROING_IS_SKIPPED_BY_GROUP = "skip_zeroing_group_ids" in inspect.signature(KVCacheManager.allocate_slots).parameters
 FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 SUPPORTED = (
@@ -44,10 +44,10 @@ SUPPORTED = (
 
 
 def require_movable_groups(config: KVCacheConfig) -> None:
-    """Raise :class:`UnsupportedVLLM`, saying why, for groups whose KV cannot be moved."""
+    """Raise :class:`UnsupportedVLLM`, with the reason, for groups whose KV cannot be moved."""
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in config.kv_cache_groups]
     if not kinds:
-        raise UnsupportedVLLM("this model has no KV cache, and so nothing that Tercet could move")
+        raise UnsupportedVLLM("this model has no KV cache, so there is nothing for Tercet to move")
     strange = sorted({kind.value for kind in kinds if kind not in SUPPORTED})
     if strange:
         raise UnsupportedVLLM(
@@ -55,11 +55,13 @@ def require_movable_groups(config: KVCacheConfig) -> None:
             "attention, and states. Serve it with plain vLLM"
         )
     if all(kind is KVCacheSpecKind.MAMBA for kind in kinds):
-        raise UnsupportedVLLM("this model's layers keep states only; Tercet moves them beside the KV of attention")
+        raise UnsupportedVLLM(
+            "this model's layers keep states only; Tercet moves states only together with the KV of attention"
+        )
     for group in config.kv_cache_groups:
         if isinstance(group.kv_cache_spec, MambaSpec):
             _require_movable_state(group.kv_cache_spec)
-    # vLLM 0.31 has no word for it but this; models with states, which are zeroed for another reason, it has lost above.
+    # vLLM 0.31 has only this flag for it; models with states, which are zeroed for another reason, were refused above.
     mixed = getattr(config, "has_mixed_precision_kv_cache", config.needs_kv_cache_zeroing)
     if len(kinds) > 1 and mixed:
         raise UnsupportedVLLM("this model's layers keep KV in several precisions; Tercet supports one")
@@ -74,26 +76,26 @@ def require_movable_groups(config: KVCacheConfig) -> None:
 def _require_movable_state(spec: MambaSpec) -> None:
     if spec.mamba_cache_mode != "align":
         raise UnsupportedVLLM(
-            f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM says of none "
-            "which tokens it is of; Tercet moves those of mode 'align', which --enable-prefix-caching chooses"
+            f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM does not tell "
+            "their tokens; Tercet moves those of mode 'align', which --enable-prefix-caching chooses"
         )
     if spec.num_speculative_blocks:
         raise UnsupportedVLLM(
-            "this model's layers keep states, of which vLLM holds several at a time for speculative decoding; Tercet "
-            "moves the last one: start the engine without --speculative-config"
+            "this model's layers keep states, and vLLM holds several of them for speculative decoding; Tercet "
+            "moves only one: start the engine without --speculative-config"
         )
     if not ZEROING_IS_SKIPPED_BY_GROUP:
         raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on")
 
 
 def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:
-    """The groups, as layouts name them, of which each has so many ``layers``; empty if all look back at all tokens."""
+    """The groups for layouts, with the number of their ``layers``; empty if all look back at all tokens."""
     groups = [_described(each.kv_cache_spec, count) for each, count in zip(config.kv_cache_groups, layers, strict=True)]
     return tuple(groups) if len(groups) > 1 or any(group.window for group in groups) else ()
 
 
 def state_formats(config: KVCacheConfig) -> list[str]:
-    """What the states of the model consist of, by group that has some: shapes, on one rank, and precisions."""
+    """Formats of the model's states, by group: shapes, on one rank, and precisions."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return [
         "+".join(f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -115,9 +117,9 @@ def _described(spec: KVCacheSpec, num_layers: int) -> CacheGroup:
 
 
 class GroupTables:
-    """The block tables of requests, by group, as vLLM's manager keeps them.
+    """The block tables of requests, by group, in vLLM's manager.
 
-    ``step_tokens`` is for how many tokens a sequence that decodes needs blocks in a step.
+    ``step_tokens`` is the number of tokens for which a decoding sequence needs blocks in a step.
     """
 
     def __init__(self, manager: KVCacheManager, step_tokens: int = 1) -> None:
@@ -133,14 +135,14 @@ class GroupTables:
         return self._manager.coordinator.single_type_managers
 
     def of(self, request_id: str) -> list[list[KVCacheBlock]]:
-        """A request's blocks, by group and position; null blocks stand for none."""
+        """A request's blocks, by group and position; null blocks stand for missing ones."""
         return [list(blocks) for blocks in self._manager.get_blocks(request_id).blocks]
 
     def leased(self, request_id: str, begin: int, end: int) -> list[list[int]]:
         """The blocks of a lease for tokens ``[begin, end)``, by group and position, as a sender sees them.
 
-        Of states it wants the one at the lease's end, and the one where vLLM would resume; what else was left behind as
-        the lease grew is of positions that nobody goes on from.
+        Of states it needs the one at the lease's end, and the one where vLLM would resume; older ones, from before the
+        lease grew, are not needed.
         """
         first, until = begin // self.block_size, -(-end // self.block_size)
         tables = [
@@ -153,9 +155,9 @@ class GroupTables:
         return tables
 
     def forget_older_states(self, request_id: str, end: int) -> None:
-        """Keep states from the prefix cache that stayed behind in blocks of a lease that grew to ``end`` tokens.
+        """Remove states in blocks of a lease that grew to ``end`` tokens from the prefix cache.
 
-        They are of the position at which the lease ended before, and blocks are named by the tokens that fill them.
+        They belong to the position where the lease ended before, and blocks are named by the tokens that fill them.
         """
         for group in self.states:
             cached = self.groups[group].num_cached_block
@@ -163,30 +165,30 @@ class GroupTables:
             cached[request_id] = max(cached.get(request_id, 0), first)
 
     def held(self, request_id: str) -> int:
-        """How many blocks a request holds."""
+        """Number of blocks that a request holds."""
         return sum(not block.is_null for blocks in self.of(request_id) for block in blocks)
 
     def first_needed(self, group: int, computed: int) -> int:
-        """The first position in a group's block table that a request needs which goes on behind ``computed`` tokens."""
+        """The first position in a group's block table that a request needs to continue after ``computed`` tokens."""
         return max(0, self.groups[group].get_num_skipped_tokens(computed)) // self.block_size
 
     def resumed_at(self, end: int) -> int:
-        """Where vLLM resumes that finds ``end`` tokens in its prefix cache, which is in whole blocks, and not the last.
+        """Where vLLM resumes if ``end`` tokens are in its prefix cache: in whole blocks, and before the last token.
 
-        What layers look back at from there must be kept of KV that others shall find.
+        KV that layers look back at from there must be kept, so that others can use the prefix.
         """
         return max(0, end - 1) // self.block_size * self.block_size
 
     def needed(self, end: int) -> int:
-        """How many blocks a lease for ``end`` tokens holds, from which a request can be resumed.
+        """Number of blocks of a lease for ``end`` tokens from which a request can be resumed.
 
-        A step's tokens more fit, so that decoding can begin: whoever holds blocks must not wait for another.
+        It includes one more step, so that decoding can begin: a request that holds blocks must not wait for another.
         """
         until, resumed = self._until(end), self.resumed_at(end)
         return sum(until - self.first_needed(group, resumed) for group in range(len(self.groups)))
 
     def missing(self, request_id: str, end: int) -> int:
-        """How many blocks a request that has some needs beside them, so as to have ``end`` tokens and a step's more."""
+        """Number of blocks that a request needs in addition, to have ``end`` tokens and one more step."""
         until = self._until(end)
         return sum(max(0, until - len(blocks)) for blocks in self.of(request_id))
 
@@ -194,11 +196,11 @@ class GroupTables:
         return -(-min(end + self._step_tokens, self._manager.max_model_len) // self.block_size)
 
     def hand_over(self, owner: str, heir: str) -> None:
-        """Give a request's blocks to another one, which has none."""
+        """Give a request's blocks to another request, which has none."""
         for group, manager in enumerate(self.groups):
             blocks, cached = manager.req_to_blocks[owner], manager.num_cached_block.get(owner, 0)
             if group in self.states:
-                # Where its last state was, vLLM's manager takes from the table, as for a request that found one cached.
+                # vLLM's manager removes its last state from the table, as for a request that found one cached.
                 manager.pop_blocks_for_free(owner)
             else:
                 del manager.req_to_blocks[owner]
@@ -207,14 +209,14 @@ class GroupTables:
 
     @contextmanager
     def written_by_peers(self) -> Generator[None]:
-        """Blocks that are taken within are written from outside, at any time: vLLM is not to zero them in a step."""
+        """Mark blocks that are taken while entered as written from outside: vLLM must not zero them in a step."""
         lengths = [len(group.new_block_ids) for group in self.groups]
         yield
         for group, length in zip(self.groups, lengths, strict=True):
             del group.new_block_ids[length:]
 
     def continues(self, request_id: str, computed: int) -> bool:
-        """Whether a request can go on behind ``computed`` tokens: all that it looks back at from there has blocks.
+        """Whether a request can continue after ``computed`` tokens: everything that it looks back at has blocks.
 
         The next token's KV must not go into a block that the prefix cache shares.
         """

@@ -1,4 +1,4 @@
-"""What the edge refuses before it reaches the engine's core, or a connection that others share."""
+"""Checks at the edge, before a call reaches the engine's core, or a connection that others share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LEASE = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the engine's model takes: token ids below ``vocab_size``, and ``max_model_len`` tokens at most.
+    """The limits of the engine's model: token ids below ``vocab_size``, and ``max_model_len`` tokens at most.
 
-    Of images and the like it takes so many in a prompt as ``most_features`` says of each kind.
-    ``adapters_change_features`` says whether an adapter changes what they are to the model.
+    ``most_features`` has, for each kind, the largest number of images and the like in a prompt.
+    ``adapters_change_features`` tells whether an adapter changes how the model sees them.
     """
 
     vocab_size: int
@@ -34,7 +34,7 @@ class ModelLimits:
     adapters_change_features: bool = False
 
     def check_prompt(self, tokens: list[int]) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for a prompt that the model cannot take."""
+        """Raise :class:`~tercet.protocol.BadRequest` for a prompt that the model cannot process."""
         if not tokens:
             raise BadRequest("prompt: is empty", "prompt")
         if max(tokens) >= self.vocab_size:
@@ -45,7 +45,7 @@ class ModelLimits:
             )  # fmt: skip
 
     def check_output(self, tokens: list[int], output: list[int]) -> None:
-        """As :meth:`check_prompt`, for output that there is already."""
+        """As :meth:`check_prompt`, for existing output."""
         if output and max(output) >= self.vocab_size:
             raise BadRequest(f"output: token id {max(output)} is outside the vocabulary", "output")
         if output and len(tokens) + len(output) >= self.max_model_len:
@@ -60,23 +60,25 @@ class ModelLimits:
         for modality, count in Counter(feature.modality for feature in features).items():
             most = self.most_features.get(modality)
             if most is None:
-                raise BadRequest(f"mm_features: modality: this engine's model takes no {modality}", "mm_features")
+                raise BadRequest(
+                    f"mm_features: modality: this engine's model does not accept {modality}", "mm_features"
+                )
             if count > most:
                 raise BadRequest(
-                    f"mm_features: {count} of {modality}, and this engine takes {most} in a prompt "
+                    f"mm_features: {count} of {modality}, and this engine accepts {most} in a prompt "
                     "(--limit-mm-per-prompt)",
                     "mm_features",
                 )
         if features and adapter is not None and self.adapters_change_features:
             raise BadRequest(
-                "mm_features: this engine's adapters change what images are to the model "
-                "(enable_tower_connector_lora); with those, KV of images is not told apart",
+                "mm_features: this engine's adapters change how the model sees images "
+                "(enable_tower_connector_lora), so KV of images cannot be identified",
                 "mm_features",
             )
 
 
 def limits_of(client: AsyncLLM) -> ModelLimits:
-    """Those of the engine behind ``client``."""
+    """The limits of the engine behind ``client``."""
     model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
     changing = lora is not None and lora.enable_tower_connector_lora
     most = most_features_of(client.renderer)
@@ -84,9 +86,9 @@ def limits_of(client: AsyncLLM) -> ModelLimits:
 
 
 def check_adapter(call: RemoteSendCall, digest: str) -> None:
-    """Refuse KV of another adapter than the receiver wants it of; ``digest`` is of the one that this engine has.
+    """Refuse KV of another adapter than the receiver needs; ``digest`` is that of this engine's adapter.
 
-    Raises :class:`~tercet.protocol.LayoutMismatch`: two engines with one name for different contents exchange none.
+    Raises :class:`~tercet.protocol.LayoutMismatch`: engines with one name for different contents exchange no KV.
     """
     info = call.kv_addr_info
     if info.adapter == digest:
@@ -95,14 +97,14 @@ def check_adapter(call: RemoteSendCall, digest: str) -> None:
         where = "no adapter" if not info.adapter else "an adapter"
         raise BadRequest(f"adapter: is {call.adapter!r}, and prep_recv on {info.engine} was for {where}", "adapter")
     raise LayoutMismatch(
-        f"adapter: {call.adapter!r} has other contents here (digest {digest}) than on {info.engine} ({info.adapter}); "
+        f"adapter: {call.adapter!r} has the digest {digest} here, and {info.adapter} on {info.engine}; "
         "load the same files on both under this name",
         "adapter",
     )
 
 
 def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: KVLayout) -> None:
-    """Refuse a send of ``[begin, end)`` of ``length`` tokens that the receiver's reservation has no place for.
+    """Refuse a send of ``[begin, end)`` of ``length`` tokens that does not fit the receiver's reservation.
 
     Raises :class:`~tercet.protocol.BadRequest`, or :class:`~tercet.protocol.LayoutMismatch`.
     """
@@ -120,7 +122,7 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
 
 
 def check_address(info: KVAddrInfo) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for what no engine has handed out."""
+    """Raise :class:`~tercet.protocol.BadRequest` for an address that no engine has issued."""
     addresses = [address for rank in info.ranks for address in rank.addresses]
     well_formed = (
         LEASE.fullmatch(info.lease)

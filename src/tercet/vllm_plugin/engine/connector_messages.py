@@ -1,4 +1,4 @@
-"""What Tercet's halves tell each other, as plain ints, bytes and strings.
+"""Messages between Tercet's parts in an engine, as plain ints, bytes and strings.
 
 ``SeqParams`` and ``SendParams`` travel with a vLLM request in ``kv_transfer_params["tercet"]``, from the HTTP edge to
 the scheduler's process. ``StepMetadata`` goes from there to the workers with each engine step.
@@ -19,15 +19,15 @@ from tercet.transport import Push, SendComplete, SendDestination, SendOpening
 
 KEY = "tercet"
 REQUEST_PREFIX = "tercet-"
-"""How the ids begin that our edge gives to vLLM's requests."""
+"""Beginning of the ids that our edge gives to vLLM's requests."""
 
 
 class SendParams(msgspec.Struct, frozen=True):
     """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed.
 
-    ``destinations[rank]`` are the ones that each rank of this engine sends to. ``base`` is the token position of the
-    receiver's slot 0 under ``lease``; ``notify`` is where agents report. ``group_begins`` is from which token on the
-    receiver wants KV of each group of layers; of all of them all, if empty.
+    ``destinations[rank]`` are the receiving ranks of each rank of this engine. ``base`` is the token position of the
+    receiver's slot 0 under ``lease``; ``notify`` is the destination of agents' reports. ``group_begins`` is the first
+    token whose KV the receiver needs, for each group of layers; all KV, if empty.
     """
 
     send_id: str
@@ -41,22 +41,22 @@ class SendParams(msgspec.Struct, frozen=True):
     group_begins: tuple[int, ...] = ()
 
     def first_block(self, group: int, block_size: int) -> int:
-        """The first of a group's blocks that goes out, by its position in the block table."""
+        """The first of a group's blocks to send, by its position in the block table."""
         wanted = self.group_begins[group] if self.group_begins else 0
         return max(self.begin, wanted) // block_size
 
     def openings(self) -> list[SendOpening]:
-        """What each rank's agent must know, by rank."""
+        """The opening for each rank's agent, by rank."""
         return [
             SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify) for each in self.destinations
         ]
 
 
 class SeqParams(msgspec.Struct, frozen=True):
-    """A request that decodes here: its reservation, if any, and what was generated elsewhere.
+    """A request that decodes here: its reservation, if any, and output from other engines.
 
-    Nobody writes under ``lease`` any more; its KV is valid up to ``valid_end``. ``number`` is what the edge knows the
-    request by, never used twice; 0 if it does not ask.
+    No peer writes under ``lease`` any more; its KV is valid up to ``valid_end``. ``number`` is the edge's unique number
+    of the request; 0 without one.
     """
 
     lease: str | None = None
@@ -68,7 +68,7 @@ class SeqParams(msgspec.Struct, frozen=True):
 class ReservedBlocks(msgspec.Struct, frozen=True):
     """What a lease holds: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest.
 
-    ``blocks`` are by group of layers; where a group's do not look back at there is none (``NOWHERE``).
+    ``blocks`` are by group of layers; tokens that a group does not look back at have none (``NOWHERE``).
     """
 
     matched_len: int
@@ -76,7 +76,7 @@ class ReservedBlocks(msgspec.Struct, frozen=True):
     block_size: int
 
     def group_begins(self) -> tuple[int, ...]:
-        """From which token on each group has blocks."""
+        """The first token for which each group has blocks."""
         counts = (sum(block < 0 for block in blocks) for blocks in self.blocks)
         return tuple(self.matched_len + count * self.block_size for count in counts)
 
@@ -84,8 +84,8 @@ class ReservedBlocks(msgspec.Struct, frozen=True):
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The value of ``kv_transfer_params["tercet"]``: one of the two.
 
-    vLLM lets any client of its API set ``kv_transfer_params``; ``token``, which only this engine's edge knows, tells
-    ours from theirs.
+    vLLM lets any client of its API set ``kv_transfer_params``; ``token``, which only this engine's edge knows,
+    distinguishes our requests.
     """
 
     token: str
@@ -100,7 +100,7 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
 def params_of(kv_transfer_params: Any, token: str) -> TercetParams | None:
     """Tercet's part of a vLLM request, if it has one that comes from our edge.
 
-    Clients may send anything, text and lists too (by ``vllm_xargs``): what is raised here would end the engine's core.
+    Clients may send anything, also text and lists (by ``vllm_xargs``): an exception here would end the engine's core.
     """
     if not isinstance(kv_transfer_params, Mapping) or KEY not in kv_transfer_params:
         return None
@@ -113,11 +113,11 @@ def params_of(kv_transfer_params: Any, token: str) -> TercetParams | None:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What the workers shall do in one engine step.
+    """Orders for the workers in one engine step.
 
-    ``opened`` are the sends that begin, each with an opening for every rank. ``pushes`` go out layer by layer during
-    the forward pass. ``finish`` holds the sends of which this step computes the last block. ``resumed`` maps vLLM
-    request ids to the output that they start with.
+    ``opened`` are the sends that begin, each with an opening for every rank. ``pushes`` are sent layer by layer during
+    the forward pass. ``finish`` holds the sends whose last block this step computes. ``resumed`` maps vLLM request ids
+    to the output that they start with.
     """
 
     opened: list[list[SendOpening]] = field(default_factory=list)
@@ -130,9 +130,9 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's endpoints, collected by vLLM at start.
 
-    Its agent's transport addresses, and address and secret of its control channel; those at which the worker itself
-    says that it lives; and the layout of its KV, which is that of every rank. ``words`` is where the core finds its
-    words in the rank's region: the file's path, good on this machine while the worker lives, and how far into it.
+    They are its agent's transport addresses, the address and secret of its control channel, the address and secret of
+    the worker's liveness channel, and the layout of its KV, which is that of every rank. ``words`` is the place of the
+    core's words in the rank's region: the file's path, valid on this machine while the worker lives, and the offset.
     """
 
     transports: list[str]

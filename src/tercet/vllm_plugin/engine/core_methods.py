@@ -1,8 +1,8 @@
-"""What the API server's process asks of the engine's core: methods that the general plugin adds to ``EngineCore``.
+"""Calls from the API server's process to the engine's core: methods that the general plugin adds to ``EngineCore``.
 
 vLLM runs a utility call on the core's thread, between two engine steps, and answers one that returns a future when that
-is done. Expected failures cross as values, since vLLM would log an exception as a fault of the engine:
-:meth:`CoreCalls.call` raises them where the method was called from.
+is done. Expected failures are returned as values, since vLLM would log an exception as a fault of the engine:
+:meth:`CoreCalls.call` raises them at the caller.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Args = TypeVarTuple("Args")
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
-    """What the core says of itself, once.
+    """The core's description, read once.
 
-    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those at
-    which the rank's worker says that it lives. ``token`` marks requests as this engine's own. ``lease_ttl`` and
-    ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is where block
-    tables are published, None if they are not.
+    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those of
+    its worker's liveness channel. ``token`` marks requests as this engine's own. ``lease_ttl`` and ``reserve_wait`` are
+    in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place of published block
+    tables, None if they are not published.
     """
 
     transports: list[list[str]]
@@ -70,7 +70,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
 
 
 class RequestInCore(msgspec.Struct, frozen=True):
-    """What the core holds for one request of our edge, by the core's own id for it."""
+    """What the core holds for one request of our edge, by the core's id for it."""
 
     request_id: str
     blocks: int
@@ -81,7 +81,7 @@ class RequestInCore(msgspec.Struct, frozen=True):
 
 
 def describe(core: EngineCore) -> EngineDescription:
-    """Attach to the scheduler; say what the edge must know. Raises :class:`EngineError` without the connector."""
+    """Attach to the scheduler, and describe it to the edge. Raises :class:`EngineError` without the connector."""
     tables = _side(core).tables
     connector = _connector(core)
     ranks, settings = connector.handshakes, connector.settings
@@ -106,7 +106,7 @@ def reserve(
     adapter: Adapter | None = None,
     features: tuple[MultiModalFeature, ...] = (),
 ) -> Future[ReservedBlocks]:
-    """Reserve blocks for ``tokens`` in their turn. Raises :class:`~tercet.protocol.NoSpace`."""
+    """Reserve blocks for ``tokens`` in turn. Raises :class:`~tercet.protocol.NoSpace`."""
     owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
     key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
     return _side(core).queue.reserve(lease, owner, len(tokens), key)
@@ -120,10 +120,10 @@ def extend(
     adapter: Adapter | None = None,
     features: tuple[MultiModalFeature, ...] = (),
 ) -> ReservedBlocks:
-    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; all of them.
+    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; returns all of them.
 
     Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
-    :class:`~tercet.protocol.BadRequest`; the lease is as it was then.
+    :class:`~tercet.protocol.BadRequest`; the lease is unchanged then.
     """
     owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
     key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
@@ -131,20 +131,20 @@ def extend(
 
 
 def give_up(core: EngineCore, lease: str) -> None:
-    """End the wait of a reservation that has not got its blocks yet: :func:`reserve` raises what keeps it waiting."""
+    """End the wait of a reservation that has no blocks yet: :func:`reserve` raises the reason of the wait."""
     _side(core).queue.give_up(lease)
 
 
 def commit(core: EngineCore, lease: str, valid: Content) -> None:
-    """Make received KV findable in the prefix cache. Raises :class:`EngineError` if it is of other tokens."""
+    """Make received KV available in the prefix cache. Raises :class:`EngineError` if it is of other tokens."""
     _side(core).reservations.commit(lease, valid)
     _publish_now(core)
 
 
 def release(core: EngineCore, lease: str, valid_end: int) -> int:
-    """Give the blocks of a lease back under which nobody writes any more; returns how far its KV was valid.
+    """Free the blocks of a lease that no peer writes any more; returns how far its KV was valid.
 
-    Raises :class:`~tercet.protocol.UnknownSequence` for a lease that is not held.
+    Raises :class:`~tercet.protocol.UnknownSequence` for an unknown lease.
     """
     side = _side(core)
     side.queue.give_up(lease)
@@ -162,7 +162,7 @@ def push_cached(
     adapter: Adapter | None = None,
     features: tuple[MultiModalFeature, ...] = (),
 ) -> list[Push] | None:
-    """Pin KV that is cached in full; what to push then."""
+    """Pin KV that is fully cached; returns what to push."""
     probe = _probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt, adapter, features)
     return _side(core).sends.push_cached(probe, send)
 
@@ -194,7 +194,7 @@ def status(core: EngineCore) -> dict[str, Any]:
 
 
 def sequences(core: EngineCore) -> list[RequestInCore]:
-    """Every request of our edge: how many blocks it holds, and whether it runs. Preempted ones wait, without blocks."""
+    """Every request of our edge: its number of blocks, and whether it runs. Preempted ones wait, without blocks."""
     scheduler = _scheduler(core)
     tables = GroupTables(scheduler.kv_cache_manager)
     return [
@@ -207,7 +207,7 @@ def sequences(core: EngineCore) -> list[RequestInCore]:
 def forget_grammar_backend(core: EngineCore) -> None:
     """Let the next structured output choose the engine's grammar backend, unless the engine's flags name one.
 
-    The first one chooses for all, by what its grammar needs. To be called while none runs.
+    The first one chooses for all, by what its grammar needs. Call this while none runs.
     """
     manager: Any = core.structured_output_manager
     if manager.vllm_config.structured_outputs_config.backend == "auto":
@@ -283,7 +283,7 @@ def _published_at(core: EngineCore) -> dict[str, Any] | None:
 
 
 def _publish_now(core: EngineCore) -> None:
-    """Publish what happened to blocks since the last step: an idle engine makes none, and received KV has arrived."""
+    """Publish changes of blocks since the last step: an idle engine makes none, and received KV has arrived."""
     scheduler = _scheduler(core)
     events: Any = scheduler.kv_cache_manager.take_events()
     if events:
@@ -300,12 +300,12 @@ def add_core_methods() -> None:
 
 
 def name_of(method: Callable[..., Any]) -> str:
-    """What a method is called on ``EngineCore``."""
+    """A method's name on ``EngineCore``."""
     return f"tercet_{method.__name__}"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method as vLLM calls it: structs come as plain values; it answers ``[result, None]`` or ``[None, error]``."""
+    """Wrap a method for vLLM: structs are decoded; it returns ``[result, None]`` or ``[None, error]``."""
     _, *kinds = _types_of(method).values()
 
     def answer_of(get: Callable[[], Any]) -> list[Any]:
@@ -335,7 +335,7 @@ class CoreCalls:
         self._client = client
 
     async def call(self, method: Callable[[EngineCore, *Args], T | Future[T]], *args: *Args) -> T:
-        """What ``method`` returns, or raises, on the core's thread."""
+        """Call ``method`` on the core's thread; returns or raises what it does."""
         result, error = await self._client.engine_core.call_utility_async(name_of(method), *args)
         if error is not None:
             raise from_wire(500, error)

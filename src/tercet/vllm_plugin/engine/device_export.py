@@ -1,7 +1,7 @@
-"""A worker's KV on an accelerator, opened for the agent beside it: memory by handle, and events that say what is ready.
+"""A worker's KV on an accelerator, opened for its agent: memory by handle, and events that signal finished layers.
 
-Relies on PyTorch's own way to share CUDA memory between processes (``UntypedStorage._share_cuda_``), which its
-``torch.multiprocessing`` is built on, and on events that another process can wait for (``interprocess=True``).
+Relies on PyTorch's way to share CUDA memory between processes (``UntypedStorage._share_cuda_``), which its
+``torch.multiprocessing`` uses, and on events that another process can wait for (``interprocess=True``).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 logger = logging.getLogger(__name__)
-# Notes of layers that may be under way before one of them is waited for by a later one's event.
+# Layer notes in flight before the event of one of them is reused by a later one.
 EVENTS = 64
 
 
 class DeviceExport:
     """The handles of one rank's KV, and its ring of events.
 
-    With ``transport`` ``nixl``, or ``auto`` where there is an RDMA device, KV is registered with NIXL too, and
-    ``rdma`` is by what others read it. Raises :class:`~tercet.transport.backends.BackendUnavailable` if it must be and
-    cannot.
+    With ``transport`` ``nixl``, or ``auto`` if there is an RDMA device, KV is also registered with NIXL, and ``rdma``
+    has the handles by which others read it. Raises :class:`~tercet.transport.backends.BackendUnavailable` if that is
+    required and fails.
     """
 
     def __init__(self, planes: LayerPlanes, transport: str = "tcp") -> None:
@@ -48,13 +48,13 @@ class DeviceExport:
         self.handles = DeviceHandles(
             self._device.index or 0, tuple(found for _, found in storages.values()), tuple(places), tuple(handles)
         )
-        # What vLLM has given the device to do with its cache, zeroing it above all, is over before others see it.
+        # Earlier work of vLLM on its cache, zeroing it above all, must end before others see it.
         torch.cuda.current_stream(self._device).synchronize()
         self._registered = _registered(planes, self.handles, transport)
         self.rdma = self._registered and self._registered.handles
 
     def computed(self) -> int:
-        """Mark what the current stream has been given until now; the mark's number."""
+        """Record an event for the present work of the current stream; returns its number."""
         number, self._next = self._next, (self._next + 1) % EVENTS
         self._events[number].record()
         return number
@@ -70,12 +70,12 @@ def _registered(planes: LayerPlanes, handles: DeviceHandles, transport: str) -> 
     except BackendUnavailable as error:
         if transport != AUTO:
             raise
-        logger.warning("auto goes on without %s", error.message)
+        logger.warning("auto continues without %s", error.message)
         return None
 
 
 def _shared(storage: Any) -> tuple[Any, ...]:
-    """As ``UntypedStorage._new_shared_cuda`` takes it in another process, behind the number of a device."""
+    """The form that ``UntypedStorage._new_shared_cuda`` takes in another process, after the number of a device."""
     try:
         _, *found, _event_to_wait_for = storage._share_cuda_()
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def _shared(storage: Any) -> tuple[Any, ...]:
             "PYTORCH_CUDA_ALLOC_CONF must not say expandable_segments:True, and --enable-sleep-mode and "
             "--enable-cumem-allocator must be off"
         ) from error
-    # Nothing is to be waited for, and the event that would be is one of a device that the other process may not see.
+    # No wait is needed, and the event for it would be one of a device that the other process may not see.
     return (*found, False)
 
 

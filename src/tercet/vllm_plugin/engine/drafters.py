@@ -1,12 +1,12 @@
-"""What guesses tokens ahead (speculative decoding), as far as Tercet has to know it.
+"""Speculative decoding, as far as it concerns Tercet.
 
-A drafter with KV of its own has layers like any others, in vLLM's KV cache groups: they are leased, sent and moved with
-the model's. What it guesses from them is checked by the model, so KV of another drafter, or none, costs guesses and
-never a token.
+A drafter with its own KV has layers like any others, in vLLM's KV cache groups: they are leased, sent and moved with
+the model's. The model checks its guesses, so KV of another drafter, or none, costs guesses and never a token.
 
-KV of EAGLE and MTP drafters at a position depends on the token after it, too. Of the last position of a send that is
-the token that the sender has drawn, or would have: a receiver that goes on otherwise guesses a little worse there. vLLM
-does not take the last block of what it finds in its prefix cache for that reason, and so it is with sent KV.
+KV of EAGLE and MTP drafters at a position depends on the token after it, too. For the last position of a send that is
+the token that the sender has sampled, or would have: a receiver that continues with another token guesses a little
+worse there. For that reason vLLM does not use the last block that it finds in its prefix cache, and the same holds for
+sent KV.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
-# What they draft comes from tokens, or from what the model has just computed; or, with a class of one's own, from what
-# vLLM's KV cache knows nothing of.
+# They draft from tokens, or from the model's latest results; or, with a custom class, from data outside of vLLM's KV
+# cache.
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
 
 
 def require_drafter(config: VllmConfig) -> None:
-    """Raise :class:`UnsupportedVLLM` for what vLLM calls speculation and is none, and takes another connector."""
+    """Raise :class:`UnsupportedVLLM` for a speculation method that is not a drafter and needs another connector."""
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "extract_hidden_states":
         raise UnsupportedVLLM(
@@ -36,9 +36,9 @@ def require_drafter(config: VllmConfig) -> None:
 
 
 def drafter_of(config: VllmConfig) -> str:
-    """Stands for the method and weights of the drafter whose KV lies beside the model's; empty if there is none.
+    """Identifies the method and weights of a drafter with its own KV; empty without one.
 
-    Its config says nothing more: vLLM writes into it what follows from the engine's flags.
+    Its config is not used: vLLM writes values into it that follow from the engine's flags.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.method in WITHOUT_KV:
@@ -47,9 +47,9 @@ def drafter_of(config: VllmConfig) -> str:
 
 
 def tokens_of_a_step(scheduler: Scheduler) -> int:
-    """For how many tokens a sequence that decodes has blocks in one step: one, guesses, and what is guessed from them.
+    """Number of tokens for which a decoding sequence has blocks in one step: one, the guesses, and tokens after them.
 
-    As vLLM reckons ``_spec_decode_step_blocks``.
+    As vLLM computes ``_spec_decode_step_blocks``.
     """
     guesses: int = scheduler.num_spec_tokens
     return 1 + guesses + scheduler.num_lookahead_tokens if guesses else 1

@@ -1,7 +1,7 @@
-"""The first uses of what loads libraries or compiles kernels when it is used first, before an engine serves.
+"""First uses of code that loads libraries or compiles kernels at its first use, before an engine serves.
 
-That takes seconds, in the API server, the core or every worker, each of which stands still meanwhile, and a front door
-could not tell it from an engine that is stuck. So a few requests of a token or two go all the way.
+That takes seconds, in which the API server, the core or every worker is blocked, and a front door could not distinguish
+it from a stuck engine. So a few requests of a token or two run at the start.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class FirstUse(NamedTuple):
 
 GRAMMAR = FirstUse("structured output", 1, {"structured_outputs": {"regex": "a"}, "max_tokens": 1, "temperature": 0})
 SAMPLING = (
-    # vLLM compiles how it samples, and how it ranks log probabilities, when they are asked for.
+    # vLLM compiles sampling, and ranking of log probabilities, at their first use.
     FirstUse("sampling", 1, {"temperature": 1.0, "max_tokens": 1, "logprobs": 1}),
-    # What was compiled for one row is compiled again for several. The second token is sampled for both together.
+    # Code that was compiled for one row is compiled again for several. The second token is sampled for both together.
     FirstUse("sampling of several", 2, {"temperature": 1.0, "max_tokens": 2, "ignore_eos": True}),
 )
 
 
 async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> None:
-    """Have the engine, which bears ``token``, use for the first time what is slow then; returns when it has.
+    """Run the first uses on the engine with this ``token``; returns when they have ended.
 
-    One that cannot serves all else, and says so in its log. To be called before anybody else asks it for anything.
+    A failure is logged, and the engine serves all other requests. Call this before any other request is accepted.
     """
     began = time.monotonic()
     loading_stages.begin(loading_stages.FIRST_REQUESTS)
@@ -57,7 +57,7 @@ async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> 
             await _practise(GRAMMAR, client, token)
         finally:
             await core.call(core_methods.forget_grammar_backend)
-    logger.info("what is slow at its first use was used in %.1f s", time.monotonic() - began)
+    logger.info("practised slow first uses in %.1f s", time.monotonic() - began)
 
 
 async def _practise(use: FirstUse, client: AsyncLLM, token: str) -> None:
@@ -71,4 +71,4 @@ async def _practise(use: FirstUse, client: AsyncLLM, token: str) -> None:
                 group.create_task(one())
     except* (TercetError, TimeoutError) as failures:
         why = str(failures.exceptions[0]) or "no answer"
-        logger.warning("the first use of %s will be slow: one for practice failed: %s", use.what, why)
+        logger.warning("the first use of %s will be slow: a practice request failed: %s", use.what, why)

@@ -1,9 +1,9 @@
-"""Requests that wait on blocks of their own give them back where none of them could ever run otherwise.
+"""Makes requests that hold blocks and wait give them back if none of them could ever run otherwise.
 
-A lease may be for a part of a prompt only, so who has adopted one may need blocks on top of its own. If several such
-requests hold what is there between them, and nothing runs that would free more, each would wait for the others for
-ever. Then the last ones of them lose their blocks, as a preempted request does, until the first one's need is met; what
-they had stays prefix cache while nobody needs the room.
+A lease may cover only a part of a prompt, so a request that adopted it may need more blocks. If several such requests
+hold all blocks together, and nothing runs that would free more, each would wait for the others for ever. Then the last
+of them lose their blocks, as a preempted request does, until the first one's need is met; their KV stays prefix cache
+until the blocks are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def give_way(scheduler: Scheduler, planned: SchedulerOutput) -> int:
-    """Take blocks from those that wait on them, if a step was ``planned`` that computes nothing; from how many."""
+    """Take blocks from waiting requests if the ``planned`` step computes nothing; returns from how many."""
     if planned.total_num_scheduled_tokens or scheduler.running or len(scheduler.kv_holding_waiting) < 2:
         return 0
     first, *others = scheduler.kv_holding_waiting

@@ -1,8 +1,8 @@
-"""Compiling a structured output has a bound in time: the request that wants it ends, and others go on.
+"""Timeout for compiling a structured output: its request ends, and others continue.
 
-vLLM compiles in threads of its core, and a request waits for its grammar for as long as that takes. The thread itself
-cannot be ended; :mod:`tercet.vllm_plugin.grammar_bounds` refuses what would keep it for long. xgrammar remembers what
-it has compiled.
+vLLM compiles in threads of its core, and a request waits for its grammar as long as that takes. The thread itself
+cannot be ended; :mod:`tercet.vllm_plugin.grammar_bounds` refuses grammars that would occupy it for long. xgrammar
+caches what it has compiled.
 
 Relies on ``StructuredOutputManager.grammar_init`` putting a future into the request's ``structured_output_request``,
 whose failure ends that request alone.
@@ -23,7 +23,7 @@ SECONDS = 20.0
 
 
 def bound_grammar_time() -> None:
-    """Have the managers of this process bound it."""
+    """Add the timeout to the managers of this process."""
 
     def init(original: Method, manager: Any, request: Any) -> None:
         original(manager, request)
@@ -38,7 +38,7 @@ def bound_grammar_time() -> None:
 
 
 def within(compiling: Future[Any], seconds: float) -> Future[Any]:
-    """What ``compiling`` comes to, or a ``TimeoutError`` after so many seconds."""
+    """The result of ``compiling``, or a ``TimeoutError`` after ``seconds``."""
     bounded: Future[Any] = Future()
     timer = threading.Timer(seconds, lambda: _fail(bounded, TimeoutError(f"a grammar took more than {seconds:g} s")))
     timer.daemon = True

@@ -1,4 +1,4 @@
-"""What makes KV of one engine meaningful in another: the same weights and the same arrangement in memory."""
+"""Conditions under which KV of one engine is valid in another: the same weights and memory layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tercet.vllm_plugin.hooks import UnsupportedVLLM
 def packing_of(
     config: VllmConfig, block_size: int, dtype: torch.dtype, planes: LayerPlanes, attention: Sequence[torch.Tensor]
 ) -> str:
-    """How keys and values lie inside a block: CPU kernels pack them for their instruction set.
+    """Order of keys and values in a block: CPU kernels pack them for their instruction set.
 
     ``attention`` are those of the ``planes`` that hold keys and values.
     """
@@ -30,8 +30,7 @@ def packing_of(
         head_size = config.model_config.get_head_size()
         return f"cpu-{_get_attn_isa(dtype, block_size, head_size, config.cache_config.cache_dtype)}"
     packing = f"{planes.device.type}-{config.cache_config.cache_dtype}"
-    # In which order heads and tokens lie is the transport's to know: it puts one into the other. Of other blocks it
-    # knows nothing but that they are bytes.
+    # The transport can convert the order of heads and tokens. Other blocks it handles as bytes only.
     if planes.order is not None:
         return packing
     arrangements = dict.fromkeys(arrangement_of(plane, planes.num_blocks) for plane in attention)
@@ -44,9 +43,9 @@ def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:
 
 
 def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -> bool:
-    """Whether keys lie by dimension and values by token, found out by letting the kernel write a block.
+    """Whether keys lie by dimension and values by token, tested by letting the kernel write a block.
 
-    Relies on ``cpu_attn_reshape_and_cache`` being what fills the cache, as ``CPUAttentionBackendImpl`` calls it.
+    Relies on ``cpu_attn_reshape_and_cache`` filling the cache, as ``CPUAttentionBackendImpl`` calls it.
     """
     if not _splits_by_head(plane, block_size):
         return False
@@ -71,9 +70,9 @@ def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -
 def layout_of(
     config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, stages: AllStages, *, staged: bool
 ) -> KVLayout:
-    """The layout of this rank's KV cache, and how it is a part of the engine's.
+    """The layout of this rank's KV cache, as a part of the engine's.
 
-    ``staged``: blocks come and go as wholes, and are not cut between tokens.
+    ``staged``: blocks are moved whole, and are not cut between tokens.
     """
     model, groups = config.model_config, described(caches, stages.layers)
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
@@ -89,7 +88,7 @@ def layout_of(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),
         num_layers=sum(stages.layers),
-        # MLA's latent KV is one head's, which every rank keeps; what the model's config calls heads come out of it.
+        # MLA's latent KV is one head, which every rank keeps; the heads in the model's config are computed from it.
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         block_size=block_size,
@@ -97,7 +96,7 @@ def layout_of(
         tp_size=config.parallel_config.tensor_parallel_size,
         packing="; states ".join([packing, *states]),
         splits_by_head=alike and (model.use_mla or _splits_by_head(first, block_size)),
-        # What is cut between tokens is one table of blocks, and all of it.
+        # Cutting between tokens needs a single table with all blocks.
         splits_by_token=not groups and not staged and _splits_by_token(config, block_size, first),
         groups=groups,
         stages=stages.plane_counts,

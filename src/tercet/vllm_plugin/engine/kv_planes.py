@@ -14,18 +14,18 @@ from msgspec.structs import replace
 from tercet.transport import PAGE_BYTES, TAIL_BYTES, BlockOrder, RegionShape, create_file, shape_of
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
-# glibc gives every allocation from here on a mapping of its own, whatever its adaptive threshold has become.
+# glibc gives every allocation of this size or more a separate mapping, whatever its adaptive threshold is.
 OWN_MAPPING_BYTES = 32 * 1024 * 1024
 MAP_FIXED = 0x10
 
 
 class LayerPlanes:
-    """The KV cache cut into planes: per layer one, or two where keys and values are apart.
+    """The KV cache cut into planes: one per layer, or two if keys and values are apart.
 
     A plane holds one block after the other, so a block is one run of bytes in it. ``planes_of[layer_name]`` lists the
     planes that a layer writes; of layers that share one cache (cross-layer KV sharing) only the first one writes any.
-    The planes of each of ``groups``, which are layers that share block tables, follow one another; ``group_planes`` is
-    how many each has. Planes of different groups may be the same memory.
+    The planes of each of ``groups``, which are layers that share block tables, follow one another; ``group_planes`` has
+    their numbers. Planes of different groups may be the same memory.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LayerPlanes:
         return plane.stride(0) * plane.itemsize * (plane.shape[0] // self.num_blocks)
 
     def share_words(self) -> tuple[int, RegionShape]:
-        """For KV on a device: a file of the same shape that holds nothing but generation words, and takes no memory."""
+        """For KV on a device: a file of the same shape with only generation words, which takes no memory."""
         length = self.block_bytes * self.num_blocks
         shape = shape_of([length] * len(self.tensors), self.num_blocks, self.block_bytes)
         shape = replace(shape, groups=tuple(self.group_planes), order=self.order)
@@ -75,9 +75,9 @@ class LayerPlanes:
 
     @property
     def order(self) -> BlockOrder | None:
-        """How the items of all blocks lie; None if they lie otherwise in some layers, such as those that keep states.
+        """Order of the items of all blocks; None if it differs in some layers, such as those that keep states.
 
-        Such blocks go as they are, between engines where they lie alike.
+        Such blocks are moved unchanged, between engines with the same order.
         """
         orders = {order_of(plane, self.num_blocks) for plane in self.tensors}
         return orders.pop() if len(orders) == 1 else None
@@ -88,10 +88,10 @@ class LayerPlanes:
         return [plane for number, plane in enumerate(self.tensors) if number not in left_out]
 
     def share(self) -> tuple[int, RegionShape]:
-        """Put the KV cache, where it is, into a file that other processes can map; once, before it holds any KV.
+        """Move the KV cache, at its address, into a file that other processes can map; once, before it holds any KV.
 
-        The tensors keep their addresses: only the pages behind them are exchanged. Whoever has a tensor, or a view of
-        one, notices nothing.
+        The tensors keep their addresses: only the pages behind them are exchanged. Users of a tensor, or of a view,
+        notice nothing.
         """
         extents = [_extent_of(plane) for plane in self.tensors]
         offsets, size = dict[_Extent, int](), 0
@@ -120,15 +120,14 @@ def is_in_blocks(plane: torch.Tensor, num_blocks: int) -> bool:
         if stride != expected:
             return False
         expected *= size
-    # Blocks that the kernel cuts smaller must follow one another, to be one of vLLM's.
+    # Blocks that the kernel splits must follow one another, to be one of vLLM's.
     return plane.stride(0) == expected or (together == 1 and plane.stride(0) > expected)
 
 
 def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
-    """How a block's items lie in a plane of ``(blocks, heads, tokens, content)``, as vLLM's caches look to kernels.
+    """Order of a block's items in a plane of ``(blocks, heads, tokens, content)``, the shape for kernels.
 
-    None for another shape, of which nothing is known but that it is one run of bytes, and for blocks that the kernel
-    cuts smaller.
+    None for another shape, of which only the run of bytes is known, and for blocks that the kernel splits.
     """
     if plane.dim() != 4 or plane.shape[0] != num_blocks or plane.stride(3) != 1:
         return None
@@ -138,7 +137,7 @@ def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
 
 
 def arrangement_of(plane: torch.Tensor, num_blocks: int) -> str:
-    """What must be equal of two planes whose blocks have no :func:`order_of`: how they are cut, and lie in memory."""
+    """What must be equal for two planes whose blocks have no :func:`order_of`: their shape, and memory order."""
     inside = sorted(zip(plane.stride()[1:], plane.shape[1:], range(1, plane.dim()), strict=True), reverse=True)
     in_memory = [f"{size}@{dimension}" for _, size, dimension in inside if size > 1]
     return "x".join([str(plane.shape[0] // num_blocks), *in_memory])
@@ -157,7 +156,7 @@ def _extent_of(plane: torch.Tensor) -> _Extent:
     start, size = storage.data_ptr(), storage.nbytes()
     alone = size >= OWN_MAPPING_BYTES or (start % PAGE_BYTES == 0 and size % PAGE_BYTES == 0)
     if not alone:
-        # Its first and last page may hold somebody else's data, which can change while pages are exchanged.
+        # Its first and last page may hold other data, which can change while pages are exchanged.
         raise UnsupportedVLLM(
             f"a KV cache tensor of {size} bytes is too small to be shared; it takes {OWN_MAPPING_BYTES}: "
             "raise VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
@@ -166,9 +165,9 @@ def _extent_of(plane: torch.Tensor) -> _Extent:
 
 
 def _exchange(extent: _Extent, fd: int, offset: int) -> None:
-    """Let the file's pages stand in for an allocation's.
+    """Replace an allocation's pages by the file's.
 
-    The allocator's own notes at both ends move along; the KV in between is not worth copying.
+    The allocator's notes at both ends are copied; the KV in between is not worth it.
     """
     size = extent.end - extent.begin
     for page in (0, size - PAGE_BYTES):
@@ -186,9 +185,9 @@ def _exchange(extent: _Extent, fd: int, offset: int) -> None:
 
 
 def _whole_pages(plane: torch.Tensor) -> torch.Tensor:
-    """States of a layer with what vLLM pads them by, so that their blocks are as large as those of attention.
+    """States of a layer with vLLM's padding, so that their blocks are as large as those of attention.
 
-    It hands them out as ``(blocks, 1, 1, bytes)``; other planes stay as they are.
+    Their shape is then ``(blocks, 1, 1, bytes)``; other planes stay unchanged.
     """
     blocks, page = plane.shape[0], plane.stride(0)
     states = plane.dtype == torch.int8 and plane.dim() == 4 and plane.shape[1:3] == (1, 1) and plane.stride(3) == 1
@@ -199,7 +198,7 @@ def _whole_pages(plane: torch.Tensor) -> torch.Tensor:
 
 
 def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    # The kernel may cut vLLM's blocks into smaller ones; they stay adjacent, so only divisibility matters.
+    # The kernel may split vLLM's blocks into smaller ones; they stay adjacent, so only divisibility matters.
     if cache.shape[0] % num_blocks == 0:
         return [cache]
     if cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0:

@@ -1,4 +1,4 @@
-"""Leases at the engine's edge: whose each is, for which tokens, how much has arrived, and when it ends by itself."""
+"""Leases at the engine's edge: their sequences and tokens, what has arrived, and when they end by themselves."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tercet.vllm_plugin.engine.connector_messages import ReservedBlocks
 from tercet.vllm_plugin.engine.core_methods import CoreCalls
 
 RELEASE_SECONDS = 3.0
-"""So long a release is waited for; it goes on beside."""
+"""How long a release is awaited; after that it continues in the background."""
 ADOPT_SECONDS = 1.0
-"""So long a sequence waits for the end of its lease's writes; then it computes by itself."""
+"""How long a sequence waits for the end of its lease's writes; after that it computes by itself."""
 
 
 @dataclass
 class EdgeLease:
-    """One lease, which ends by itself ``ttl`` seconds after the last sign of life.
+    """One lease, which ends by itself ``ttl`` seconds after the last activity.
 
-    ``filled`` is how far, and for which tokens, each rank that has reported says its KV is valid. ``closing`` is the
-    lease's fence, once somebody has asked for it: done when no agent writes under it any more, with how far the KV is
-    valid then. ``group_begins`` is from which token on each group of layers has blocks.
+    ``filled`` has, for each rank that has reported, the valid end and content of its KV. ``closing`` is the lease's
+    fence, once requested: done when no agent writes under it any more, with the valid end of the KV. ``group_begins``
+    is the first token for which each group of layers has blocks.
     """
 
     lease: str
@@ -62,17 +62,18 @@ class EdgeLease:
 
     @property
     def key(self) -> str | None:
-        """What beside its tokens KV must be of."""
+        """Key of everything except tokens that its KV depends on."""
         return cache_key(self.salt, digest_of(self.adapter), digest_of_features(self.features))
 
 
 class LeaseTimers:
     """One of an engine's two ledgers of leases; the other one is the scheduler's ``Reservations``.
 
-    Each has what only its process can act on: timers and sequence names are here, where calls arrive and time passes
-    whether or not the engine steps; blocks are there, since only the scheduler's thread may touch them. Agents are told
-    from here: blocks are opened for writing after they are reserved, and are given back, or to the request that adopts
-    them, after all agents have answered that nobody writes there any more. Until then nobody else gets them.
+    Each has the part on which only its process can act. Timers and sequence names are here, where calls arrive and time
+    passes even if the engine does not step; blocks are there, since only the scheduler's thread may touch them. Agents
+    are called from here: blocks are opened for writing after they are reserved, and are freed, or given to the request
+    that adopts them, after all agents have confirmed that they do not write there any more. Until then they get no
+    other owner.
 
     A lease that is forgotten here is either claimed, and then the request that adopts it has its blocks, or released.
     """
@@ -93,11 +94,11 @@ class LeaseTimers:
         return seq_id in self._of_seq
 
     def has(self, lease: str) -> bool:
-        """Whether there is this lease, whose name only they know who may reserve."""
+        """Whether the lease exists; only its authorised users know its name."""
         return lease in self._leases
 
     def adapters(self) -> list[str]:
-        """The names of those adapters that leases are for."""
+        """The names of the adapters of all leases."""
         return [held.adapter.name for held in self._leases.values() if held.adapter is not None]
 
     async def reserve(
@@ -110,10 +111,11 @@ class LeaseTimers:
         adapter: Adapter | None = None,
         features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease:
-        """Reserve blocks for ``tokens`` until ``ttl`` seconds after the last sign of life; open them on every rank.
+        """Reserve blocks for ``tokens`` until ``ttl`` seconds after the last activity; open them on every rank.
 
         Agents report to ``notify``. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.LeaseEnded` if
-        it is over already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then none keeps it.
+        it has ended already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then no rank keeps
+        it.
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
@@ -122,7 +124,7 @@ class LeaseTimers:
         try:
             reserved = await self._reserved(held)
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
-            if lease in self._leases:  # else it is over, and its blocks are on their way back
+            if lease in self._leases:  # otherwise it has ended, and its blocks are being freed
                 held.granted = True
                 blocks, size, end = reserved.blocks, reserved.block_size, len(tokens)
                 await self._agents.grant(
@@ -130,7 +132,7 @@ class LeaseTimers:
                 )
         except BaseException as error:
             self._forget(lease)
-            if held.granted or not isinstance(error, TercetError):  # nobody knows how far it came
+            if held.granted or not isinstance(error, TercetError):  # how far it came is not known
                 self.release_soon(held)
             raise
         if lease not in self._leases:
@@ -146,12 +148,12 @@ class LeaseTimers:
         adapter: Adapter | None = None,
         features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease:
-        """Reserve more blocks for a lease, whose first tokens ``tokens`` begin with, and open them on every rank.
+        """Reserve more blocks for a lease, with whose tokens ``tokens`` begin, and open them on every rank.
 
-        Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it is over,
+        Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it has ended,
         :class:`~tercet.protocol.BadRequest` for other tokens, :class:`~tercet.protocol.NoSpace`, or
-        :class:`~tercet.protocol.EngineError` if a rank does not open them. The lease is as it was then; what a rank has
-        not opened stays pinned until it ends.
+        :class:`~tercet.protocol.EngineError` if a rank does not open them. The lease is unchanged then; blocks that a
+        rank has not opened stay pinned until it ends.
         """
         held = self._of_seq.get(seq_id)
         if held is None or held.lease != lease:
@@ -159,12 +161,12 @@ class LeaseTimers:
         _require_key(held, cache_salt, adapter, features)
         _require_beginning(held, tokens)
         if not held.granted or held.extending:
-            raise Conflict(f"lease {lease} is being opened already", "lease")
+            raise Conflict(f"lease {lease} is being opened or extended already", "lease")
         self._renew(held)
         held.extending = True
         try:
             reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt, adapter, features)
-            if held.lease in self._leases:  # else it is over: these blocks go back with the others
+            if held.lease in self._leases:  # otherwise it has ended: these blocks are freed with the others
                 blocks, begin, end, size = reserved.blocks, held.matched_len, len(tokens), reserved.block_size
                 await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), held.key))
         finally:
@@ -195,10 +197,10 @@ class LeaseTimers:
         adapter: Adapter | None = None,
         features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease | None:
-        """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` shall adopt it.
+        """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` will adopt it.
 
-        Its fence is on its way: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
-        with what was reserved, or salt, adapter or images are others.
+        Its fence is in progress: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
+        with the reserved tokens, or salt, adapter or images differ.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
@@ -210,9 +212,9 @@ class LeaseTimers:
         return held
 
     async def closed(self, held: EdgeLease, given_up: asyncio.Future[None]) -> bool:
-        """Wait until nobody writes under a claimed lease: whether that came before ``given_up``, and soon enough.
+        """Wait until no peer writes under a claimed lease; returns False at the timeout or if ``given_up`` is first.
 
-        If not, its blocks go back when it does, and who claimed it must do without.
+        In that case its blocks are freed later, and the claiming request continues without them.
         """
         fence = self._closing(held)
         try:
@@ -226,7 +228,7 @@ class LeaseTimers:
         return True
 
     async def abort(self, seq_id: str) -> bool:
-        """End the sequence's lease; whether there was one."""
+        """End the sequence's lease; returns whether there was one."""
         held = self._of_seq.get(seq_id)
         if held is None:
             return False
@@ -237,7 +239,7 @@ class LeaseTimers:
     async def release(self, lease: str) -> int:
         """End a lease; returns how far its KV was valid.
 
-        Raises ``UnknownSequence`` if it is over already, and ``EngineError`` if its blocks come back later only.
+        Raises ``UnknownSequence`` if it has ended already, and ``EngineError`` if its blocks are freed later.
         """
         held = self._forget(lease)
         if held is None:
@@ -245,18 +247,23 @@ class LeaseTimers:
         releasing = self.release_soon(held)
         await asyncio.wait({releasing}, timeout=RELEASE_SECONDS)
         if not releasing.done():
-            raise EngineError(f"lease {lease} is over, but its blocks come back only when every KV agent has answered")
+            raise EngineError(
+                f"lease {lease} has ended, but its blocks are freed only when every KV agent has answered"
+            )
         return releasing.result()
 
     def release_soon(self, held: EdgeLease) -> asyncio.Task[int]:
-        """End a lease beside the caller; one that was adopted, or never reserved, has nothing left to end."""
+        """End the lease in a background task. No-op if it was adopted by a request or never reserved."""
         return self._tasks.spawn(self._release(held))
 
     def note(self, filled: LeaseFilled) -> None:
-        """A rank says how far KV has come: a sign of life. Once all ranks have, it becomes prefix cache."""
+        """Record a rank's report on received KV, which counts as activity.
+
+        When all ranks have reported, it is committed.
+        """
         held = self._leases.get(filled.lease)
         if held is None:
-            return  # the lease is over
+            return  # the lease has ended
         self._renew(held)
         held.filled[filled.rank] = filled.valid
         valid = min(held.filled.values(), key=lambda valid: valid.end)
@@ -269,7 +276,7 @@ class LeaseTimers:
         held.timer = asyncio.get_running_loop().call_later(held.ttl, self._expire, held.lease)
 
     def end_soon(self, lease: str) -> None:
-        """End a lease beside the caller, if it is held here and nobody has claimed it."""
+        """End a lease in the background, if it is held here and not claimed."""
         held = self._forget(lease)
         if held is not None:
             self.release_soon(held)
@@ -279,7 +286,7 @@ class LeaseTimers:
         self.end_soon(lease)
 
     def _closing(self, held: EdgeLease) -> asyncio.Task[int]:
-        # Asked once, whoever needs it: the second answer would not say what is valid.
+        # Sent once: a second answer would not tell what is valid.
         if held.closing is None:
             held.closing = self._tasks.spawn(self._agents.revoke(held.lease))
         return held.closing
@@ -302,22 +309,22 @@ def _require_beginning(held: EdgeLease, tokens: list[int]) -> None:
     if tokens[: len(held.tokens)] != held.tokens:
         pairs = enumerate(held.tokens)
         differs = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
-        raise BadRequest(f"prompt: differs from what prep_recv reserved, first at position {differs}", "prompt")
+        raise BadRequest(f"prompt: differs from the prompt of prep_recv, first at position {differs}", "prompt")
 
 
 def _require_key(
     held: EdgeLease, cache_salt: str | None, adapter: Adapter | None, features: tuple[MultiModalFeature, ...]
 ) -> None:
     if digest_of_features(features) != digest_of_features(held.features):
-        raise BadRequest("mm_features: differ from what prep_recv was given for this sequence", "mm_features")
+        raise BadRequest("mm_features: differ from those of prep_recv for this sequence", "mm_features")
     if adapter != held.adapter:
-        raise BadRequest("adapter: differs from what prep_recv was given for this sequence", "adapter")
+        raise BadRequest("adapter: differs from that of prep_recv for this sequence", "adapter")
     if (cache_salt or None) != (held.salt or None):
-        raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")
+        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence", "cache_salt")
 
 
 def usage_of(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:
-    """What was found, received and computed of ``total`` tokens, of which vLLM calls ``num_cached`` cached."""
-    # vLLM counts what a connector provided as cached too; what prep_recv matched was here before.
+    """Cached, received and computed tokens of ``total``; vLLM counts ``num_cached`` as cached."""
+    # vLLM also counts tokens from a connector as cached; those that prep_recv matched were here before.
     local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
     return Usage(cached=local, received=num_cached - local, computed=total - num_cached)

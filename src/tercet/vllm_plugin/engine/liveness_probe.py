@@ -1,8 +1,8 @@
-"""Whether the engine's processes make progress, as its API server's process finds out: by asking each of them.
+"""Detects whether the engine's processes make progress: the API server's process polls each of them.
 
-It asks whether or not there is work. A core answers between two steps, so one whose workers hang does not; workers and
-agents answer from a thread of their own. A step may take longer than anybody's patience, on a machine that is busy with
-other things: as long as it gets from layer to layer, its core makes progress.
+It polls even without work. A core answers between two steps, so one whose workers hang does not; workers and agents
+answer from a separate thread. A step may take longer than any timeout, on a machine that is busy with other work: while
+its workers get from layer to layer, the core counts as making progress.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tercet.protocol import EngineError, TercetError
 logger = logging.getLogger(__name__)
 Question = Callable[[], Awaitable[Any]]
 PROBE_SECONDS = 0.5
-"""Between an answer and the next question."""
+"""Pause between an answer and the next poll."""
 NEWS_SECONDS = 0.25
-"""So long, at most, waits who wants to know how things are now."""
+"""Longest wait of callers that need the present state."""
 FIRST_SECONDS = 60.0
 CORE = "core"
-# Silence that is worth a line in the log.
+# Silence after which a line is logged.
 LOGGED_SECONDS = 5.0
-# Whoever looks less often than this has stood still himself.
+# If checks are further apart than this, this process itself was stopped.
 LOOK_SECONDS = 2 * PROBE_SECONDS
 
 
 class StallClock:
-    """Decides without I/O since when each part owes an answer. Times are seconds of one clock that never goes back.
+    """Decides without I/O since when each part owes an answer. Times are seconds of one monotonic clock.
 
-    Time in which nobody looked does not count: then it was this process that stood still, and read no answers.
+    Time without checks does not count: then this process itself was stopped, and read no answers.
     """
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class StallClock:
         self._looked_at: float | None = None
 
     def asked(self, part: str, now: float) -> None:
-        """The part was asked; it owes an answer from now on, or since it has owed one."""
+        """Record a poll of the part; it owes an answer from now on, or since an earlier unanswered poll."""
         self._owes_since.setdefault(part, now)
 
     def progressed(self, part: str, now: float) -> None:
-        """The part has not answered, but has shown otherwise that it goes on."""
+        """Record that the part has not answered, but has made progress otherwise."""
         if part in self._owes_since:
             self._owes_since[part] = now
 
     def answered(self, part: str) -> None:
-        """The part has answered what it was asked."""
+        """Record that the part has answered."""
         self._owes_since.pop(part, None)
 
     def stalled(self, now: float) -> dict[str, float]:
-        """For how many seconds each part that owes an answer has shown no progress. To be called often."""
+        """Seconds without progress of each part that owes an answer. Call this often."""
         unseen = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if unseen > LOOK_SECONDS:
@@ -65,9 +65,9 @@ class StallClock:
 
 
 class LivenessProbe:
-    """Asks every part of an engine again and again, and never one twice at a time.
+    """Polls every part of an engine again and again, with one poll of each part at a time.
 
-    ``core`` asks for fields of :class:`~tercet.protocol.EngineStatus`, each of ``agents`` for a rank's counters, and
+    ``core`` polls for fields of :class:`~tercet.protocol.EngineStatus`, each of ``agents`` for a rank's counters, and
     each of ``workers`` for the number of ``layers`` that it has run.
     """
 
@@ -85,7 +85,7 @@ class LivenessProbe:
         self._silent: set[str] = set()
 
     async def start(self) -> None:
-        """Ask from now on; returns once every part has answered.
+        """Start to poll; returns once every part has answered.
 
         Raises :class:`~tercet.protocol.EngineError` if one does not.
         """
@@ -98,31 +98,31 @@ class LivenessProbe:
         self._tasks.spawn(self._watch())
 
     async def news(self, seconds: float = NEWS_SECONDS) -> None:
-        """Have every part asked anew, from now on, and wait for the answers, for at most ``seconds``."""
+        """Poll every part again now, and wait for the answers, for at most ``seconds``."""
         await asyncio.wait([part.asked_anew() for part in self._parts], timeout=seconds)
 
     @property
     def core_status(self) -> dict[str, Any]:
-        """What the core answered last."""
+        """The core's last answer."""
         return self._core.answer
 
     @property
     def agent_counters(self) -> list[dict[str, int]]:
-        """What each agent answered last, by rank."""
+        """Each agent's last answer, by rank."""
         return [part.answer for part in self._agents]
 
     @property
     def counters(self) -> dict[str, int]:
-        """Their sums."""
+        """Sums of the agents' counters."""
         per_rank = self.agent_counters
         return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
 
     def core_progressed(self) -> None:
-        """The core has shown, unasked, that it goes on."""
+        """Record that the core has made progress, as seen without a poll."""
         self._clock.progressed(CORE, time.monotonic())
 
     async def core_stands_still(self, seconds: float) -> float:
-        """Ask the core, and return once it has shown no progress for so long; for how long it has not, in seconds."""
+        """Poll the core, and return once it has made no progress for ``seconds``; returns the time without progress."""
         self._core.asked_anew()
         while True:
             silent = self._clock.stalled(time.monotonic()).get(CORE, 0.0)
@@ -140,11 +140,11 @@ class LivenessProbe:
 
     @property
     def stalled_s(self) -> float:
-        """For how many seconds at least one part has shown no progress; 0 if none owes an answer."""
+        """Seconds without progress of the slowest part; 0 if none owes an answer."""
         return max(self._clock.stalled(time.monotonic()).values(), default=0.0)
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
@@ -155,12 +155,12 @@ class LivenessProbe:
             for name in silent - self._silent:
                 logger.warning("the engine's %s has shown no progress for %.0f s", name, stalled[name])
             for name in self._silent - silent:
-                logger.warning("the engine's %s goes on", name)
+                logger.warning("the engine's %s makes progress again", name)
             self._silent = silent
 
 
 class _Part:
-    """One process, and what it answered last."""
+    """One process, and its last answer."""
 
     def __init__(self, name: str, question: Question, clock: StallClock) -> None:
         self.answer: Any = None
@@ -171,7 +171,7 @@ class _Part:
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def asked_anew(self) -> asyncio.Future[None]:
-        """Done with the answer to a question that is still to be asked."""
+        """Future of the answer to a poll that is still to be sent."""
         self._wanted.set()
         return self._next
 
@@ -186,11 +186,11 @@ class _Part:
             except TercetError as error:  # an answer, too
                 self._clock.answered(self.name)
                 logger.debug("the engine's %s: %s", self.name, error)
-            except Exception as error:  # it cannot be asked: vLLM says so of a core that has ended
-                logger.debug("the engine's %s cannot be asked: %s", self.name, error)
+            except Exception as error:  # it cannot be called: vLLM raises this for a core that has ended
+                logger.debug("the engine's %s cannot be polled: %s", self.name, error)
             if not current.done():
                 current.set_result(None)
             with suppress(TimeoutError):
-                # wait_for would lose a cancellation that comes as somebody asks (CPython 3.11).
+                # wait_for would lose a cancellation that comes together with a request (CPython 3.11).
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._wanted.wait()

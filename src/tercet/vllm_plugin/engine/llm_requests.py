@@ -1,4 +1,4 @@
-"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs; and a sequence that decodes by one."""
+"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs; and a sequence that it decodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LLMRequest:
-    """One request: its tokens, its parameters, and the stream of what comes out; ``request_id`` is our id for it."""
+    """One request: its tokens, its parameters, and its output stream; ``request_id`` is our id for it."""
 
     client: AsyncLLM
     tokens: list[int]
@@ -60,7 +60,7 @@ class LLMRequest:
     _aborted: bool = field(default=False, init=False)
 
     def abort(self) -> None:
-        """End the request; its stream then closes with the finish reason ``abort``."""
+        """End the request; its stream then ends with the finish reason ``abort``."""
         self._aborted = True
         if not self._submitting:  # an abort that overtakes the request would end nothing
             self._aborting = asyncio.ensure_future(self.client.abort(self.request_id))
@@ -68,7 +68,7 @@ class LLMRequest:
     async def first(self) -> Output:
         """Compute the prompt and sample one token.
 
-        Its finish reason is what the whole request's would be: a request that goes on elsewhere is not finished.
+        Its finish reason is that of the whole request: a request that continues elsewhere is not finished.
         """
         wanted = self.sampling_params.get("max_tokens")
         async for output in self._run(first_token_only(self.sampling_params)):
@@ -82,15 +82,15 @@ class LLMRequest:
         raise EngineError("the engine ended the request without a token")
 
     def outputs(self) -> AsyncGenerator[Output, None]:
-        """Outputs until one has a finish reason."""
+        """Yield outputs until one has a finish reason."""
         return self._run(self.sampling_params)
 
     async def start(self, take: Callable[[Output | TercetError], None]) -> None:
-        """Submit the request; from then on ``take`` gets its outputs, or the error that ends it, on the event loop.
+        """Submit the request; then ``take`` gets its outputs, or the error that ends it, on the event loop.
 
         Relies on ``AsyncLLM.add_request`` returning a collector whose ``put``, looked up on the instance, is called
-        with each ``RequestOutput`` and with the exception that ends everything; so there is no task per request, and
-        no switch to one per token. Raises :class:`~tercet.protocol.BadRequest`.
+        with each ``RequestOutput`` and with the exception that ends everything; so there is no task per request, and no
+        task switch per token. Raises :class:`~tercet.protocol.BadRequest`.
         """
 
         def put(item: Any) -> None:
@@ -101,7 +101,7 @@ class LLMRequest:
             prompt, params, more = await self._for_vllm(self.sampling_params)
             with _vllms_errors_as_ours():
                 queue = await self.client.add_request(self.request_id, prompt, params, **more)
-        except TercetError:  # vLLM has not taken it
+        except TercetError:  # vLLM did not accept it
             raise
         except BaseException:
             self._aborted = True
@@ -110,7 +110,7 @@ class LLMRequest:
             self._submitting = False
             if self._aborted:
                 self.abort()
-        already = queue.output  # what came while the request was being submitted
+        already = queue.output  # outputs while the request was being submitted
         queue.put = put  # type: ignore[method-assign]
         if already is not None:
             put(already)
@@ -131,7 +131,7 @@ class LLMRequest:
     async def _for_vllm(
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
-        """Prompt, parameters and what else ``AsyncLLM`` takes. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Prompt, parameters and other arguments for ``AsyncLLM``. Raises :class:`~tercet.protocol.BadRequest`."""
         prompt = await self._prompt()
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
@@ -141,9 +141,9 @@ class LLMRequest:
     async def _prompt(self) -> TokensPrompt:
         if self.features:
             dtype = self.client.vllm_config.model_config.dtype
-            # Digests and casts of megabytes: meanwhile the event loop goes on with the tokens of others.
+            # Digests and casts of megabytes: in a thread, so that the event loop continues with others' tokens.
             prompt = await asyncio.to_thread(to_prompt, self.tokens, self.features, self.cache_salt, dtype)
-            self.features = [feature.without_data() for feature in self.features]  # it is vLLM's from here on
+            self.features = [feature.without_data() for feature in self.features]  # vLLM has the data from here on
             return prompt
         prompt = TokensPrompt(prompt_token_ids=self.tokens)
         if self.cache_salt is not None:
@@ -180,11 +180,10 @@ def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
 
 @dataclass(eq=False)
 class DecodingSequence:
-    """A generation, and what must be given back when it is over: ``on_end`` is called once, with whether it began.
+    """A generation, and the resources to give back at its end: ``on_end`` is called once, with whether it began.
 
-    ``number`` is what the core knows it by, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
-    usage from the number of tokens that were found in the cache. ``sender`` is what sends its outputs to a front door,
-    if they go to one.
+    ``number`` identifies it in the core, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
+    usage from the number of cached tokens. ``sender`` sends its outputs to a front door, if it has one.
     """
 
     seq_id: str
@@ -205,7 +204,7 @@ class DecodingSequence:
 
     @property
     def age(self) -> float:
-        """Seconds since it arrived here."""
+        """Seconds since its arrival."""
         return time.monotonic() - self._arrived
 
     def begins_with(
@@ -216,7 +215,7 @@ class DecodingSequence:
         features: Sequence[MultiModalFeature] = (),
     ) -> bool:
         """Whether KV of its first tokens is KV of these."""
-        # vLLM's cache knows no difference between an empty salt and none. The last token tells most sequences apart.
+        # vLLM's cache treats an empty salt as none. The last token distinguishes most sequences.
         known, end = self.tokens, len(tokens)
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
         alike = alike and (self.request.cache_salt or None) == (salt or None) and self.request.adapter == adapter
@@ -224,7 +223,7 @@ class DecodingSequence:
         return alike and known[:end] == tokens
 
     def told(self, output: Output) -> Output:
-        """The output as callers get it."""
+        """The output for callers."""
         self.tokens += output.token_ids
         if output.finished:
             self._status = int(HTTPStatus.OK)
@@ -234,7 +233,7 @@ class DecodingSequence:
         return msgspec.structs.replace(output, usage=self.usage(self.request.num_cached))
 
     def end(self) -> None:
-        """Give back what the sequence took; more than once does nothing."""
+        """Give back what the sequence took; further calls do nothing."""
         if not self._over:
             self._over = True
             generated = len(self.tokens) - self._num_given
@@ -243,7 +242,7 @@ class DecodingSequence:
 
     @contextmanager
     def ended(self) -> Generator[None]:
-        """At the end of the block the sequence is over; an error that ends it is its status."""
+        """End the sequence at the block's exit; an error that ends it becomes its status."""
         try:
             yield
         except TercetError as error:
@@ -253,7 +252,7 @@ class DecodingSequence:
             self.end()
 
     async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
-        """Send outputs to a front door, until the last one, or until it does not want them any more.
+        """Send outputs to a front door, until the last one, or until the front door cancels.
 
         Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
         """
@@ -266,7 +265,7 @@ class DecodingSequence:
 
     def _deliver(self, sender: SequenceSender, found: Output | TercetError) -> None:
         if self._over:
-            return  # stopped; what still comes is nobody's
+            return  # stopped; further outputs are dropped
         if isinstance(found, TercetError):
             self._status = found.status
             self.end()

@@ -1,4 +1,4 @@
-"""How busy the engine is, as its API server's process knows it: no question to the engine's core."""
+"""The engine's load, as its API server's process knows it, without a call to the engine's core."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NEWEST = 0.2
 
 
 class LoadMeter:
-    """Knows how busy the engine is: it listens to the scheduler's statistics, which come with every step's outputs.
+    """Measures the engine's load from the scheduler's statistics, which come with every step's outputs.
 
     Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
-    the instance for each step. vLLM keeps none with ``--disable-log-stats``; then what ``probe`` heard last is said.
-    ``stopping`` is what it says of itself. Of ``adapters`` it tells which are used, unless vLLM keeps no
+    the instance for each step. vLLM keeps none with ``--disable-log-stats``; then the last answer to ``probe`` is
+    reported. ``stopping`` tells whether the engine stops. ``adapters`` in use are reported unless vLLM keeps no
     statistics.
     """
 
@@ -50,7 +50,7 @@ class LoadMeter:
 
     @contextmanager
     def computed_elsewhere(self, tokens: int) -> Generator[None]:
-        """While entered, another engine computes so many tokens of a prompt that waits here."""
+        """Count ``tokens`` of a waiting prompt as computed by another engine while entered."""
         self._elsewhere += tokens
         try:
             yield
@@ -58,10 +58,11 @@ class LoadMeter:
             self._elsewhere -= tokens
 
     def load(self) -> EngineLoad:
-        """The load now.
+        """Return the load now.
 
         Requests that the core has not seen yet count as waiting, and those that it has lost since its last step do not
-        count any more. ``tokens`` are the prompts that have no first token yet, but for those that others compute.
+        count any more. ``tokens`` are the prompts that have no first token yet, except those that other engines
+        compute.
         """
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
@@ -71,7 +72,7 @@ class LoadMeter:
             waiting=requests - running,
             running=running,
             kv_usage=stats.kv_cache_usage if stats is not None else core["kv_cache_usage"],
-            tokens=max(0, processor.get_num_queued_tokens() - self._elsewhere),  # one that was aborted is gone there
+            tokens=max(0, processor.get_num_queued_tokens() - self._elsewhere),  # an aborted request is missing there
             step_time=self._step_time,
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,

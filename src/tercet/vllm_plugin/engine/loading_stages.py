@@ -1,4 +1,4 @@
-"""What an engine that starts is at: a line in its log as each stage begins, which ``tercet up`` shows.
+"""Stages of a starting engine: a log line as each one begins, which ``tercet up`` shows.
 
 The stages are those of vLLM's worker interface, in the order in which an engine core has its workers go through them.
 """
@@ -14,7 +14,7 @@ from tercet.vllm_plugin.engine.patching import Method, wrap
 
 logger = logging.getLogger(__name__)
 MARK = f"[{__name__}] stage: "
-"""Before a stage's name, in a line of the log."""
+"""Text before a stage's name, in a log line."""
 OF_WORKERS: Mapping[str, str] = {
     "init_device": "device",
     "load_model": "weights",
@@ -27,12 +27,12 @@ FIRST_REQUESTS = "first requests"
 
 
 def begin(stage: str) -> None:
-    """Say that this engine has come to ``stage``."""
+    """Log that this engine has reached ``stage``."""
     logger.info("stage: %s", stage)
 
 
 def tell_stages_of_workers() -> None:
-    """Have the first worker that this process makes say what it comes to."""
+    """Make the first worker of this process log its stages."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     def made(make: Method, self: Any, *args: Any, **kwargs: Any) -> None:

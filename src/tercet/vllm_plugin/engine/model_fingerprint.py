@@ -1,4 +1,4 @@
-"""What stands for a model: two engines with the same one compute the same KV."""
+"""Identity of a model: two engines with the same one compute the same KV."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Three windows of each weights file: enough to tell a fine-tune from its base without reading gigabytes.
+# Three windows of each weights file: enough to distinguish a fine-tune from its base without reading gigabytes.
 WINDOW_BYTES = 64 * 1024
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
-# Where a config was loaded from, or by what, does not change the model.
+# The source of a config, and the library that loaded it, do not change the model.
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 

@@ -1,4 +1,4 @@
-"""What Tercet changes in vLLM's model runner: requests that begin with output, and seeded prompts on a CPU."""
+"""Tercet's changes in vLLM's model runner: requests that begin with output, and seeded prompts on a CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def begin_requests_with_output() -> None:
 
 
 def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> None:
-    """Draw from a seeded request's generator what ``steps`` sampling steps would have drawn."""
+    """Draw from a seeded request's generator as ``steps`` sampling steps would have done."""
     if generator is None:
         return
     import torch
@@ -58,9 +58,9 @@ def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> N
 def keep_generators_of_unfinished_prompts() -> None:
     """Let seeded requests take several steps for their prompt on a CPU.
 
-    A step that ends inside a prompt samples a token for nothing, and vLLM winds the request's generator back by its
-    offset. Generators on a CPU have none: vLLM raises in the worker, and the engine is lost. So there the generator's
-    state is kept and put back instead.
+    A step that ends inside a prompt samples an unused token, and vLLM rewinds the request's generator by its offset.
+    Generators on a CPU have none: vLLM raises in the worker, and the engine is lost. So there the generator's state is
+    saved and restored instead.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -80,7 +80,7 @@ def keep_generators_of_unfinished_prompts() -> None:
 
 
 def _unfinished(runner: Any) -> dict[int, Any]:
-    """The generators, by row, of requests whose prompt is not computed to its end; none but on CPU."""
+    """The generators, by row, of requests whose prompt is not computed to its end; none except on CPU."""
     generators: dict[int, Any] = runner.input_batch.generators
     if not generators:
         return {}

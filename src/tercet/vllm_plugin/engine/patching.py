@@ -1,4 +1,4 @@
-"""How a method of vLLM is replaced: in one way, once per process, and listed in :mod:`tercet.vllm_plugin.hooks`."""
+"""Replaces a method of vLLM: in one way, once per process, and listed in :mod:`tercet.vllm_plugin.hooks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARK = "__tercet_wrapper__"
 def wrap(owner: type | ModuleType, name: str, around: Method) -> None:
     """Let ``around(original, self, ...)`` stand in for ``owner.name``, which is ``original``; a module's has no self.
 
-    Of a class method ``self`` is the class that it is called on.
+    For a class method ``self`` is the class that it is called on.
 
     A process may load the plugins more than once; a method that is wrapped already stays as it is.
     """

@@ -27,61 +27,71 @@ from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
 SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and front door of the fleet"
 ORIGIN = "kv_connector_extra_config: "
-# What goes to an engine by the token stream is a message of 64 MiB at most, and images are a third longer in JSON.
+# A message of the token stream to an engine has 64 MiB at most, and images are a third longer in JSON.
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
 MAX_PORT = 65535
-MAX_CPUS = 8192  # what Linux can be built for
-# With one port given, the ranks of this machine take the next ones; so many are tried.
+MAX_CPUS = 8192  # the kernel's largest build setting
+# With one port given, the ranks of this machine use the next ones; this many are tried.
 PORTS_TRIED = 64
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 
 class PluginSettings(Settings, frozen=True, rename=lambda name: name):
-    """Settings of one engine's Tercet plugin; those of the transport as people write them.
+    """Settings of one engine's Tercet plugin; those of the transport in the form of its users.
 
-    Cores share the way to memory: ``agent_cpus`` that do not compute, and a ``receive_limit``, keep decode steps even
+    Cores share the path to memory: ``agent_cpus`` that do not compute, and a ``receive_limit``, keep decode steps even
     while KV arrives.
     """
 
-    lease_ttl: Annotated[Seconds, Setting("Until an unused reservation ends by itself.", unit="seconds")] = 60.0
+    lease_ttl: Annotated[Seconds, Setting("Seconds after which an unused reservation ends.", unit="seconds")] = 60.0
     reserve_wait: Annotated[
-        Seconds, Setting("How long a reservation waits for blocks behind what came before it.", unit="seconds")
+        Seconds, Setting("Seconds that a reservation waits for blocks, after earlier ones.", unit="seconds")
     ] = 1.0
     max_lease_share: Annotated[
         Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
     ] = 0.8
-    transport: Annotated[str, Setting("How KV travels: auto, or one way and no other.")] = AUTO
+    transport: Annotated[str, Setting("Transport of KV: auto, or one that is required.")] = AUTO
     kv_memory: Annotated[
         Literal["auto", "staged"],
-        Setting("How KV is reached: auto, where it lies if it can be; staged, through buffers in host memory only."),
+        Setting("Access to KV: auto, directly if possible; staged, through buffers in host memory only."),
     ] = "auto"
     host: Annotated[
-        str, Setting("IP addresses that the KV transport listens on, with commas; streams are spread over them.")
+        str,
+        Setting("IP addresses that the KV transport listens on, separated by commas; streams are spread over them."),
     ] = "127.0.0.1"
-    port: Annotated[str, Setting("The first port that it tries, or a range first-last; 0 picks free ones.")] = "0"
+    port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ones.")] = "0"
     streams: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_STREAMS)], Setting("Connections per peer when KV travels through them.")
+        Annotated[int, Meta(ge=1, le=MAX_STREAMS)],
+        Setting("Connections per peer, for transports that use connections."),
     ] = 2
     secret: Annotated[
-        str, Setting("What all engines of the fleet know.", env=SECRET_VARIABLE, default="none", is_key=True)
+        str, Setting("Secret that all engines of the fleet share.", env=SECRET_VARIABLE, default="none", is_key=True)
     ] = ""
-    send_timeout: Annotated[Seconds, Setting("Without progress, until a push fails.", unit="seconds")] = 30.0
+    send_timeout: Annotated[Seconds, Setting("Seconds without progress after which a push fails.", unit="seconds")] = (
+        30.0
+    )
     agent_cpus: Annotated[
         str, Setting("CPUs of the process that moves KV, such as 3 or 0-1,6.", default="all of the engine's")
     ] = ""
     receive_limit: Annotated[
         Annotated[float, Meta(ge=0)],
-        Setting("What each rank takes in at most, 0 for any number.", unit="10^9 bytes per second", default="0"),
+        Setting(
+            "Most bytes that each rank receives per second; 0 for no limit.", unit="10^9 bytes per second", default="0"
+        ),
     ] = 0.0
 
     stop_grace: Annotated[
         Annotated[float, Meta(ge=0)],
-        Setting("After SIGTERM, until an engine stops that is not empty yet; 0 stops it at once.", unit="seconds"),
+        Setting("Seconds after SIGTERM until an engine that is not empty stops; 0 stops it at once.", unit="seconds"),
     ] = 30.0
     max_request_bytes: Annotated[
         AtLeastOne,
-        Setting("Size of a verb's body, tensors of images included; larger: 413.", unit="bytes", default="128 MiB"),
+        Setting(
+            "Largest body of a verb, in bytes, tensors of images included; a larger one is refused with 413.",
+            unit="bytes",
+            default="128 MiB",
+        ),
     ] = MAX_REQUEST_BYTES
     prefill_hosts: PrefillHosts = ""
     prefill_timeout: PrefillTimeout = TIMEOUT_S
@@ -100,15 +110,15 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def device_transport(self) -> str:
-        """The way that KV on a device takes, where it is read where it lies."""
+        """The transport for KV on a device that is read directly."""
         return self.transport if self.kv_memory == "auto" else "tcp"
 
     def is_staged(self, device: str) -> bool:
-        """Whether KV that lies on a device of this type is reached through buffers."""
+        """Whether KV on a device of this type is reached through buffers."""
         return self.kv_memory == "staged" or device != "cpu"
 
     def cpus(self) -> frozenset[int]:
-        """``agent_cpus`` as numbers; none for all that the engine may use."""
+        """``agent_cpus`` as numbers; none means all that the engine may use."""
         found: set[int] = set()
         for item in filter(None, self.agent_cpus.split(",")):
             first, dash, last = item.strip().partition("-")
@@ -136,11 +146,11 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def prefill_budget(self) -> PrefillBudget:
-        """How long others may take to prefill."""
+        """Time limits for prefills on other engines."""
         return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
 
     def require_secret_beyond_loopback(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` if strangers on other machines could push KV, or take it."""
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines could push KV, or read it, without a secret."""
         if self.fleet_secret:
             return
         for host in _hosts(self.host):
@@ -148,7 +158,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
                 raise _wrong("host", self.host, f"other machines can reach {host}, so {SET_A_SECRET}")
 
     def transport_settings(self) -> TransportSettings:
-        """These settings as the transport takes them."""
+        """These settings in the transport's form."""
         hosts, ports = _hosts(self.host), _ports(self.port)
         return TransportSettings(
             self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9
@@ -168,7 +178,7 @@ def _hosts(text: str) -> tuple[str, ...]:
         except ValueError:
             raise _wrong("host", text, "must be IP addresses of this machine, separated by commas") from None
         if unspecified:
-            raise _wrong("host", text, f"must be addresses that peers can connect to, which {host} is not")
+            raise _wrong("host", text, f"must be addresses that peers can connect to; {host} is not such an address")
     return hosts
 
 

@@ -1,9 +1,9 @@
-"""How vLLM's processes wait for one another on a CPU: asleep, and not by looking all the time.
+"""Waiting of vLLM's processes for one another on a CPU: by sleeping instead of polling.
 
-An engine core and its workers pass messages through shared memory. Whoever waits looks again and again for a second,
-yielding its core in between, and only then sleeps until it is told. With an accelerator that costs nothing but a core.
-Where engines compute on those cores it takes them from a step, its own or another engine's, and from whoever brings the
-step's tokens to clients. Asleep, a step begins a fraction of a millisecond later.
+An engine core and its workers exchange messages through shared memory. A waiting process polls for a second, yielding
+its core in between, and only then sleeps until it is notified. With an accelerator that only occupies a core. If
+engines compute on those cores, polling slows down steps, of this or another engine, and the processes that send tokens
+to clients. With sleeping, a step begins a fraction of a millisecond later.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tercet.settings.variables import SPIN_SECONDS_VARIABLE
 from tercet.vllm_plugin.engine.patching import Method, wrap
 
 NAP_MS = 2
-NAPS_AFTER_READ = 1.0  # vLLM's own limit between looking and sleeping
+NAPS_AFTER_READ = 1.0  # vLLM's own limit between polling and sleeping
 
 
 def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
-    """For how long to look before sleeping; ``None`` leaves it to vLLM.
+    """How long to poll before sleeping; ``None`` leaves it to vLLM.
 
-    Zero on a CPU, unless ``TERCET_SPIN_SECONDS`` says otherwise. Raises :class:`~tercet.protocol.BadRequest`.
+    Zero on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
     """
     given = environment.get(SPIN_SECONDS_VARIABLE)
     if given is None:
@@ -44,9 +44,9 @@ def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
 def let_queue_readers_sleep() -> None:
     """Let readers of vLLM's message queues sleep as soon as there is nothing to read.
 
-    vLLM's reader looks for ``busy_loop_s`` seconds and then polls a socket that writers notify with every message. The
-    socket drops a notice while it still carries the one before, so right after a read nobody sleeps longer than
-    ``NAP_MS`` at a time; its caller looks again after each return.
+    vLLM's reader polls for ``busy_loop_s`` seconds and then waits on a socket that writers notify with every message.
+    The socket drops a notice while it still carries an earlier one, so right after a read no sleep is longer than
+    ``NAP_MS``; the caller checks again after each return.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms import current_platform

@@ -1,7 +1,7 @@
-"""What strangers may send to vLLM's publisher of KV events: requests of a few bytes.
+"""Limit for messages from other processes to vLLM's publisher of KV events: requests of a few bytes.
 
-Its replay port takes messages of any size from anybody who reaches it, and writes those that it does not understand
-into the log, whole.
+Its replay port accepts messages of any size from every process that reaches it, and writes invalid ones into the log,
+whole.
 
 Relies on ``ZmqEventPublisher`` making its sockets by ``self._ctx.socket`` in its ``_socket_setup``.
 """
@@ -20,18 +20,18 @@ LONGEST_REQUEST = 1024
 
 
 class _Bounding:
-    """A context of ZeroMQ whose sockets take short messages only."""
+    """A ZeroMQ context whose sockets accept short messages only."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
     def socket(self, kind: int) -> Any:
-        """A new one."""
+        """Make a socket."""
         return bounded(self._context.socket(kind), LONGEST_REQUEST)
 
 
 def bound_replay_requests() -> None:
-    """Have publishers of this process refuse long messages."""
+    """Make publishers of this process refuse long messages."""
 
     def set_up(original: Method, publisher: Any, *args: Any) -> Any:
         context = publisher._ctx

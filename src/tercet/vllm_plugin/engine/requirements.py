@@ -1,4 +1,4 @@
-"""What an engine must be for its KV to be moved: it says at its start what it is not, and what to do."""
+"""Requirements on an engine whose KV is moved; an unmet one is reported at its start, with a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
-    """Raise :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` for the first thing that is in the way."""
+    """Raise :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` for the first unmet requirement."""
     require_supported_config(config)
     require_movable_groups(caches)
     require_kernels_of_states(caches)
@@ -25,7 +25,7 @@ def require_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
 
 
 def require_supported_config(config: VllmConfig) -> None:
-    """As :func:`require_supported`, of what is known before any weights are loaded."""
+    """As :func:`require_supported`, for what is known before weights are loaded."""
     require_both_roles(config)
     require_prefill_behind_kv(config)
     require_positions_of_the_prompt(config)
@@ -37,47 +37,50 @@ def require_supported_config(config: VllmConfig) -> None:
 
 
 def require_both_roles(config: VllmConfig) -> None:
-    """An engine sends and receives. Else vLLM gives away blocks that a step still writes into, over a peer's KV."""
+    """Require both roles. Otherwise vLLM frees blocks that a step still writes, over a peer's KV."""
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_role != "kv_both":
         raise UnsupportedVLLM(
-            f"--kv-transfer-config: kv_role is {transfer.kv_role!r}, and an engine of Tercet's sends and receives KV: "
+            f"--kv-transfer-config: kv_role is {transfer.kv_role!r}, and an engine of Tercet must send and receive KV: "
             "set it to 'kv_both'"
         )
 
 
 def require_prefill_behind_kv(config: VllmConfig) -> None:
-    """vLLM computes tokens behind KV that is there. Its reference kernels of MLA do not: wrong tokens, and no error."""
+    """Require kernels that continue after existing KV.
+
+    vLLM's reference kernels of MLA give wrong tokens, and no error.
+    """
     if config.model_config.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
         raise UnsupportedVLLM(
-            "on this CPU vLLM computes no tokens of an MLA model behind KV that is there already (it has turned "
-            "chunked prefill and prefix caching off), so none could go on from KV that was sent. Serve it with vLLM"
+            "on this CPU vLLM cannot compute tokens of an MLA model after existing KV (it has turned "
+            "chunked prefill and prefix caching off), so it could not continue from received KV. Serve it with vLLM"
         )
 
 
 def require_positions_of_the_prompt(config: VllmConfig) -> None:
-    """A token's position follows from the prompt, and not from an encoder's results, which no receiver of KV has."""
+    """Require positions that follow from the prompt, and not from an encoder's results, which no receiver has."""
     multimodal = config.model_config.multimodal_config
     if multimodal is not None and config.model_config.uses_mrope and (multimodal.video_pruning_rate or 0) > 0:
         raise UnsupportedVLLM(
-            "--video-pruning-rate with a model with M-RoPE: positions of tokens then depend on what the encoder makes "
-            "of a video, and an engine that goes on from KV of another does not know them; start it without"
+            "--video-pruning-rate with a model with M-RoPE: positions of tokens then depend on the encoder's result "
+            "for a video, which an engine that continues from another one's KV does not have; start it without"
         )
 
 
 def require_whole_blocks(config: VllmConfig) -> None:
-    """Prefixes are found by whole blocks: in the middle of one, KV would begin where no block of a lease does."""
+    """Require prefixes of whole blocks: otherwise KV would begin inside a block of a lease."""
     cache = config.cache_config
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, cache.block_size):
         raise UnsupportedVLLM(
-            f"--prefix-match-unit is {unit}, and Tercet's leases begin with whole blocks of {cache.block_size}; "
+            f"--prefix-match-unit is {unit}, and Tercet's leases begin at whole blocks of {cache.block_size}; "
             "start the engine without it"
         )
 
 
 def require_kernels_of_states(caches: KVCacheConfig) -> None:
-    """There are kernels for the model's states; vLLM would fail at its first prompt, and end with a traceback."""
+    """Require kernels for the model's states; otherwise vLLM fails at its first prompt, with a traceback."""
     kinds = {getattr(group.kv_cache_spec, "mamba_type", None) for group in caches.kv_cache_groups}
     if MambaAttentionBackendEnum.MAMBA1 in kinds and current_platform.is_cpu() and not _scans_states():
         raise UnsupportedVLLM(
@@ -93,20 +96,23 @@ def _scans_states() -> bool:
 
 
 def require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None:
-    """No step has to give a state from within it: vLLM's CPU kernels return the last one, and its worker fails."""
+    """Require steps that need no state from within a block: vLLM's CPU kernels return only the last state."""
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
     steps = config.scheduler_config.max_num_batched_tokens
     for spec in specs:
         within = getattr(spec, "num_prefill_checkpoint_blocks", 0) > 0
         if within and current_platform.is_cpu() and steps > spec.block_size:
             raise UnsupportedVLLM(
-                "on a CPU vLLM fails at prompts of which one step computes more than a block, if the model has Mamba-2 "
+                "on a CPU vLLM fails if one step computes more than a block of a prompt, for a model with Mamba-2 "
                 f"layers; start the engine with --max-num-batched-tokens {spec.block_size}"
             )
 
 
 def require_memory_that_stays(config: VllmConfig) -> None:
-    """KV stays in its memory. vLLM's own allocator takes some away and brings other back, which nobody has mapped."""
+    """Require KV that stays in its memory.
+
+    vLLM's allocator can replace memory, and other processes map only the old.
+    """
     if getattr(config.model_config, "enable_cumem_allocator", False) and not current_platform.is_cpu():
         raise UnsupportedVLLM(
             "--enable-sleep-mode and --enable-cumem-allocator: KV in such memory cannot be mapped by the process that "
@@ -115,25 +121,25 @@ def require_memory_that_stays(config: VllmConfig) -> None:
 
 
 def require_generation(config: VllmConfig) -> None:
-    """The engine generates: others have no KV that anybody would go on from."""
+    """Require generation: other engines have no KV to continue from."""
     if config.model_config.runner_type != "generate":
         raise UnsupportedVLLM(
-            f"this engine's runner is {config.model_config.runner_type!r}, and there is no KV of it to be moved: start "
-            "it with `vllm serve`, and name it to `tercet router` by --pooling-server"
+            f"this engine's runner is {config.model_config.runner_type!r}, which has no KV to move: start "
+            "it with `vllm serve`, and give its URL to `tercet router` by --pooling-server"
         )
 
 
 def require_one_rank(config: VllmConfig) -> None:
-    """One server, one data-parallel rank, and blocks that have all of their tokens."""
+    """Require one data-parallel rank per server, and blocks that have all of their tokens."""
     parallel = config.parallel_config
     if parallel.data_parallel_size != 1 and not parallel.data_parallel_external_lb:
         raise UnsupportedVLLM(
-            f"--data-parallel-size is {parallel.data_parallel_size}, and one server has several of the ranks: start "
-            "each rank as an engine of its own, with its --data-parallel-rank"
+            f"--data-parallel-size is {parallel.data_parallel_size}, so one server has several ranks: start "
+            "each rank as a separate engine, with its --data-parallel-rank"
         )
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
         raise UnsupportedVLLM(
-            "Tercet supports no context parallelism: with --decode-context-parallel-size or "
+            "Tercet does not support context parallelism: with --decode-context-parallel-size or "
             "--prefill-context-parallel-size the tokens of a block are spread over ranks"
         )
     if parallel._api_process_count != 1:

@@ -1,10 +1,10 @@
-"""In which order reservations and vLLM's own waiting requests get blocks: that of their arrival.
+"""Order in which reservations and vLLM's waiting requests get blocks: that of their arrival.
 
-A reservation cannot be preempted, so one that took what is free at the moment could keep a request that came before it
-waiting for ever; and one that only ever got what others leave would itself wait for ever on a busy engine. So it waits
-here, in the order of arrival, until it fits next to what those before it in vLLM's queue still need and those that hold
-blocks already, and requests that came after it are held back while they would take its blocks. Whoever waits too long
-gives up and goes elsewhere.
+A reservation cannot be preempted, so if it took free blocks at once, an earlier request could wait for ever; and if it
+got only blocks that others leave, it would wait for ever on a busy engine. So it waits here, in order of arrival, until
+it fits next to the needs of earlier requests in vLLM's queue and of those that hold blocks already; later requests are
+held back while they would take its blocks. A reservation that waits too long fails, and its caller tries another
+engine.
 
 With vLLM's priority scheduling a reservation counts as a request of priority 0.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Waiting:
-    """A reservation that waits, and why. ``key`` is the :func:`~tercet.protocol.cache_key` of its KV."""
+    """A waiting reservation, and the reason. ``key`` is the :func:`~tercet.protocol.cache_key` of its KV."""
 
     lease: str
     owner: VLLMRequest
@@ -38,7 +38,7 @@ class Waiting:
 
 
 class ReservationQueue:
-    """Reservations that have no blocks yet. Everything here runs on the scheduler's thread."""
+    """Reservations without blocks. Everything here runs on the scheduler's thread."""
 
     def __init__(self, scheduler: Scheduler, reservations: Reservations) -> None:
         self._scheduler = scheduler
@@ -53,7 +53,8 @@ class ReservationQueue:
     ) -> Future[ReservedBlocks]:  # fmt: skip
         """As :meth:`Reservations.reserve`, when there is room; :meth:`give_up` ends the wait.
 
-        Raises :class:`~tercet.protocol.NoSpace` for what never fits, and :class:`~tercet.protocol.Conflict`.
+        Raises :class:`~tercet.protocol.NoSpace` for a reservation that can never fit, and
+        :class:`~tercet.protocol.Conflict`.
         """
         self._reservations.check(lease, end)
         waiting = self._waiting[lease] = Waiting(lease, owner, end, key)
@@ -61,13 +62,13 @@ class ReservationQueue:
         return waiting.answer
 
     def extend(self, lease: str, owner: VLLMRequest, end: int, key: str | None = None) -> ReservedBlocks:
-        """As :meth:`Reservations.extend`, with what everybody leaves who waits already."""
+        """As :meth:`Reservations.extend`, with the blocks that all waiting requests leave."""
         if self._waiting:
             raise NoSpace("reservations that came before it wait for blocks")
         return self._reservations.extend(lease, owner, end, self._needed(), key)
 
     def admit(self) -> None:
-        """Give blocks to those that wait, the first ones first; to be called when some may have become free."""
+        """Give blocks to waiting reservations in order; call this when some may have become free."""
         while self._waiting:
             first = next(iter(self._waiting.values()))
             try:
@@ -80,7 +81,7 @@ class ReservationQueue:
             first.answer.set_result(found)
 
     def give_up(self, lease: str) -> bool:
-        """End a wait, with :class:`~tercet.protocol.NoSpace`; whether there was one."""
+        """End a wait, with :class:`~tercet.protocol.NoSpace`; returns whether there was one."""
         waiting = self._waiting.pop(lease, None)
         if waiting is None:
             return False
@@ -89,7 +90,7 @@ class ReservationQueue:
         return True
 
     def holds_back(self, request: VLLMRequest) -> bool:
-        """Whether ``request``, which has no blocks, must wait, so that a reservation that came first gets its own."""
+        """Whether ``request``, which has no blocks, must wait so that an earlier reservation gets its blocks."""
         first = next(iter(self._waiting.values()), None)
         if first is None or not self._is_before(first.owner, request):
             return False
@@ -99,7 +100,7 @@ class ReservationQueue:
         return free < self._blocks_of(request) + self._reservations.blocks_for(first.end)
 
     def _needed_before(self, waiting: Waiting) -> int:
-        # Those that hold blocks already come first, as in vLLM: while they wait for more, theirs are of no use.
+        # Requests that hold blocks already come first, as in vLLM: while they wait for more, theirs are useless.
         before = [each for each in self._scheduler.waiting if self._is_before(each, waiting.owner)]
         return sum(self._blocks_of(each) for each in (*self._scheduler.kv_holding_waiting, *before))
 

@@ -1,9 +1,9 @@
-"""Blocks reserved for KV that other engines will push: lease, fill, and hand over or give back.
+"""Blocks reserved for KV that other engines push: lease, fill, and hand over or free.
 
-Runs on the scheduler's thread, so that nothing here races with scheduling, and never asks an agent, so that nothing
-here waits. The verbs, in the API server's process, open a reservation's blocks for writing, and say here that a lease
-is over only when every agent has answered that nobody writes them any more. Until then the blocks are nobody else's.
-The KV cache manager sees a reservation as a request of its own which waits for an external load.
+Runs on the scheduler's thread, so that nothing here races with scheduling, and never calls an agent, so that nothing
+here waits. The verbs, in the API server's process, open a reservation's blocks for writing, and end a lease here only
+when every agent has confirmed that it does not write them any more. Until then the blocks have no other owner. To the
+KV cache manager a reservation is a request that waits for an external load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILLER_TOKEN = 0
 class Held:
     """One reservation: blocks for ``tokens``, of which ``[0, matched_len)`` were cached here.
 
-    ``key`` is what beside tokens KV goes by there: :func:`~tercet.protocol.cache_key`.
+    ``key`` is the :func:`~tercet.protocol.cache_key` of its KV.
     """
 
     owner: VLLMRequest
@@ -43,12 +43,12 @@ class Held:
         return len(self.tokens)
 
     def valid_end(self, reported: int) -> int:
-        """How far the KV is valid, if agents say that it is up to ``reported``; what was cached here is."""
+        """The valid end, given what agents have ``reported``; cached KV is valid in any case."""
         return max(self.matched_len, min(reported, self.end))
 
 
 class Reservations:
-    """All leases of this engine. ``max_blocks`` caps what they pin together: leases cannot be preempted."""
+    """All leases of this engine. ``max_blocks`` limits what they pin together: leases cannot be preempted."""
 
     def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler
@@ -63,7 +63,7 @@ class Reservations:
         return len(self._held)
 
     def check(self, lease: str, end: int) -> None:
-        """Raises :class:`NoSpace` for more than a lease can ever have, :class:`Conflict` for a lease that is held."""
+        """Raise :class:`NoSpace` for more than a lease can ever have, :class:`Conflict` for a lease that exists."""
         if lease in self._held:
             raise Conflict(f"lease {lease} exists already", "lease")
         needed = self.blocks_for(end)
@@ -71,11 +71,11 @@ class Reservations:
             raise NoSpace(f"{needed} blocks exceed max_lease_share ({self._max_blocks} blocks)")
 
     def blocks_for(self, end: int) -> int:
-        """How many blocks a lease for ``end`` tokens holds."""
+        """Number of blocks of a lease for ``end`` tokens."""
         return self._tables.needed(end)
 
     def within_share(self, end: int) -> bool:
-        """Whether a lease for ``end`` tokens more is within what leases may pin together."""
+        """Whether one more lease for ``end`` tokens is within the limit of all leases."""
         return self._pinned() + self.blocks_for(end) <= self._max_blocks
 
     def _pinned(self) -> int:
@@ -84,7 +84,7 @@ class Reservations:
     def reserve(
         self, lease: str, owner: VLLMRequest, end: int, needed_before: int, key: str | None = None
     ) -> ReservedBlocks:  # fmt: skip
-        """Reserve blocks for the first ``end`` tokens of ``owner``, if ``needed_before`` of those that are free remain.
+        """Reserve blocks for the first ``end`` tokens of ``owner``, if ``needed_before`` free blocks remain.
 
         ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed. Raises
         :class:`NoSpace`; then nothing stays taken.
@@ -100,19 +100,19 @@ class Reservations:
     def _reserved(self, held: Held) -> ReservedBlocks:
         size, request_id = self._block_size, held.owner.request_id
         # Its filler makes the lease's end a place to resume at, while a request of just these tokens resumes before
-        # that. vLLM, which keeps of windows and states what such places need, has one word for another place.
+        # that. vLLM keeps the windows and states that such places need, and has one field for another place.
         held.owner.shared_prefix_boundary = self._tables.resumed_at(held.end)
         held.num_blocks = self._tables.held(request_id)
         blocks = self._tables.leased(request_id, held.matched_len, held.end)
         return ReservedBlocks(held.matched_len, blocks, size)
 
     def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
-        # Relies on the path that the scheduler takes for an asynchronous external load, and gates it alike.
+        # Relies on the scheduler's path for an asynchronous external load, with the same conditions.
         scheduler, manager = self._scheduler, self._manager
         if self._tables.states:
             return self._allocate_with_states(owner, end, needed_before)
         computed, matched, _ = manager.get_computed_blocks(owner)
-        # A model whose blocks are zeroed has no windows, and takes all that comes from elsewhere as loaded.
+        # A model whose blocks are zeroed has no windows, and counts everything from elsewhere as loaded.
         loaded = end if scheduler.needs_kv_cache_zeroing else max(matched, self._tables.resumed_at(end))
         self._take_slots(
             owner,
@@ -130,7 +130,7 @@ class Reservations:
         return matched
 
     def _allocate_with_states(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
-        # vLLM defers whoever finds a state that the step being planned computes. A lease is used in a later step.
+        # vLLM defers a request that finds a state of the step being planned. A lease is used in a later step.
         self._manager.new_step_starts()
         computed, matched, _ = self._manager.get_computed_blocks(owner)
         loaded = max(matched, self._tables.resumed_at(end))
@@ -139,7 +139,7 @@ class Reservations:
                 owner,
                 end - loaded,
                 self.blocks_for(end),
-                # vLLM does not count the state that comes from elsewhere, nor the one that decoding begins with.
+                # vLLM counts neither the state that arrives, nor the one that decoding begins with.
                 needed_before + 2 * len(self._tables.states),
                 num_new_computed_tokens=matched,
                 new_computed_blocks=computed,
@@ -149,12 +149,12 @@ class Reservations:
         return matched
 
     def _take_first_state_to_decode_into(self, owner: VLLMRequest, end: int) -> None:
-        # vLLM gives none ahead of the step that needs it, and whoever holds blocks must not wait for another.
+        # vLLM allocates none before the step that needs it, and a holder of blocks must not wait for another.
         if self._tables.missing(owner.request_id, end):
             self._manager.allocate_slots(owner, end + 1, delay_cache_blocks=True)
 
     def _take_slots(self, owner: VLLMRequest, num_tokens: int, more: int, needed_before: int, **how: Any) -> None:
-        """Have vLLM allocate ``more`` blocks, for ``num_tokens`` to be computed here. Raises :class:`NoSpace`."""
+        """Make vLLM allocate ``more`` blocks, for ``num_tokens`` to be computed here. Raises :class:`NoSpace`."""
         scheduler, pinned, most = self._scheduler, self._pinned(), self._max_blocks
         if pinned + more > most:
             raise NoSpace(f"{more} blocks on top of {pinned} under lease exceed max_lease_share ({most} blocks)")
@@ -170,21 +170,21 @@ class Reservations:
         )
         if allocated is None:
             free = self._manager.block_pool.get_num_free_blocks()
-            raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to requests before it")
+            raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to earlier requests")
 
     def extend(
         self, lease: str, owner: VLLMRequest, end: int, needed_before: int, key: str | None = None
     ) -> ReservedBlocks:  # fmt: skip
-        """Reserve more blocks for a lease, now or not at all; its own stay where they are. Returns all of them.
+        """Reserve more blocks for a lease, now or not at all, after its blocks. Returns all of them.
 
-        ``owner`` takes the place of the lease's request, whose id and first tokens it has. Raises :class:`NoSpace`,
-        :class:`BadRequest` or :class:`UnknownSequence`; the lease is as it was then.
+        ``owner`` replaces the lease's request, whose id and first tokens it has. Raises :class:`NoSpace`,
+        :class:`BadRequest` or :class:`UnknownSequence`; the lease is unchanged then.
         """
         held = self._held.get(lease)
         if held is None:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
         if list(owner.all_token_ids)[:end][: held.end] != held.tokens or key != held.key:
-            raise BadRequest("prompt: does not begin with what the lease was taken for", "prompt")
+            raise BadRequest("prompt: does not begin with the tokens of the lease", "prompt")
         more = self._tables.missing(held.owner.request_id, end)
         if more > 0:
             self._allocate_more(owner, end, more, needed_before)
@@ -192,8 +192,8 @@ class Reservations:
         return self._reserved(held)
 
     def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
-        # As for a request that runs and has computed nothing: else vLLM would free what falls out of a window, and
-        # peers may be writing there.
+        # As for a running request without computed tokens: otherwise vLLM would free blocks that leave a window, while
+        # peers may write there.
         if self._tables.states:
             with self._tables.written_by_peers():
                 self._take_slots(owner, end, more, needed_before + len(self._tables.states))
@@ -204,22 +204,22 @@ class Reservations:
             self._take_slots(owner, end, more, needed_before)
 
     def commit(self, lease: str, valid: Content) -> None:
-        """Make the KV received so far findable in the prefix cache; the lease stays open.
+        """Make the KV received so far available in the prefix cache; the lease stays open.
 
-        Raises :class:`EngineError` if it is not of the lease's tokens: it would be found under another's hashes.
+        Raises :class:`EngineError` if it is not of the lease's tokens: it would be found under wrong hashes.
         """
         held = self._held.get(lease)
         if held is None:
             return
         if content_of(packed(held.tokens), held.key, valid.end) != valid:
-            raise EngineError(f"lease {lease}: the agents report KV of other tokens than it was taken for")
+            raise EngineError(f"lease {lease}: the agents report KV of other tokens than those of the lease")
         self._cache(held, held.owner, valid.end)
 
     def _cache(self, held: Held, request: VLLMRequest, valid_end: int) -> None:
-        """Make a lease's KV findable; ``request`` has its blocks.
+        """Make a lease's KV available; ``request`` has its blocks.
 
-        Without the state at the lease's end nobody can go on from KV of a model that has states, and what is in a
-        state's block before all of the lease is there may be of another position.
+        In a model with states, KV is useless without the state at the lease's end, and before all of the lease has
+        arrived a state's block may belong to another position.
         """
         if self._tables.states:
             if valid_end < held.end:
@@ -228,9 +228,9 @@ class Reservations:
         self._manager.cache_blocks(request, valid_end)
 
     def release(self, lease: str, valid_end: int) -> int:
-        """Give the blocks of a lease that is over back; what arrived stays as prefix cache. Returns its valid end.
+        """Free the blocks of an ended lease; received KV stays as prefix cache. Returns its valid end.
 
-        Raises :class:`UnknownSequence` for a lease that is not held.
+        Raises :class:`UnknownSequence` for an unknown lease.
         """
         held = self._take(lease)
         valid_end = held.valid_end(valid_end)
@@ -238,11 +238,11 @@ class Reservations:
         return valid_end
 
     def adopt(self, lease: str, valid_end: int, request: VLLMRequest) -> None:
-        """Hand the blocks of a lease that is over to the request that decodes on them.
+        """Hand the blocks of an ended lease over to the request that decodes with them.
 
         Leaves the request as vLLM leaves one whose asynchronous load has finished: blocks attached,
-        ``num_computed_tokens`` set, queued among those that hold KV. A lease that ended meanwhile is no error: the
-        request then computes everything itself.
+        ``num_computed_tokens`` set, queued among those that hold KV. A lease that has ended otherwise in the meantime
+        is not an error: the request then computes everything itself.
         """
         if lease not in self._held:
             return
@@ -257,21 +257,21 @@ class Reservations:
         request.num_computed_tokens = computed
         self._cache(held, request, computed)
         self._count_prefill(request, held.matched_len, computed)
-        # Behind a request that needs blocks, one that holds blocks would wait for ever.
+        # After a request that needs blocks, one that holds blocks would wait for ever.
         self._scheduler.waiting.remove_request(request)
         self._scheduler.kv_holding_waiting.add_request(request)
 
     def _can_continue(self, held: Held, request: VLLMRequest, computed: int) -> bool:
-        """Whether ``request`` may go on at position ``computed`` in the reserved blocks.
+        """Whether ``request`` may continue at position ``computed`` in the reserved blocks.
 
-        It cannot into a block that the prefix cache shares; that happens when all tokens are there and only the last
-        one is computed again. Without the reservation, vLLM finds the same blocks in its cache and computes the last
-        one anew. Nor can it from half of what was reserved, where layers have windows: blocks were reserved for the
-        last one. And a state is of the lease's end, not of any position before it.
+        It cannot write into a block that the prefix cache shares; that happens when all tokens are present and only the
+        last one is computed again. Without the reservation, vLLM finds the same blocks in its cache and recomputes the
+        last one. Nor can it continue from half of what was reserved if layers have windows: blocks were reserved for
+        the last one. And a state belongs to the lease's end, not to an earlier position.
         """
         if self._tables.states and computed != held.end:
             return False
-        if request.skip_reading_prefix_cache:  # it wants every position computed here, for prompt_logprobs say
+        if request.skip_reading_prefix_cache:  # it needs every position computed here, for example for prompt_logprobs
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
             return False
@@ -302,7 +302,7 @@ class Reservations:
 
 
 def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
-    """Whether the same weights compute both: vLLM's own comparison goes by the name alone."""
+    """Whether the same weights compute both: vLLM's comparison uses the name only."""
     (mine, theirs) = (request.lora_request for request in (one, other))
     if mine is None or theirs is None:
         return mine is theirs
@@ -312,7 +312,7 @@ def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
 
 
 def same_features(one: VLLMRequest, other: VLLMRequest, end: int) -> bool:
-    """Whether the same images and the like stand among the first ``end`` tokens of both."""
+    """Whether both have the same images and the like among the first ``end`` tokens."""
     (mine, theirs) = (
         [
             (feature.identifier, feature.mm_position.offset, feature.mm_position.length)

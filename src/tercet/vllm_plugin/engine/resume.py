@@ -1,10 +1,10 @@
 """Requests that start with output tokens that another engine generated: the scheduler's half.
 
-Most is vLLM's own: ``Request.append_output_token_ids`` makes a request what a preempted one is, so ``max_tokens``,
+vLLM does most of it: ``Request.append_output_token_ids`` makes a request equal to a preempted one, so ``max_tokens``,
 ``min_tokens`` and stop conditions count the output. Three things remain. The grammar of a structured output must have
-accepted the output, or what of it follows the reasoning if there is a reasoning parser; the worker, which believes that
-new requests have none, must be told (:mod:`~tercet.vllm_plugin.engine.model_runner`); and what was cached is counted
-here, since vLLM takes it for granted that no more than the prompt can be.
+accepted the output, or its part after the reasoning if there is a reasoning parser; the worker, which expects no output
+in new requests, must be notified (:mod:`~tercet.vllm_plugin.engine.model_runner`); and cached tokens are counted here,
+since vLLM assumes that they are not more than the prompt.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ResumedRequests:
         return len(self._waiting)
 
     def begin(self, request: VLLMRequest, output: list[int]) -> None:
-        """Make ``request`` go on after ``output``; called before it is first scheduled."""
+        """Make ``request`` continue after ``output``; called before it is first scheduled."""
         request.append_output_token_ids(list(output))
         start_grammar_after(self._scheduler.structured_output_manager, request, output)
         self._waiting[request.request_id] = output
         request.prefill_stats = None  # until the first step: with output, more than the prompt may be cached
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Tell the workers with what output the requests start that ``output`` schedules for the first time."""
+        """Pass the output of requests that ``output`` schedules for the first time to the workers."""
         if not self._waiting:
             return
         starting = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -52,19 +52,19 @@ class ResumedRequests:
             request = self._scheduler.requests[request_id]
             if request.prefill_stats is None and request.num_preemptions == 0:
                 request.prefill_stats = PrefillStats()
-                # All that there was before is prefilled, the output too: what is computed of it is the rest.
+                # All earlier tokens count as prefilled, the output too: the rest is what is computed.
                 request.prefill_stats.set(request.num_tokens, starting[request_id], 0)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Forget a request that has ended."""
         self._waiting.pop(request_id, None)
 
 
 def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, output: Sequence[int]) -> None:
     """Make the request's grammar, which vLLM compiles in the background, start after ``output``, which ``request`` has.
 
-    Where vLLM's manager has a reasoning parser, no token of the reasoning is the grammar's, nor the one that ends it.
-    If the output ends before that, the grammar starts where vLLM sees the reasoning end.
+    If vLLM's manager has a reasoning parser, the grammar does not cover the reasoning, nor the token that ends it. If
+    the output ends before that, the grammar starts where vLLM sees the reasoning end.
     """
     structured = request.structured_output_request
     if structured is None:
@@ -75,14 +75,14 @@ def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, 
     def advance(done: Future[Any]) -> None:
         try:
             grammar = done.result()
-            # A copy, since the scheduler may not see the grammar before it has accepted the output.
+            # A copy, since the scheduler must not see the grammar before it has accepted the output.
             behind, resumed = copy.copy(structured), copy.copy(request)
             behind.grammar, resumed.structured_output_request = grammar, behind
             accepted = manager.accept_tokens(resumed, list(output))
             structured.reasoning_ended, structured.reasoner = behind.reasoning_ended, behind.reasoner
             if not accepted:
                 raise ValueError("output: the tokens generated so far do not follow the requested structure")
-        except Exception as error:  # reported by vLLM as this request's grammar failure
+        except Exception as error:  # vLLM reports it as this request's grammar failure
             advanced.set_exception(error)
         else:
             advanced.set_result(grammar)

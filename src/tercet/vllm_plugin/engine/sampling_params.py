@@ -1,4 +1,4 @@
-"""Sampling parameters from the wire, checked and turned into vLLM's own."""
+"""Sampling parameters from the wire, checked and converted to vLLM's."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from tercet.protocol import BadRequest
 from tercet.vllm_plugin.grammar_bounds import require_small
 
-# Fields that are the engine's own business, or have another name on the verbs.
+# Fields that only the engine sets, or that have another name in the verbs.
 NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args"})
 _PLACE = re.compile(r"`\$\.(\w+)")
-# What vLLM's serving layer says of the reasoning beside the parameters; it matters to structured output alone.
+# Fields of vLLM's serving layer about the reasoning, in addition to the parameters; only structured output needs them.
 REASONING_FIELDS = ("reasoning_ended", "reasoning_parser_kwargs")
 CALLER_FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - NOT_FOR_CALLERS
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Whether the prompt ends behind the reasoning, None if unknown, and the arguments of its parser."""
+    """Whether the prompt ends after the reasoning, None if unknown, and the arguments of its parser."""
 
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
 
 def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``given`` is about the reasoning, as ``AsyncLLM`` takes it.
+    """The part of ``given`` about the reasoning, in ``AsyncLLM``'s form.
 
     Raises :class:`~tercet.protocol.BadRequest`.
     """
@@ -55,7 +55,7 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
     max_tokens = fields.get("max_tokens")
     if isinstance(max_tokens, int) and 1 <= max_tokens <= min_tokens_done:
         raise BadRequest(
-            f"sampling_params.max_tokens: {max_tokens} is reached by the {min_tokens_done} tokens of output already",
+            f"sampling_params.max_tokens: {max_tokens} is already reached by the {min_tokens_done} tokens of output",
             "sampling_params.max_tokens",
         )
     if isinstance(structured := fields.get("structured_outputs"), Mapping):
@@ -66,8 +66,8 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
         "extra_args": {"kv_transfer_params": dict(kv_transfer_params)},
     }
     try:
-        # The engine's core reads requests with these types, and ends for good where one has another; vLLM's own
-        # constructor looks at few of them.
+        # The engine's core decodes requests with these types, and ends for good at a wrong one; vLLM's constructor
+        # checks few of them.
         msgspec.msgpack.encode(fields)
         return msgspec.convert({**fields, **ours}, SamplingParams, str_keys=True, dec_hook=_array)
     except VLLMValidationError as error:
@@ -92,7 +92,7 @@ def _field(parameter: str | None) -> str:
 def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same parameters for a sender that samples one token.
 
-    ``min_tokens`` of one masks the end of sequence on the first token just as a larger one does.
+    ``min_tokens`` of one masks the end of sequence for the first token, as a larger one does.
     """
     min_tokens = given.get("min_tokens", 0)
     return {**given, "max_tokens": 1, "min_tokens": min(min_tokens, 1) if isinstance(min_tokens, int) else min_tokens}

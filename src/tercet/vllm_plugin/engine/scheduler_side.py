@@ -1,4 +1,4 @@
-"""The scheduler's half: what requests of ours become, and what each step orders the workers to do."""
+"""The scheduler's half: handling of Tercet's requests, and each step's orders to the workers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class SchedulerSide:
-    """What one scheduler holds for others. Everything here runs on the scheduler's thread.
+    """State of one scheduler for other engines. Everything here runs on the scheduler's thread.
 
-    ``max_lease_blocks`` caps what leases pin together; ``tables`` publishes where sequences lie, if that can be had.
+    ``max_lease_blocks`` limits what leases pin together; ``tables`` publishes the places of sequences, if possible.
     """
 
     def __init__(self, scheduler: Scheduler, max_lease_blocks: int, tables: TablePublisher | None) -> None:
@@ -33,7 +33,7 @@ class SchedulerSide:
         self.tables = tables
 
     def begin(self, request: VLLMRequest, params: TercetParams) -> None:
-        """A request arrived that sends its KV, stands on a reservation, or goes on with output from elsewhere."""
+        """A request arrived that sends its KV, uses a reservation, or continues output from another engine."""
         if params.send is not None:
             self.sends.begin(request, params.send)
         if params.seq is not None and params.seq.output:
@@ -44,7 +44,7 @@ class SchedulerSide:
             self.tables.follow(request, params.seq.number)
 
     def plan(self, output: SchedulerOutput) -> StepMetadata:
-        """The orders of the step that ``output`` describes."""
+        """Return the orders of the step that ``output`` describes."""
         metadata = StepMetadata()
         if not give_way(self._scheduler, output):
             self.queue.admit()
@@ -55,13 +55,13 @@ class SchedulerSide:
         return metadata
 
     def stepped(self) -> None:
-        """A step is over, and what it has computed is counted."""
+        """A step has ended, and its results are counted."""
         self.sends.stepped()
         if self.tables is not None:
             self.tables.publish()
 
     def finished(self, request_id: str) -> None:
-        """A request is over. Its blocks are vLLM's to free; those on their way to a peer stay pinned by its send."""
+        """A request has ended. vLLM frees its blocks; those being sent stay pinned by the send."""
         self.resumed.forget(request_id)
         if self.tables is not None:
             self.tables.forget(request_id)

@@ -1,4 +1,4 @@
-"""Which ranks of a receiver each rank of this engine sends to."""
+"""The ranks of a receiver that each rank of this engine sends to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tercet.transport import SendDestination, routes
 
 
 def destinations_of(info: KVAddrInfo, layout: KVLayout, num_ranks: int) -> list[list[SendDestination]]:
-    """For each rank of this engine, the receiver's ranks that have heads and layers in common with it."""
+    """For each rank of this engine, the receiver's ranks with common heads and layers."""
     ranks = sorted(info.ranks, key=lambda rank: rank.rank)
     return [
         [

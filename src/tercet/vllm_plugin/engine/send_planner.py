@@ -1,8 +1,8 @@
 """SendPlanner: requests whose KV goes to another engine while it is computed.
 
-Runs on the scheduler's thread, and never asks an agent. Per step it plans which blocks have become complete and pins
-them; a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted, before its last byte
-left.
+Runs on the scheduler's thread, and never calls an agent. Per step it plans which blocks have become complete and pins
+them; a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted, before its last byte is
+sent.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class SendPlanner:
         self._block_size = self._tables.block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
-        self._steps = 0  # planned, and not over
-        # An end that overtakes its own request in the input queue must win; bounded, since some never arrive.
+        self._steps = 0  # steps that were planned, and have not ended
+        # An end that overtakes its own request in the input queue must count; limited, since some requests never
+        # arrive.
         self._ended_early: deque[str] = deque(maxlen=1024)
 
     def __len__(self) -> int:
         return len(self._sending)
 
     def begin(self, request: VLLMRequest, params: SendParams) -> None:
-        """Follow ``request``; its KV of ``[begin, end)`` shall go out."""
+        """Follow ``request``, whose KV of ``[begin, end)`` will be sent."""
         if params.send_id in self._ended_early:
             self._ended_early.remove(params.send_id)
             return
@@ -63,10 +64,10 @@ class SendPlanner:
         self._by_request[request.request_id] = sending
 
     def _compute_what_is_gone(self, request: VLLMRequest, params: SendParams) -> None:
-        """Have a request computed from its beginning that would go on behind blocks which the receiver wants.
+        """Let a request compute from its beginning if it would continue after blocks that the receiver needs.
 
-        The prefix cache keeps of a window what is looked back at from some positions, and a receiver whose lease has
-        grown may want more.
+        The prefix cache keeps only the parts of a window that some positions look back at, and a receiver whose lease
+        has grown may need more.
         """
         if not params.group_begins or request.skip_reading_prefix_cache:
             return
@@ -79,7 +80,7 @@ class SendPlanner:
         return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Add to ``metadata`` what shall be pushed in the step that ``output`` describes; :meth:`stepped` follows."""
+        """Add the pushes of the step that ``output`` describes to ``metadata``; :meth:`stepped` follows."""
         self._steps += 1
         for request_id, scheduled in output.num_scheduled_tokens.items():
             sending = self._by_request.get(request_id)
@@ -87,19 +88,19 @@ class SendPlanner:
                 self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
 
     def stepped(self) -> None:
-        """The first of the steps that were planned is over; one from before there was this planner counts nowhere."""
+        """The first of the planned steps has ended; one that was planned before this object is not counted."""
         self._steps = max(0, self._steps - 1)
 
     def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
-        # Before the step's own bookkeeping, num_computed_tokens counts what earlier steps or the cache provide. What
-        # the cache provides may be computed in this very step, for a request with the same prefix: vLLM enters blocks
-        # into it when they are scheduled. So cached blocks too are pushed layer by layer, behind the computation.
+        # Before the step's own bookkeeping, num_computed_tokens counts tokens from earlier steps or the cache. Cached
+        # tokens may be computed in this very step, for a request with the same prefix: vLLM enters blocks into the
+        # cache when they are scheduled. So cached blocks too are pushed layer by layer, after the computation.
         params = sending.params
         done = request.num_computed_tokens + scheduled
         if not sending.opened:
             sending.opened = True
             metadata.opened.append(params.openings())
-        # A partly filled block goes out once, when its last token of the range is there.
+        # A partly filled block is sent once, when its last token of the range is there.
         until = -(-params.end // self._block_size) if done >= params.end else done // self._block_size
         metadata.pushes += self._push(sending, self._tables.of(request.request_id), until)
         if done >= params.end:
@@ -107,10 +108,10 @@ class SendPlanner:
             del self._by_request[request.request_id]
 
     def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
-        """Pin a send's next blocks, up to a position in their tables; what to push then.
+        """Pin a send's next blocks, up to a position in their tables; returns what to push.
 
-        Without those that vLLM has given up, since they left a window, and what comes before them: a push fills slots
-        that follow one another. A receiver that wants them refuses the send's end: it has not got all.
+        Blocks that vLLM has freed, since they left a window, are left out, and those before them: a push fills
+        consecutive slots. A receiver that needs them refuses the send's end, which is incomplete.
         """
         base, found = sending.params.base // self._block_size, list[Push]()
         for group, table in enumerate(tables):
@@ -126,19 +127,19 @@ class SendPlanner:
         return found
 
     def push_cached(self, probe: VLLMRequest, params: SendParams) -> list[Push] | None:
-        """Pin ``[begin, end)`` if all of it is here by now; what to push then, with no forward pass.
+        """Pin ``[begin, end)`` if all of it is here by now; returns what to push without a forward pass.
 
         That is so if it is in the prefix cache, or if a request that runs here has computed it: then the block that
-        this request is still filling goes as it is, since later tokens leave the bytes of earlier ones alone.
-        States go from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more, used for
-        the look-up only.
+        this request is still filling is sent as it is, since later tokens do not change the bytes of earlier ones.
+        States are sent from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more, used
+        for the look-up only.
         """
         firsts, until = self._first_blocks(params), -(-params.end // self._block_size)
         for found in (self._cached(probe, params.end), self._running(probe, params.end)):
             if found is None:
                 continue
             tables = [self._completed(probe, params.end // self._block_size, *each) for each in enumerate(found)]
-            # What left a window may be gone.
+            # Blocks that left a window may be missing.
             wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
             if not any(block.is_null for blocks in wanted for block in blocks):
                 sending = self._sending[params.send_id] = Sending(params, firsts, opened=True)
@@ -148,9 +149,9 @@ class SendPlanner:
     def _completed(
         self, probe: VLLMRequest, full: int, group: int, table: Sequence[KVCacheBlock]
     ) -> Sequence[KVCacheBlock]:
-        """A group's blocks of the probe's tokens, with what has left its window, if the prefix cache has it still.
+        """A group's blocks of the probe's tokens, including those that left its window but not the prefix cache.
 
-        The first ``full`` blocks have no tokens but those that are sent.
+        The first ``full`` blocks have only tokens that are sent.
         """
         pool, hashes = self._manager.block_pool, probe.block_hashes
         if self._steps_in_flight():
@@ -169,15 +170,15 @@ class SendPlanner:
     def _steps_in_flight(self) -> bool:
         """Whether the prefix cache may have blocks of steps that have not run yet, under asynchronous scheduling.
 
-        Requests do not tell: one that was aborted is gone, while a step still computes what others find of it.
+        Requests do not tell: an aborted one is removed, while a step still computes blocks that others find.
         """
         return self._steps > 0
 
     def _running(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
         """The blocks of a request that runs and has computed the probe's first ``end`` tokens.
 
-        A step that is under way may not have run yet. One whose first step has not ended (it still has the statistics
-        that go out with its first output) may stand on blocks that another request's step is computing.
+        A step that was planned may not have run yet. A request whose first step has not ended (it still has the
+        statistics for its first output) may use blocks that another request's step is computing.
         """
         tokens = probe._all_token_ids[:end]
         for request in self._scheduler.running:
@@ -192,7 +193,7 @@ class SendPlanner:
             ):
                 tables = self._tables.of(request.request_id)
                 for group in self._tables.states:
-                    # Its state is of what it has computed by now, and changes with every step.
+                    # Its state is that of the tokens computed by now, and changes with every step.
                     tables[group] = [self._manager.block_pool.null_block] * len(tables[group])
                 return tables
         return None
@@ -205,6 +206,6 @@ class SendPlanner:
         sending = self._sending.pop(send_id, None)
         if sending is None:
             self._ended_early.append(send_id)
-            raise UnknownSequence(f"send {send_id} is not under way")
+            raise UnknownSequence(f"send {send_id} is not running")
         self._by_request = {key: other for key, other in self._by_request.items() if other is not sending}
         self._manager.block_pool.free_blocks(reversed(sending.pins))

@@ -1,4 +1,4 @@
-"""The sequences that an engine generates, as its API server's process knows them, and as the core says."""
+"""The sequences that an engine generates, with data of its API server's process and of the core."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tercet.vllm_plugin.engine.llm_requests import DecodingSequence
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 0.25
-"""So long, at most, waits who asks for a report."""
+"""Longest wait of a caller for a report."""
 
 
 class SequenceTable:
-    """Tokens, age and front door are known here; blocks, and whether a sequence runs, by the core only.
+    """Tokens, age and front door are known here; blocks, and whether a sequence runs, only in the core.
 
-    ``ask`` asks the core, never twice at a time. One that stands still holds nobody up: then what it said last is
-    reported. Relies on vLLM making its own id of a request of ours and something behind it.
+    ``ask`` polls the core, one poll at a time. A stuck core blocks no caller: then its last answer is reported. Relies
+    on vLLM making its id from a request's id and a suffix.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[RequestInCore]]]) -> None:
         self._ask = ask
-        self._sequences: dict[str, DecodingSequence] = {}  # by the ids of our requests
-        self._in_core: dict[str, RequestInCore] = {}  # by the same
+        self._sequences: dict[str, DecodingSequence] = {}  # by our request ids
+        self._in_core: dict[str, RequestInCore] = {}  # by our request ids
         self._asking: asyncio.Task[None] | None = None
         self._tasks = TaskSet()
 
     def add(self, sequence: DecodingSequence) -> None:
-        """It is generated from now on."""
+        """Add a sequence."""
         self._sequences[sequence.request.request_id] = sequence
 
     def remove(self, sequence: DecodingSequence) -> None:
-        """It is over."""
+        """Remove a sequence."""
         self._sequences.pop(sequence.request.request_id, None)
 
     def beginning_with(
@@ -48,11 +48,11 @@ class SequenceTable:
         adapter: Adapter | None = None,
         features: Sequence[MultiModalFeature] = (),
     ) -> list[DecodingSequence]:
-        """Those that have these tokens first, and no images but these."""
+        """Those that begin with these tokens, and have no other images among them."""
         return [each for each in self._sequences.values() if each.begins_with(tokens, salt, adapter, features)]
 
     async def reports(self) -> list[SequenceReport]:
-        """Every sequence, in the order in which they came; one that the core has not got yet waits, without blocks."""
+        """Every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
         if self._sequences:
             if self._asking is None or self._asking.done():
                 self._asking = self._tasks.spawn(self._ask_core())
@@ -78,13 +78,13 @@ class SequenceTable:
     async def _ask_core(self) -> None:
         try:
             answer = await self._ask()
-        except Exception as error:  # vLLM says so of a core that has ended
-            logger.debug("the engine's core cannot be asked for its sequences: %s", error)
+        except Exception as error:  # vLLM raises this for a core that has ended
+            logger.debug("the engine's core cannot be polled for its sequences: %s", error)
             return
         self._in_core = {_ours(found.request_id): found for found in answer}
 
 
 def _ours(request_id: str) -> str:
-    """The id that we gave: vLLM puts a dash and random characters behind it."""
+    """Our id of the request: vLLM appends a dash and random characters."""
     prefix, _, rest = request_id.partition("-")
     return f"{prefix}-{rest.partition('-')[0]}"

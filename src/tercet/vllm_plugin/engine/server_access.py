@@ -1,4 +1,4 @@
-"""Who may call this engine's verbs, and from where: decided once, from how its server was started."""
+"""Callers of this engine's verbs, and their addresses: decided once, from the server's start options."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.engine.plugin_settings import SET_A_SECRET
 
 ASKS_FOR_A_KEY = (
-    f"this engine asks for its fleet's secret ({SECRET_VARIABLE}), or its API key: Authorization: Bearer KEY"
+    f"this engine requires its fleet's secret ({SECRET_VARIABLE}), or its API key: Authorization: Bearer KEY"
 )
 
 
 def callers_of(args: Namespace, secret: str) -> Callers:
-    """The keys that open the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
+    """The keys for the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
 
     Raises :class:`~tercet.protocol.BadRequest` if there is none, and other machines can reach the server.
     """
@@ -32,7 +32,7 @@ def callers_of(args: Namespace, secret: str) -> Callers:
 
 
 def api_keys(args: Namespace) -> Sequence[str]:
-    """vLLM's own keys, by its own rule: those of its command line, else that of its variable; empty ones are left out.
+    """vLLM's own keys, by vLLM's rule: those of its command line, else that of its variable; empty ones are ignored.
 
     Raises :class:`~tercet.protocol.BadRequest` for a blank one.
     """
@@ -41,7 +41,7 @@ def api_keys(args: Namespace) -> Sequence[str]:
 
 
 def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and there is no key."""
+    """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host`` and there is no key."""
     if not any(key.strip() for key in keys) and not is_loopback(host):
         raise BadRequest(
             f"--host: other machines can reach the verbs of an engine at {host or 'any address'}, so {SET_A_SECRET} "
@@ -51,7 +51,7 @@ def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches a server that listens at ``host``; None is any address."""
+    """Whether only this machine reaches a server that listens on ``host``; None is any address."""
     if not host:
         return False
     try:

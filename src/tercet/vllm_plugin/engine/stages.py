@@ -1,4 +1,4 @@
-"""What the pipeline stages of an engine hold: a worker knows its own layers only, and layouts describe all of them."""
+"""Contents of an engine's pipeline stages: a worker knows its own layers only, and layouts describe all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def engine_rank() -> int:
-    """Which of its engine's ranks this worker is: those of the first stage come first."""
+    """This worker's rank in its engine: those of the first stage come first."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tensor_parallel = get_tp_group()
@@ -22,7 +22,7 @@ def engine_rank() -> int:
 
 
 def over_stages(mine: Any) -> list[Any]:
-    """What the workers of this one's tensor-parallel rank say, by pipeline stage; all must ask at the same time."""
+    """Values of the workers with this tensor-parallel rank, by pipeline stage; all must call this at the same time."""
     import torch.distributed
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -36,7 +36,7 @@ def over_stages(mine: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class StageContents:
-    """What one stage holds, by group of layers: how many layers, and of each plane in its order whose it is."""
+    """Contents of one stage, by group of layers: the number of layers, and each plane's layer in order."""
 
     layers: list[int]
     planes: list[list[str]]
@@ -44,7 +44,7 @@ class StageContents:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[str]], planes: LayerPlanes) -> StageContents:
-        """This worker's."""
+        """The contents of this worker."""
         names = [[""] * count for count in planes.group_planes]
         for group, layers in enumerate(groups):
             first = sum(planes.group_planes[:group])
@@ -55,7 +55,7 @@ class StageContents:
 
 
 class AllStages:
-    """What all stages hold together."""
+    """Contents of all stages together."""
 
     def __init__(self, stages: Sequence[StageContents]) -> None:
         if len({stage.block_bytes for stage in stages}) > 1:
@@ -65,19 +65,19 @@ class AllStages:
 
     @property
     def layers(self) -> list[int]:
-        """How many layers each group has."""
+        """Number of layers of each group."""
         return [sum(counts) for counts in zip(*(stage.layers for stage in self._stages), strict=True)]
 
     @property
     def plane_counts(self) -> tuple[tuple[int, ...], ...]:
-        """How many planes of each group each stage holds; empty if one stage holds all."""
+        """Number of planes of each group in each stage; empty if one stage holds all."""
         if len(self._stages) == 1:
             return ()
         return tuple(tuple(map(len, stage.planes)) for stage in self._stages)
 
     @property
     def order(self) -> str:
-        """Stands for the layers' names in the order of their planes, group by group over all stages."""
+        """Identifies the layers' names in the order of their planes, group by group over all stages."""
         digest = hashlib.sha256()
         for group in zip(*(stage.planes for stage in self._stages), strict=True):
             digest.update("\n".join(name for names in group for name in names).encode() + b"\0")

@@ -1,20 +1,20 @@
-"""Which layers' KV a worker tells its agent of, and when in a step. Decides only.
+"""Decides which layers' KV a worker reports to its agent, and when in a step. Decides only.
 
-Layer hooks run where a step runs layer by layer: eagerly, or as piecewise CUDA graphs. A full graph, which is what
-decode-only steps run as, calls none of them; what it has computed is told when the step ends. So graphs of either kind
-serve, and nothing here asks which one it was.
+Layer hooks run if a step runs layer by layer: eagerly, or as piecewise CUDA graphs. A full graph, which decode-only
+steps use, calls none of them; its KV is reported when the step ends. So both kinds of graphs work, and nothing here
+checks which one it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# So much KV is told to the agent at a time, at least; what remains at the end of a step is told then.
+# Fewest bytes of KV in one note to the agent; the remainder is reported at the end of a step.
 NOTE_BYTES = 1024 * 1024
 
 
 class StepLayers:
-    """The planes of one rank during a step, each told once if the step pushes anything."""
+    """The planes of one rank during a step, each reported once if the step pushes anything."""
 
     def __init__(self, num_planes: int) -> None:
         self._all = range(num_planes)
@@ -23,14 +23,14 @@ class StepLayers:
         self._told: set[int] = set()
 
     def begin(self, plane_bytes: int) -> None:
-        """A step begins that pushes so many bytes of each plane; none, and nothing is told."""
+        """Begin a step that pushes ``plane_bytes`` of each plane; with 0, nothing is reported."""
         self._plane_bytes = plane_bytes
         self._done, self._told = [], set()
 
     def saved(self, planes: Sequence[int]) -> tuple[int, ...]:
-        """A layer's hook ran, for its ``planes``; which are worth telling now.
+        """Record that a layer's hook ran, for its ``planes``; returns the planes to report now.
 
-        They go together until they are worth an agent's while: waking it costs the cores that compute.
+        They are reported together once they are large enough: waking the agent costs the cores that compute.
         """
         if not self._plane_bytes:
             return ()
@@ -38,7 +38,7 @@ class StepLayers:
         return self._tell() if len(self._done) * self._plane_bytes >= NOTE_BYTES else ()
 
     def ended(self) -> tuple[int, ...]:
-        """The step is over; which are left to be told: those of hooks that did not run, too."""
+        """End the step; returns the planes still to report, including those whose hooks did not run."""
         if not self._plane_bytes:
             return ()
         seen = self._told.union(self._done)

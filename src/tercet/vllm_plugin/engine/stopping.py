@@ -1,4 +1,4 @@
-"""SIGTERM empties an engine before it stops: what runs here goes on elsewhere first, as its front doors see to it."""
+"""SIGTERM empties an engine before it stops: its front doors move its sequences to other engines first."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tercet.aio import TaskSet
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.05
 HEARD_SECONDS = 0.3
-"""Until every front door has heard that the engine stops, and what it had sent here before that has arrived."""
+"""Time until every front door knows that the engine stops, and its earlier calls have arrived."""
 
 
 class StopWhenEmpty:
-    """Decides when an engine that has been asked to stop does so.
+    """Decides when an engine stops after a stop request.
 
-    ``announce`` tells its front doors, and returns how many there are. ``is_empty`` says whether it holds nothing for
-    anybody. ``stop`` ends it: once it is empty, after ``grace`` seconds at the latest, or when it is asked again. With
-    no front door and nothing to wait for that is at once.
+    ``announce`` notifies its front doors, and returns their number. ``is_empty`` tells whether it holds nothing for
+    others. ``stop`` ends it: once it is empty, after ``grace`` seconds at the latest, or at a second request. Without
+    front doors and work it stops at once.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StopWhenEmpty:
         self._tasks = TaskSet()
 
     def ask(self) -> None:
-        """Somebody wants the engine to stop."""
+        """Request a stop of the engine."""
         if self._asked or not self._grace:
             self._tasks.cancel()
             self._stop()
@@ -53,18 +53,18 @@ class StopWhenEmpty:
                         break
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
-            logger.warning("the engine stops with something still running: it is not empty after %g s", self._grace)
+            logger.warning("the engine stops with running work: it is not empty after %g s", self._grace)
         self._stop()
 
 
 def stop_on_sigterm(stop: StopWhenEmpty) -> None:
-    """From now on SIGTERM asks ``stop``, in place of vLLM's own handler. To be called when the server starts up.
+    """Make SIGTERM request ``stop``, instead of vLLM's handler. Call this when the server starts.
 
-    Relies on vLLM handling SIGINT as it does SIGTERM, and having set both handlers before its server starts up.
+    Relies on vLLM handling SIGINT as it does SIGTERM, and having set both handlers before its server starts.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.ask)
 
 
 def let_vllm_stop() -> None:
-    """Have vLLM's own handler run."""
+    """Run vLLM's own handler."""
     signal.raise_signal(signal.SIGINT)

@@ -1,8 +1,8 @@
-"""What the core publishes of its running sequences, with each step, so that it need not be asked when it stands still.
+"""Publishes the core's running sequences with each step, so that they are known when the core is stuck.
 
-Runs on the scheduler's thread. KV of a running request is rewritten only after its blocks were freed and the block pool
-has handed them out again. So before the pool hands anything out, what was published is revoked
-(:meth:`~tercet.vllm_plugin.engine.block_tables.BlockTableWriter.revoke`), and vouched for anew once the step that took
+Runs on the scheduler's thread. KV of a running request is rewritten only after its blocks were freed and allocated
+again from the block pool. So before the pool allocates anything, what was published is revoked
+(:meth:`~tercet.vllm_plugin.engine.block_tables.BlockTableWriter.revoke`), and guaranteed again once the step that took
 the blocks is planned.
 """
 
@@ -33,9 +33,9 @@ EPOCH_BITS = 48
 
 @dataclass
 class Followed:
-    """A request that decodes for a sequence. ``blocks`` are those in ``rows``, of which each group of layers has one.
+    """A request that decodes for a sequence. ``blocks`` are those in ``rows``; each group of layers has one.
 
-    ``since`` is how many tokens were counted as computed when it was first seen running, after ``preemptions``.
+    ``since`` is the number of computed tokens when it was first seen running, after ``preemptions``.
     """
 
     request: VLLMRequest
@@ -47,7 +47,7 @@ class Followed:
 
 
 class TablePublisher:
-    """Publishes the block tables of the requests that it is told to follow, at ``place``."""
+    """Publishes the block tables of the requests that it follows, at ``place``."""
 
     def __init__(self, scheduler: Scheduler, writer: BlockTableWriter, place: TablePlace) -> None:
         self.place = place
@@ -66,15 +66,15 @@ class TablePublisher:
 
     @classmethod
     def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]]) -> TablePublisher | None:
-        """A publisher for the core of ``scheduler``, whose words are at these places, by rank.
+        """Return a publisher for the core of ``scheduler``, whose words are at these places, by rank.
 
-        None, with a warning that says why, where they cannot be written from here, or the model's layers keep states,
-        which a step that stands still may have changed in some layers: then nothing is published.
+        Returns None, with a warning, if they cannot be written from here, or if the model's layers keep states, which a
+        stuck step may have changed in some layers: then nothing is published.
         """
         tables = GroupTables(scheduler.kv_cache_manager)
         if tables.states:
             logger.warning(
-                "sequences of this engine cannot be moved with their KV while its core stands still: "
+                "sequences of this engine cannot be moved with their KV while its core is stuck: "
                 "the model's layers keep states"
             )
             return None
@@ -82,7 +82,7 @@ class TablePublisher:
             mapped = [CoreWords(*place) for place in words]
         except (OSError, ValueError) as error:
             logger.warning(
-                "sequences of this engine cannot be moved with their KV while its core stands still: "
+                "sequences of this engine cannot be moved with their KV while its core is stuck: "
                 "the memory of its workers' KV cannot be reached from the core: %s", error
             )  # fmt: skip
             return None
@@ -96,18 +96,18 @@ class TablePublisher:
         return cls(scheduler, BlockTableWriter(table, place.shape, turn, 1 + secrets.randbits(EPOCH_BITS)), place)
 
     def follow(self, request: VLLMRequest, owner: int) -> None:
-        """Publish it from its first step on, under a number that the API server's process knows it by."""
+        """Publish a request from its first step on, under the API server's number of it."""
         self._followed[request.request_id] = Followed(request, owner)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Stop publishing a request that has ended."""
         found = self._followed.pop(request_id, None)
         if found is not None and found.rows:
-            # It need not be told in time: its KV stays until a block is handed out, and that revokes it.
+            # This may be late: its KV stays until a block is allocated again, which revokes the table.
             self._withdraw(found)
 
     def publish_planned(self) -> None:
-        """A step is planned, and has got its blocks."""
+        """A step is planned, and has its blocks."""
         if not self._writer.stands:
             self.publish()
 
@@ -128,8 +128,8 @@ class TablePublisher:
             each.preemptions = request.num_preemptions
             if not running:
                 return
-        # Under asynchronous scheduling, blocks that it found in the prefix cache may be those of another request's step
-        # that has not run. A step of its own takes it beyond what it found; once that has run, so have those before.
+        # Under asynchronous scheduling, blocks that it found in the prefix cache may belong to another request's step
+        # that has not run. Its own step adds tokens after them; once that has run, the earlier ones have run, too.
         if each.since is None:
             each.since = request.num_computed_tokens
         computed = request.num_computed_tokens - request.num_in_flight_tokens

@@ -1,7 +1,7 @@
 """The verbs, carried out in the API server's process.
 
-What is taken here (a lease's timer, a send, a request) is given back on every exit. Blocks are the core's; it is told
-from here when to free them.
+What is taken here (a lease's timer, a send, a request) is given back on every exit. The core owns the blocks, and is
+called from here to free them.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BYPASS_SECONDS = 1.0
-"""A core that has shown no progress for so long is not waited for, where KV can be had without it."""
+"""Time without progress after which the core is bypassed, if KV is available without it."""
 
 UNKNOWN_TEXT = TextFingerprint()
 
-# What runs for a sequence: its generation (None), or one of its sends.
+# Work for a sequence: its generation (None), or one of its sends.
 BusyKey = tuple[str, str | None]
 
 
@@ -124,7 +124,7 @@ class EngineVerbs:
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
-        """The verbs of the engine behind ``client``; raises ``EngineError`` if it runs without the connector.
+        """The verbs of the engine behind ``client``; raises ``EngineError`` without the connector.
 
         ``secret`` is the fleet's; empty if it has none. A call has ``longest`` bytes at most.
         """
@@ -174,13 +174,13 @@ class EngineVerbs:
         return PrepRecvAnswer(kv_addr_info=info, matched_len=matched_len, ttl=held.ttl)
 
     async def release(self, lease: str) -> int:
-        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
+        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it has ended already."""
         return await self.leases.release(lease)
 
     # ---- remote_send -----------------------------------------------------------------------------------------
 
     async def remote_send(self, call: RemoteSendCall) -> Sent:
-        """Have the KV here and push it; returns when every rank has acknowledged it."""
+        """Get the KV and push it; returns when every rank has acknowledged it."""
         started = time.monotonic()
         tokens = self._tokens(call.prompt)
         begin, end = resolve_range(len(tokens), call.begin, call.end)
@@ -208,7 +208,7 @@ class EngineVerbs:
                     first, cached = await self._push(call, tokens, params, sending, adapter, features)
                     done = await sending.wait()
             finally:
-                # Unpinning is nobody's business but the engine's, so the answer does not wait for it.
+                # Only the engine needs to unpin, so the answer does not wait for it.
                 self._tasks.spawn(self._end_send(sending.send_id))
         usage = Usage(cached=cached, computed=end - cached)
         return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
@@ -217,7 +217,7 @@ class EngineVerbs:
         self, call: RemoteSendCall, tokens: list[int], params: SendParams, sending: SendInFlight,
         adapter: Adapter | None, features: tuple[MultiModalFeature, ...],
     ) -> tuple[Output | None, int]:  # fmt: skip
-        """Let the engine compute and push; returns the first token, if asked for, and how many tokens were cached."""
+        """Let the engine compute and push; returns the first token, if requested, and the number of cached tokens."""
         cached, word = None, None
         if not call.sample:
             cached, word = await self._cached(tokens[: params.end], call.cache_salt, params, adapter, features)
@@ -232,7 +232,7 @@ class EngineVerbs:
         )  # fmt: skip
         computing = asyncio.ensure_future(request.first())
         try:
-            # A refusal by the receiver ends the work at once; there is nobody left to compute for.
+            # A refusal by the receiver ends the work at once; the result would not be used.
             await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
                 agent_metrics.sends_aborted.inc()
@@ -248,10 +248,10 @@ class EngineVerbs:
         self, tokens: list[int], salt: str | None, params: SendParams, adapter: Adapter | None,
         features: tuple[MultiModalFeature, ...],
     ) -> tuple[list[Push] | None, int | None]:  # fmt: skip
-        """What to push of KV that is here in full, if it is; and the core's word that vouches for what is not pinned.
+        """What to push of KV that is fully here, if it is; and the core's word that guarantees unpinned blocks.
 
-        A core that stands still pins nothing, but has published where its sequences lie. Should it go on, it gets to
-        the question that it was asked, and then to the end of the send, which unpins what it has pinned.
+        A stuck core pins nothing, but has published the places of its sequences. If it continues, it handles the
+        pending call, and then the end of the send, which unpins the blocks.
         """
         asked = asyncio.ensure_future(
             self._core.call(core_methods.push_cached, tokens, salt, params, adapter, features)
@@ -266,7 +266,7 @@ class EngineVerbs:
             owners = [each.number for each in self._generated.beginning_with(tokens, salt, adapter, features)]
             pushes, word = self._bypass.find(owners, params)
             agent_metrics.sends_bypassing.inc()
-            logger.warning("the core has stood still for %.1f s: KV goes out without it", silent.result())
+            logger.warning("the core has made no progress for %.1f s: sending KV without it", silent.result())
             return pushes, word
         finally:
             asked.cancel()
@@ -340,9 +340,9 @@ class EngineVerbs:
         adapter: Adapter | None,
         features: tuple[MultiModalFeature, ...] = (),
     ) -> EdgeLease | None:
-        """The sequence's lease, for a request of these tokens, once nobody writes under it any more.
+        """The sequence's lease, for a request of these tokens, once no peer writes under it any more.
 
-        None without one, and where that takes too long: the sequence computes by itself.
+        None without one, and at a timeout: the sequence computes by itself.
         """
         claimed = self.leases.claim(seq_id, tokens, cache_salt, adapter, features)
         if claimed is None:
@@ -366,7 +366,7 @@ class EngineVerbs:
 
     @property
     def fingerprint(self) -> str:
-        """What its weights are known by."""
+        """Fingerprint of its weights."""
         return self._layout.model
 
     @asynccontextmanager
@@ -389,9 +389,9 @@ class EngineVerbs:
 
     @asynccontextmanager
     async def adopted(self, request: Request) -> AsyncGenerator[TercetParams | None]:
-        """What tells the core that a request of vLLM's API decodes on its reservation; None if there is none.
+        """Parameters for the core: a request of vLLM's API decodes on its reservation; None if there is none.
 
-        At the end of the context what the core has not taken by then is given back, so it is the request's end.
+        At the context's end, which is the request's, everything that the core has not taken is given back.
         """
         adapter = await self.adapters.find(request.adapter, request.adapter_digest)
         claimed = await self._claimed(request.seq_id, list(request.prompt), request.cache_salt, adapter)
@@ -406,14 +406,14 @@ class EngineVerbs:
     # ---- abort and status ------------------------------------------------------------------------------------
 
     async def abort(self, seq_id: str) -> bool:
-        """End the sequence's reservation, sends and generation; whether there was any."""
+        """End the sequence's reservation, sends and generation; returns whether there was any."""
         found = [stop for (busy, _), stop in self._busy.items() if busy == seq_id]
         for stop in found:
             stop()
         return await self.leases.abort(seq_id) or bool(found)
 
     async def status(self) -> EngineStatus:
-        """This engine's load and holdings, as they are now; of an engine that stands still, as they were last known."""
+        """This engine's present load and holdings; those last known if the core is stuck."""
         await self._probe.news()
         return EngineStatus(
             engine=self._name,
@@ -436,25 +436,25 @@ class EngineVerbs:
         )
 
     async def sequences(self) -> list[SequenceReport]:
-        """What this engine generates; as the core said last, where it stands still."""
+        """The sequences that this engine generates; the core's last answer, if it is stuck."""
         return await self._generated.reports()
 
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
-        """Pass on, to the front door that runs the sequence, that it should be elsewhere.
+        """Pass a proposal to move a sequence on to the front door that runs it.
 
-        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if its
-        tokens go to no front door.
+        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no front
+        door receives its tokens.
         """
         self._generated.propose_move(seq_id, call)
 
     def announce_stop(self) -> int:
-        """Tell the front doors that this engine stops when it is empty; how many there are."""
+        """Notify the front doors that this engine stops when it is empty; returns their number."""
         self.meter.stopping = True
         return self.front_doors.tell_now()
 
     @property
     def is_empty(self) -> bool:
-        """Whether it runs, sends and holds nothing, what came to vLLM's own API included; or cannot any more."""
+        """Whether it runs, sends and holds nothing, including requests of vLLM's own API; or cannot any more."""
         running = self._client.output_processor.get_num_unfinished_requests()
         return self._client.errored or not (running or self._busy or len(self.leases))
 
@@ -468,15 +468,15 @@ class EngineVerbs:
     def _names_of(
         self, call: PrepRecvCall | RemoteSendCall | StartGenerateCall, tokens: list[int]
     ) -> tuple[MultiModalFeature, ...]:  # fmt: skip
-        """What names the KV of a call's images and the like. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Features that identify the KV of a call's images. Raises :class:`~tercet.protocol.BadRequest`."""
         self._limits.check_features(tokens, call.mm_features, call.adapter)
         return tuple(feature.without_data() for feature in call.mm_features)
 
     @asynccontextmanager
     async def _ended_by_abort(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
-        """While entered, :meth:`abort` of the sequence ends the current task by ``UnknownSequence``.
+        """End the current task by ``UnknownSequence`` at an :meth:`abort` of the sequence while entered.
 
-        Whoever else cancels the task cancels it as ever.
+        Other cancellations of the task are unchanged.
         """
         until_aborted = asyncio.timeout(None)
         self._busy[seq_id, send_id] = lambda: until_aborted.expired() or until_aborted.reschedule(0)

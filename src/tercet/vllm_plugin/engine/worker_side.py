@@ -1,4 +1,4 @@
-"""The worker's half: shares this rank's KV with an agent, and tells it during the forward pass what is ready."""
+"""The worker's half: shares this rank's KV with an agent, and reports finished layers during the forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 
 class WorkerSide:
-    """One rank: its agent, and what the current step pushes."""
+    """One rank: its agent, and the pushes of the current step."""
 
     def __init__(self, rank: int, config: PluginSettings) -> None:
         self._rank = rank
@@ -24,7 +24,7 @@ class WorkerSide:
         self._device: DeviceExport | None = None
         self._layers = 0
         self._started: AgentProcess | None = None
-        # Of what the agents are asked a worker knows nothing; it says how many layers it has run since its start.
+        # A worker has no data of the agents' channels; it answers with the number of layers that it has run.
         self._life = ControlServer(lambda _: {"layers": self._layers})
 
     def register(self, planes: LayerPlanes, layout: KVLayout) -> None:
@@ -71,7 +71,7 @@ class WorkerSide:
         return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._words)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Take a step's orders."""
+        """Accept a step's orders."""
         self._step = metadata
         opened = [openings[self._rank] for openings in metadata.opened]
         if opened or metadata.pushes:
@@ -79,17 +79,17 @@ class WorkerSide:
         self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)
 
     def save_layer(self, layer_name: str) -> None:
-        """Have the blocks that this step completes in one layer pushed; the layer's attention has just run.
+        """Push the blocks that this step completes in one layer, whose attention has just run.
 
-        On a device it has just been given to a stream: the agent waits for it.
+        On a device it was only queued on a stream: the agent waits for it.
         """
         self._layers += 1
         if self._step.pushes:
             self._tell_layers(self._layers_of_step.saved(self._planes_of[layer_name]))
 
     def end_step(self) -> None:
-        """Close the sends of which this step computed the last block."""
-        self._layers += 1  # a step that runs as one graph calls no layer's hook, and is progress all the same
+        """End the sends whose last block this step computed."""
+        self._layers += 1  # a step that runs as one graph calls no layer's hook, but is progress, too
         self._tell_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
             self._agent.tell(StepEnds(tuple(self._step.finish)))
@@ -115,5 +115,5 @@ def _block_of(layout: KVLayout) -> BlockShape | None:
 
 
 def _cpus_of_engine() -> set[int]:
-    """CPUs that this engine may use: the scheduler's process, our parent, has them all; we have those that compute."""
+    """CPUs of this engine: the scheduler's process, our parent, has them all; this process has those that compute."""
     return os.sched_getaffinity(os.getppid())

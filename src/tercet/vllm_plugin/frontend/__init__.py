@@ -1,7 +1,7 @@
 """The router's side of vLLM: its OpenAI server, over an engine-core client that runs programs.
 
 Chat templates, detokenisation, stop strings, logprobs, usage, tool and reasoning parsers and the error format are
-vLLM's. :mod:`.openai_server` puts its parts together, with :mod:`.program_client` in the place of the client that would
-talk to a local engine. Plain streams take the :mod:`.fast_path`: vLLM's serving objects read and check the request, and
-the chunks of the answer are written here.
+vLLM's. :mod:`.openai_server` puts its parts together, with :mod:`.program_client` instead of the client of a local
+engine. Plain streams use the :mod:`.fast_path`: vLLM's serving objects read and check the request, and the chunks of
+the answer are written here.
 """

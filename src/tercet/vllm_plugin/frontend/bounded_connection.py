@@ -1,7 +1,7 @@
-"""uvicorn's connection with bounds: a head of at most 64 KiB within 10 s, bodies that come at a pace, no silence.
+"""uvicorn's connection with limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts.
 
-httptools copies the part of a header that it has each time more of it comes, so that one long header costs the square
-of its size: the bound is kept before the header's end.
+httptools copies the received part of a header each time more of it arrives, so one long header costs the square of its
+size: the limit is checked before the header's end.
 
 Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_headers_complete``,
 ``on_body`` and ``on_message_complete``, it has ``url``, ``headers``, ``cycle``, ``flow`` and ``transport``, and
@@ -19,13 +19,13 @@ from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_
 from tercet.vllm_plugin.frontend.error_answers import breach_error, last_answer
 
 LAST_SECONDS = 2.0
-"""For a refused client to read why; what it sends meanwhile is dropped."""
-# Of a header beside its name and value: ": " and the end of its line.
+"""Time for a refused client to read the error; what it sends in that time is dropped."""
+# Bytes of a header in addition to its name and value: ": " and the line end.
 BESIDE = 4
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses heads that are too long or take too long, bodies that come too slowly, and connections without any."""
+    """Refuses heads that are too long or too slow, bodies that are too slow, and connections without a request."""
 
     _incoming: Incoming | None = None
     _part: Part = "nothing"
@@ -35,19 +35,19 @@ class BoundedProtocol(HttpToolsProtocol):
     _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """uvicorn's."""
+        """Overrides uvicorn's method."""
         super().connection_made(transport)
         self._incoming = Incoming(self, deadlines_of_connections())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn's."""
+        """Overrides uvicorn's method."""
         self._forget()
         if self._ending is not None:
             self._ending.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """uvicorn's, within the bounds."""
+        """Overrides uvicorn's method, and checks the limits."""
         incoming = self._incoming
         if incoming is None:
             if not self._refused:
@@ -59,12 +59,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._incoming is None or self.transport.is_closing():
             self._forget()
             return
-        # Bytes that begin nothing, such as empty lines before a request, are no request either.
+        # Bytes that begin nothing, such as empty lines before a request, do not count as a request.
         part = "head" if self._part == "nothing" and not self._progressed else self._part
         incoming.fed(len(data), part, self._progressed)
 
     def handle_websocket_upgrade(self) -> None:
-        """uvicorn's: the connection is not this protocol's any more."""
+        """Overrides uvicorn's method: the connection leaves this protocol."""
         self._forget()
         super().handle_websocket_upgrade()
 
@@ -76,7 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A head is whole."""
+        """A head is complete."""
         self._part, self._progressed = "body", True
         if self._refused:
             return
@@ -86,13 +86,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Some of a body."""
+        """A part of a body."""
         self._progressed = True
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """A request is complete."""
         self._part, self._progressed = "nothing", True
         if not self._refused:
             super().on_message_complete()
@@ -109,13 +109,13 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- what is refused -------------------------------------------------------------------------------------
 
     def is_held(self) -> bool:
-        """Whether this server has stopped reading, or answers a request before the one that comes now."""
+        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
         cycle: Any = self.cycle
         answers = cycle is not None and not cycle.response_complete
         return self.flow.read_paused or (answers and self._part == "head")
 
     def refuse(self, breach: Breach) -> None:
-        """Say why, where an answer can still be begun, and close the connection."""
+        """Send the reason, if an answer can still be begun, and close the connection."""
         self._refused = True
         self._forget()
         cycle: Any = self.cycle
@@ -123,11 +123,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if breach is Breach.SILENT or (under_way and cycle.response_started) or self.transport.is_closing():
             self.transport.abort()
             return
-        if under_way:  # the application hears that its client has left
+        if under_way:  # the application is notified that its client has left
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(last_answer(breach_error(breach)))
-        # Closed at once with bytes unread, the connection would be reset, and the answer lost on its way.
+        # Closed at once with unread bytes, the connection would be reset, and the answer lost.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._ending = asyncio.get_running_loop().call_later(LAST_SECONDS, self.transport.abort)

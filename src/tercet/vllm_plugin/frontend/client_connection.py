@@ -1,7 +1,7 @@
 """The client's end of a request: uvicorn's connection, which the fast path writes to.
 
-The tokens of one step arrive together, and their frames are written in a row: what a write needs stays in the caches,
-and a client of several streams is woken up once for all of them.
+The tokens of one step arrive together, and their frames are written in a row: the code stays in the caches, and a
+client of several streams is woken up once for all of them.
 
 Relies on uvicorn's ``HttpToolsProtocol``: it starts each request's task in ``_start_asgi_task(cycle, app)``, a cycle
 has ``scope``, ``transport``, ``flow`` and ``disconnected``, and whole chunks may be written between its own.
@@ -21,24 +21,24 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from tercet.vllm_plugin.frontend.bounded_connection import BoundedProtocol
 
 logger = logging.getLogger(__name__)
-# The connection's place in an ASGI scope; other servers have none.
+# The key of the connection in an ASGI scope; other servers have none.
 CONNECTION = "tercet.connection"
-# A client that reads nothing for so long, with the socket's buffers full, has its connection closed.
+# The connection of a client that reads nothing for this time, with the socket's buffers full, is closed.
 UNREAD_SECONDS = 60.0
-# What may wait for one client, in bytes; beyond it the connection is closed at once.
+# Bytes that may wait for one client; beyond it the connection is closed at once.
 MOST_UNREAD = 4 * 1024 * 1024
-# Frames: whoever has much to write without a pause shall learn from time to time whether clients read it.
+# Frames: a producer without pauses must check from time to time whether clients read.
 LARGEST_BATCH = 128
 
 
 class FrameBatch:
-    """Frames to be written as soon as what happens now on the running event loop is over."""
+    """Frames to write at the end of the present pass of the event loop."""
 
     def __init__(self) -> None:
         self._frames: list[tuple[RequestResponseCycle, bytes]] = []
 
     def add(self, cycle: RequestResponseCycle, frame: bytes) -> None:
-        """One more."""
+        """Add a frame."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self.write)
         self._frames.append((cycle, frame))
@@ -46,7 +46,7 @@ class FrameBatch:
             self.write()
 
     def write(self) -> None:
-        """Write them; what is for clients that are gone is dropped."""
+        """Write the frames; those for disconnected clients are dropped."""
         frames, self._frames = self._frames, []
         for cycle, frame in frames:
             if not (cycle.disconnected or cycle.transport.is_closing()):
@@ -54,7 +54,7 @@ class FrameBatch:
 
 
 class ClientConnection:
-    """Where the answer to one request goes, on the running event loop."""
+    """Destination of the answer to one request, on the running event loop."""
 
     def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
         self._cycle = cycle
@@ -63,22 +63,22 @@ class ClientConnection:
         self._on_lost: Callable[[], object] | None = None
 
     def write(self, frame: bytes) -> None:
-        """Send one whole chunk, soon, with those of other connections; nothing happens if the client is gone."""
+        """Send one whole chunk, soon, with those of other connections; no-op if the client has left."""
         self._batch.add(self._cycle, frame)
 
     def flush(self) -> None:
-        """Send what :meth:`write` was given now: before something else is sent, or asked about."""
+        """Send what :meth:`write` got now: before something else is sent, or its state is read."""
         self._batch.write()
 
     @property
     def is_full(self) -> bool:
-        """Whether more is waiting for the client than it should."""
+        """Whether more waits for the client than allowed."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
     def require_reader(self) -> None:
-        """Disconnect a client for which too much is waiting: those who produce without waiting call this."""
+        """Disconnect a client for which too much waits: producers that do not wait call this."""
         if self._cycle.transport.get_write_buffer_size() > MOST_UNREAD:
-            logger.warning("a client does not read its answer: %d bytes wait for it, and it is let go", MOST_UNREAD)
+            logger.warning("disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD)
             self._cycle.transport.abort()
 
     async def has_room(self) -> None:
@@ -92,7 +92,7 @@ class ClientConnection:
 
     @contextmanager
     def until_lost(self) -> Generator[None]:
-        """What is entered by the current task is cancelled when the client leaves, and the task goes on behind it."""
+        """Cancel the block when the client leaves; the task continues after it."""
         task = asyncio.current_task()
         self._on_lost = None if task is None else task.cancel
         if self._cycle.disconnected:
@@ -100,14 +100,14 @@ class ClientConnection:
         try:
             yield
         except asyncio.CancelledError:
-            # Somebody else may have cancelled the task as well: then it stays cancelled.
+            # If the task was also cancelled from elsewhere, it stays cancelled.
             if task is None or not self._cycle.disconnected or task.uncancel() > 0:
                 raise
         finally:
             self._on_lost = None
 
     def lost(self) -> None:
-        """The client is gone; of several requests that it sent at once uvicorn tells only the last one's cycle."""
+        """The client has left; for requests sent together uvicorn notifies only the last one's cycle."""
         self._cycle.disconnected = True
         self._cycle.message_event.set()
         if self._on_lost is not None:
@@ -122,22 +122,22 @@ def _batch() -> FrameBatch:
 
 
 class StreamingProtocol(BoundedProtocol):
-    """uvicorn's protocol with bounds, which has each request's connection in its scope.
+    """uvicorn's protocol with limits, which puts each request's connection into its scope.
 
-    A client that reads nothing for :data:`UNREAD_SECONDS` is let go, whoever writes to it: what it asked for is
-    cancelled then, and no longer kept for it.
+    A client that reads nothing for :data:`UNREAD_SECONDS` is disconnected: its requests are then cancelled, and their
+    output dropped.
     """
 
     _connection: ClientConnection | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """The client has not read what fills its buffers; uvicorn's writers wait from now on."""
+        """The client has not read the full buffers; uvicorn's writers wait from now on."""
         super().pause_writing()
         self._unread = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client has read."""
         super().resume_writing()
         self._forget_unread()
 
@@ -152,7 +152,7 @@ class StreamingProtocol(BoundedProtocol):
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn's, and the request's task hears of it."""
+        """Overrides uvicorn's method, and notifies the request's task."""
         super().connection_lost(exc)
         self._forget_unread()
         if self._connection is not None:

@@ -1,4 +1,4 @@
-"""Between vLLM's engine-core messages and Tercet's words."""
+"""Converts between vLLM's engine-core messages and Tercet's types."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tercet.vllm_plugin.grammar_bounds import require_small
 from tercet.vllm_plugin.mm_features import to_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
-# What the front door does itself with the text, or what vLLM derives anew on the engine.
+# Fields that the front door uses itself for the text, or that vLLM derives again on the engine.
 NOT_FORWARDED = frozenset(
     {"n", "stop", "output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args",
      "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
      "flat_logprobs"}
 )  # fmt: skip
 _DEFAULTS = SamplingParams()
-# What is forwarded, with its default.
+# Forwarded fields, with their defaults.
 _FORWARDED = tuple(
     (name, getattr(_DEFAULTS, name))
     for name in SamplingParams.__struct_fields__
@@ -42,10 +42,10 @@ def to_request(
     user: str | None = None,
     features: tuple[MultiModalFeature, ...] = (),
 ) -> Request:
-    """A program's request from vLLM's, whose images and the like are ``features``.
+    """Return a program's request for vLLM's, whose images and the like are ``features``.
 
-    Raises ``VLLMValidationError`` (a 400) for what cannot cross engines yet, and for what no message to them can have:
-    that the program does not meet it.
+    Raises ``VLLMValidationError`` (a 400) for features that cannot cross engines yet, and for values that cannot be
+    encoded, so that no program gets them.
     """
     unsupported = {
         "prompt embeddings": request.prompt_embeds is not None,
@@ -81,7 +81,7 @@ async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tupl
 
     Raises ``VLLMValidationError``.
 
-    They are coded and digested in another thread: of megabytes that takes a while, in which others want their tokens.
+    They are encoded and digested in another thread: megabytes take a while, in which others need their tokens.
     """
     return await asyncio.to_thread(_features, request, model_dtype) if request.mm_features else ()
 
@@ -94,7 +94,7 @@ def _features(request: EngineCoreRequest, model_dtype: str) -> tuple[MultiModalF
 
 
 def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
-    """Where the structure of the output starts: what vLLM's serving layer tells engines beside the parameters."""
+    """Where the output's structure begins: data of vLLM's serving layer for engines, in addition to the parameters."""
     params = request.sampling_params
     if params is None or params.structured_outputs is None:
         return {}
@@ -157,7 +157,7 @@ def _prefill_stats(prompt_len: int, usage: Usage) -> PrefillStats:
 def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsLists:
     """vLLM's arrays: the sampled token in column 0 and the token of rank *i* in column *i*.
 
-    The engine's answer names each token once, so a sampled one that is among the top ones has to be put there again.
+    The engine's answer has each token once, so a sampled one that is among the top ones is inserted again.
     """
     width = 1 + max((_depth(position) for position in positions), default=0)
     token_ids = np.zeros((len(positions), width), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Streams that vLLM makes of its own chat streams (Anthropic's API): an error in the one is an error in the other.
+"""Streams that vLLM converts from its chat streams (Anthropic's API): passes errors of the chat stream on.
 
-Relies on ``AnthropicServingMessages`` making its events of what its ``chat_completion_stream_generator`` yields, and on
-``message_stream_converter`` saying ``error`` for an item that is no ``data:``, whatever that is.
+Relies on ``AnthropicServingMessages`` making its events from the items of its ``chat_completion_stream_generator``, and
+on ``message_stream_converter`` yielding ``error`` for an item that does not begin with ``data:``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tercet.protocol.sse import object_of
 from tercet.vllm_plugin.frontend.request_context import current
 
 ERROR_ITEM = 'data: {"error"'
-# Its converter takes this for no chunk, and ends with an error: what that says is put there by ``ErrorSend``.
+# Its converter cannot read this, and ends with an error; ``ErrorSend`` inserts the error's text.
 NO_CHUNK = "error"
 
 
 def tell_errors_of(serving: Any) -> None:
-    """Have the serving object's streams end with the error of the chat stream, instead of failing to convert it."""
+    """Make the serving object's streams end with the error of the chat stream, instead of failing to convert it."""
     generate = serving.chat_completion_stream_generator
 
     async def telling(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:

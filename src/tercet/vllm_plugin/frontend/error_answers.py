@@ -1,8 +1,8 @@
-"""Errors in answers that vLLM writes: ours in our own words, vLLM's in the form of the API that the client speaks.
+"""Errors in vLLM's answers: our errors in our words, vLLM's in the form of the client's API.
 
-vLLM's form is OpenAI's but for ``code``, which is the HTTP status there, a number. OpenAI's is text or null, and
-clients that declare it so do not read a number. Layers below vLLM's have forms of their own (``{"detail": ...}``, plain
-text). What is replaced is an answer's whole body, or an event of a stream; a stream that fails gets a last event.
+vLLM's form is OpenAI's except for ``code``, which is the HTTP status there, a number. In OpenAI's it is text or null,
+and typed clients cannot read a number. Layers below vLLM's have other forms (``{"detail": ...}``, plain text). An
+answer's whole body is replaced, or an event of a stream; a stream that fails gets a last event.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from tercet.vllm_plugin.frontend.request_context import RequestContext
 
 FIRST_ERROR = 400
-# What an event that tells of an error has in it, whichever API's it is.
+# Text in every error event, of any API.
 ERROR_MARK = b'"error"'
 JSON, TEXT = b"application/json", b"text/plain"
 LONGEST_TEXT = 1000
 
 
 def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
-    """What an answer that is this error says beside its body."""
+    """Headers of an error answer."""
     headers = [(b"content-type", JSON)]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
     if isinstance(error, ShuttingDown):
-        headers.append((b"connection", b"close"))  # the next request shall find another front door
+        headers.append((b"connection", b"close"))  # the next request must find another front door
     return headers
 
 
 def breach_error(breach: Breach) -> TercetError:
-    """What a client gets whose connection was closed for this."""
+    """The error for a client whose connection is closed because of this breach."""
     return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
 
 
 def last_answer(error: TercetError, path: str = "") -> bytes:
-    """An error as the last thing that a client gets on its HTTP/1.1 connection, all of it."""
+    """An error as the last answer on a client's HTTP/1.1 connection, with head and body."""
     body = error_body(path, error)
     lines = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
@@ -59,7 +59,7 @@ def last_answer(error: TercetError, path: str = "") -> bytes:
 
 
 def with_named_code(body: bytes) -> bytes:
-    """An error of vLLM's with its status' name as code, such as ``bad_request``; anything else as it is."""
+    """An error of vLLM's with its status' name as code, such as ``bad_request``; other bodies unchanged."""
     said = _object(body).get("error")
     if not isinstance(said, dict) or "message" not in said or not isinstance(said.get("code"), int):
         return body
@@ -67,7 +67,7 @@ def with_named_code(body: bytes) -> bytes:
 
 
 def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """What vLLM says of an error, with all that OpenAI's form has."""
+    """vLLM's error with all fields of OpenAI's form."""
     param, code = said.get("param"), said.get("code")
     if not isinstance(code, str):
         code = _name_of(code if isinstance(code, int) else status, param)
@@ -99,7 +99,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 class ErrorSend:
-    """Passes an answer on, its errors in the form of the path; once a program of ``context`` has failed, in our words.
+    """Passes an answer on, with errors in the form of the path; once a program of ``context`` has failed, in our words.
 
     ``began`` tells whether the client has a part of the answer, ``ended`` whether it has all.
     """
@@ -133,7 +133,7 @@ class ErrorSend:
         await self._send(message)
 
     async def fail(self, error: TercetError) -> None:
-        """The application has failed: the answer is this error, or ends in it. Call it once at most."""
+        """The application has failed: the answer is this error, or ends with it. Call it at most once."""
         if not self.began:
             self._start, self._body = {"type": "http.response.start", "status": error.status, "headers": []}, b""
             await self._answer(self._start, error_body(self._context.path, error), error_headers(error))
@@ -183,7 +183,7 @@ class ErrorSend:
         return b"".join(self._event(event) for event in events_of(whole))
 
     def _event(self, event: bytes) -> bytes:
-        """An error in our words, or with OpenAI's code; any other event as it is."""
+        """An error in our words, or with OpenAI's code; any other event unchanged."""
         said = object_of(event) if ERROR_MARK in event else {}
         error, failed = said.get("error"), self._context.failed
         if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
@@ -196,7 +196,7 @@ class ErrorSend:
 
 
 def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
-    """vLLM's converter says what it could not convert, which is the error of the chat answer that it is made of."""
+    """vLLM's converter reports what it could not convert, which is the error of the underlying chat answer."""
     if context.failed is not None:
         return last_events(context.path, context.failed)
     inner = context.stream_error or said
@@ -207,7 +207,7 @@ def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
 
 
 def _said(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
-    """What the body of an error says, in OpenAI's words; None for one that says nothing, or is nobody's error."""
+    """The error object of a body, in OpenAI's form; None if it has none, or it is from an unknown source."""
     if not body:
         return None
     if kind.startswith(TEXT):

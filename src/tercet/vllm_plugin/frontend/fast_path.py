@@ -1,13 +1,13 @@
-"""The streaming fast path: from the socket to vLLM's serving objects and back, past the layers between.
+"""The streaming fast path: from the socket to vLLM's serving objects and back, around the layers between.
 
-A plain stream is one whose chunks differ in their text alone. What those layers answer themselves (errors above all) is
-left to them: a request that is no plain stream, or that vLLM's serving objects refuse, goes to the layers as if nothing
-had happened.
+A plain stream is one whose chunks differ only in their text. What those layers answer themselves (errors above all) is
+left to them: a request that is not a plain stream, or that vLLM's serving objects refuse, goes to the layers as if
+nothing had happened.
 
 Relies on ``create_completion`` of ``OpenAIServingCompletion`` and ``create_chat_completion`` of ``OpenAIServingChat``
 rendering and validating a request before they return its stream, which they make by ``completion_stream_generator`` and
-``chat_completion_stream_generator`` of what ``engine_client.generate`` returns; and on FastAPI giving them what
-``model_validate`` makes of a JSON body.
+``chat_completion_stream_generator`` from the result of ``engine_client.generate``; and on FastAPI passing them the
+result of ``model_validate`` for a JSON body.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ START = {
 
 @dataclass(frozen=True)
 class FastRoute:
-    """One route: the ``model`` of its bodies, which of them are plain, and what prepares the stream of one."""
+    """One route: the ``model`` of its bodies, a check for plain ones, and a function that prepares their stream."""
 
     model: Any
     is_plain: Callable[[Any], bool]
@@ -58,14 +58,14 @@ class FastPath:
         self._metrics = metrics
 
     async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
-        """Serve the request, which is the current one, if it is a plain stream; whether it was one."""
+        """Serve the request, which is the current one, if it is a plain stream; returns whether it was one."""
         route, connection = self._routes.get(context.path), context.connection
         if route is None or connection is None or not is_plain_call(scope, context):
             return False
         plan = await _planned(route, context, scope)
         if plan is None or context.add_request is None:
             return False
-        context.fields = None  # it may be large, and nobody needs it any more
+        context.fields = None  # it may be large, and is not needed any more
         context.stream = PlainStream(connection, self._tools, plan)
         await _answer(context.stream, context.add_request, connection, send)
         self._metrics.observe(scope, context.path, time.monotonic() - context.began)
@@ -76,8 +76,8 @@ async def _planned(route: FastRoute, context: RequestContext, scope: Scope) -> S
     try:
         request = route.model.model_validate(context.fields)
         plan = await route.prepare(request, Request(scope)) if route.is_plain(request) else None
-    except Exception as error:  # whatever it is, vLLM's own way answers it
-        logger.debug("left to vLLM's own way: %s: %s", type(error).__name__, error)
+    except Exception as error:  # in any case, vLLM's own path answers it
+        logger.debug("left to vLLM's own path: %s: %s", type(error).__name__, error)
         return None
     return plan if isinstance(plan, StreamPlan) else None
 
@@ -98,7 +98,7 @@ async def _answer(
 def may_be_fast(args: argparse.Namespace) -> bool:
     """Whether any request may take the fast path under vLLM's options ``args``.
 
-    Middleware of the user's may look at what passes; the other options change what vLLM's own way sends or counts.
+    The user's middleware may read answers; the other options change what vLLM's own path sends or counts.
     """
     return not (
         args.middleware
@@ -112,7 +112,7 @@ def may_be_fast(args: argparse.Namespace) -> bool:
 
 
 def is_plain_call(scope: Scope, context: RequestContext) -> bool:
-    """Whether a request asks for a stream, and by its headers for nothing that other layers answer."""
+    """Whether a request asks for a stream, and has no headers that other layers handle."""
     headers = context.headers
     return (
         context.asked.stream is True
@@ -124,7 +124,7 @@ def is_plain_call(scope: Scope, context: RequestContext) -> bool:
 
 
 def is_plain_completion(request: Any) -> bool:
-    """Whether chunks of this completion differ in their text alone."""
+    """Whether chunks of this completion differ only in their text."""
     return (
         _is_one_prompt(request.prompt)
         and _is_plain(request)
@@ -135,7 +135,7 @@ def is_plain_completion(request: Any) -> bool:
 
 
 def is_plain_chat(request: Any) -> bool:
-    """Whether chunks of this chat answer, parsed by nobody, differ in their text alone."""
+    """Whether chunks of this chat answer, which has no parser, differ only in their text."""
     return _is_plain(request) and not (
         request.logprobs or request.tools or request.use_beam_search or request.return_prompt_text
     )
@@ -160,7 +160,7 @@ def _is_one_prompt(prompt: Any) -> bool:
 
 
 class PreparingClient:
-    """Stands for the engine client of a serving object: notes what would be generated instead of doing it."""
+    """Replaces the engine client of a serving object: records what would be generated instead of doing it."""
 
     def __init__(self, engine_client: Any) -> None:
         self._engine_client = engine_client
@@ -169,7 +169,7 @@ class PreparingClient:
         return getattr(self._engine_client, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> None:
-        """In place of ``AsyncLLM.generate``."""
+        """Replaces ``AsyncLLM.generate``."""
         current().add_request = partial(
             self._engine_client.add_request, request_id, prompt, sampling_params, **more
         )  # fmt: skip
@@ -208,12 +208,12 @@ def _counts(request: Any) -> bool:
 
 
 def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any) -> FastPath | None:
-    """The fast path past ``app``, if the options ``args`` leave any; ``state`` has the serving objects."""
+    """The fast path around ``app``, if the options ``args`` allow it; ``state`` has the serving objects."""
     if not may_be_fast(args):
         return None
     metrics = HttpMetrics(app)
     if not metrics.found:
-        logger.warning("vLLM's HTTP metrics are not where they were: plain streams go its own way, which costs more")
+        logger.warning("vLLM's HTTP metrics were not found: plain streams use its own path, which costs more")
         return None
     routes: dict[str, FastRoute] = {}
     completion, chat = state.openai_serving_completion, state.openai_serving_chat

@@ -1,8 +1,8 @@
-"""vLLM's OpenAI server, put together from its own parts over the client that runs programs.
+"""vLLM's OpenAI server, assembled from its own parts over the client that runs programs.
 
-Relies on ``AsyncLLM.__init__`` getting its client from ``EngineCoreClient.make_async_mp_client``, on ``build_app``
-leaving the application's layers to be put on, and on the launcher functions ``init_app_state`` and ``serve_http``, of
-which the latter puts its signal handlers on before it waits for anything, and its server into ``app.state.server``.
+Relies on ``AsyncLLM.__init__`` getting its client from ``EngineCoreClient.make_async_mp_client``, on ``build_app`` not
+yet adding the application's layers, and on the launcher functions ``init_app_state`` and ``serve_http``, of which the
+latter sets its signal handlers before it waits for anything, and puts its server into ``app.state.server``.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.leak_reports import without_leak_reports
 from tercet.vllm_plugin.text_fingerprint import text_fingerprint
 
-# What is left of connections when the server closes: idle clients, and answers whose time was over before.
+# Time for remaining connections when the server closes: idle clients, and answers past their timeout.
 CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01
-# Connections that wait to be accepted; as many as uvicorn has.
+# Connections that wait to be accepted; uvicorn's value.
 BACKLOG = 2048
 
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """vLLM's application: what it answers is ``layers``; plain streams may take the ``fast`` path instead, if any.
+    """vLLM's application: ``layers`` answer; plain streams may take the ``fast`` path instead, if any.
 
-    What is to be around all of it takes the place of ``app.middleware_stack``.
+    Outer layers replace ``app.middleware_stack``.
     """
 
     app: FastAPI
@@ -71,7 +71,7 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
 
 
 def text_of(engine_client: Any, args: argparse.Namespace) -> TextFingerprint:
-    """What this server's text goes by; a chat template that it was given is its own, and compared with none."""
+    """Fingerprint of this server's text; a given chat template is not compared with engines'."""
     config = engine_client.model_config
     if config.skip_tokenizer_init:
         return TextFingerprint()
@@ -87,16 +87,16 @@ def loads_adapters() -> bool:
 
 
 def import_vllm() -> None:
-    """Load what the server needs, which takes seconds.
+    """Import what the server needs, which takes seconds.
 
     Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` before anything of it is used.
     """
     without_leak_reports()
     require_hooks("frontend")
     refuse_in_a_sentence()
-    # Prompts are tokenised one by one: handing them to a pool of threads costs more than the pool can save.
+    # Prompts are tokenised one by one: a pool of threads costs more than it can save.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # A picture's host could send us on to any other, and so past the list of those that are allowed.
+    # A picture's host could redirect us to any other, outside of the list of allowed ones.
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
         importlib.import_module(module)
@@ -118,7 +118,7 @@ def server_args(
 
 
 def require_flags(given: Sequence[str], workers: int = 1) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not take, or that have no effect here."""
+    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not accept, or that have no effect here."""
     require_served(_parser(), given, workers)
 
 
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
-    """vLLM's ``AsyncLLM``, whole, over the client that runs ``programs``."""
+    """vLLM's whole ``AsyncLLM``, over the client that runs ``programs``."""
     from vllm import AsyncEngineArgs, envs
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -145,7 +145,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
-    # As vLLM's own render server does: no inference happens here, so no weights' format and no KV memory matter.
+    # As in vLLM's render server: there is no inference here, so the weights' format and KV memory do not matter.
     model_config.quantization = None
     fetch_nothing_unasked(model_config)
     process_exactly(model_config)
@@ -173,7 +173,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
 
 
 def _structured_outputs_config(engine_args: Any) -> Any:
-    """The structured outputs' config with the parsers' options in it, which vLLM 0.31 leaves out."""
+    """The structured outputs' config with the parsers' options, which vLLM 0.31 leaves out."""
     create = getattr(engine_args, "create_structured_outputs_config", None)
     if create is not None:
         return create()
@@ -186,7 +186,7 @@ def _structured_outputs_config(engine_args: Any) -> Any:
 
 
 def listening_socket(args: argparse.Namespace, shared: socket.socket | None = None) -> socket.socket:
-    """The socket to serve on, a new one or the ``shared`` one, with the rest of what vLLM does along with it."""
+    """The socket to serve on, a new one or the ``shared`` one, with vLLM's settings."""
     from vllm.entrypoints.launchers.launcher import setup_server
 
     if shared is None:
@@ -203,7 +203,7 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
 
 
 def listen_alone(sock: socket.socket) -> None:
-    """Listen now: two processes can both bind one address before either of them listens, and one comes too late.
+    """Listen now: two processes can both bind one address before either of them listens, and the second one fails.
 
     Raises :class:`~tercet.protocol.BadRequest` in that one.
     """
@@ -216,7 +216,7 @@ def listen_alone(sock: socket.socket) -> None:
 
 
 def _taken(where: str, error: OSError) -> BadRequest:
-    return BadRequest(f"port: nothing can listen at {where}: {error.strerror}; choose another port", "port")
+    return BadRequest(f"port: cannot listen at {where}: {error.strerror}; choose another port", "port")
 
 
 async def accept(
@@ -227,14 +227,14 @@ async def accept(
     peer_loads: tuple[memoryview[int], int] | None = None,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until ``shut_down`` returns, which is called once the socket is being served, or the server ends.
+    """Serve until ``shut_down`` returns, which is called once the socket is served, or until the server ends.
 
     Signals are for ``shut_down`` to handle. ``on_ready`` is called once, when connections are accepted.
 
     Of several workers the one with the fewest connections takes the next.
 
-    ``peer_loads`` are the numbers of connections of all workers, and which of them is this one's. vLLM 0.31 does not
-    look at them: there the system chooses.
+    ``peer_loads`` are the numbers of connections of all workers, and this one's index. vLLM 0.31 does not use them:
+    there the system chooses.
     """
     from vllm.entrypoints.launchers.launcher import serve_http
 
@@ -249,7 +249,7 @@ async def accept(
         ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=args.ssl_cert_reqs, ssl_ciphers=args.ssl_ciphers,
         **by_load, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
     ))  # fmt: skip
-    await asyncio.sleep(0)  # up to where it waits for its server: vLLM's signal handlers are there, to be replaced
+    await asyncio.sleep(0)  # up to where it waits for its server: vLLM's signal handlers exist now, and can be replaced
     ending = asyncio.ensure_future(shut_down())
     announcing = asyncio.ensure_future(_announce(app, on_ready))
     try:
@@ -271,10 +271,10 @@ async def _announce(app: FastAPI, on_ready: Callable[[], object]) -> None:
 
 
 def _settle() -> None:
-    """From now on the process serves, and its environment stays as it is."""
+    """Settle the process for serving: its environment stays unchanged from now on."""
     from vllm.envs import enable_envs_cache
 
     # vLLM looks up dozens of variables for each request.
     enable_envs_cache()
-    # Cycles are rare here, and looking for them took 5% of the time that tokens need, in pauses of 10 ms.
+    # Cycles are rare here, and searching them took 5% of the time of tokens, in pauses of 10 ms.
     gc.set_threshold(20_000, 20, 20)

@@ -1,10 +1,10 @@
 """One plain stream: a sequence whose chunks are written here, from its program's outputs straight to the socket.
 
-vLLM's output processor makes the text of its first and last output, with all that vLLM counts by them. The outputs
-between are written as they arrive, and wake up no task.
+vLLM's output processor makes the text of its first and last output, with all of vLLM's counters. The outputs between
+are written as they arrive, and wake up no task.
 
 Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and giving it to
-the engine-core client; on ``process_outputs`` putting what it makes of an output into the request's queue at once; on
+the engine-core client; on ``process_outputs`` putting the result of an output into the request's queue at once; on
 ``RequestState`` having ``detokenizer``, ``stream_interval`` and ``stats``; and on serving objects making the events of
 errors by ``create_streaming_error_response``, ``_raise_if_error`` and
 ``_convert_generation_error_to_streaming_response``.
@@ -43,7 +43,7 @@ class TextEnded(Exception):
 
 @dataclass(frozen=True)
 class StreamTools:
-    """What plain streams have in common: vLLM's processor of outputs, what counts tokens, and the texts of tokens."""
+    """Common parts of plain streams: vLLM's output processor, token counters, and the texts of tokens."""
 
     processor: OutputProcessor
     stats: StreamStats
@@ -52,9 +52,9 @@ class StreamTools:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How one answer is written: ``serving`` is vLLM's object that prepared it.
+    """How to write one answer: ``serving`` is vLLM's object that prepared it.
 
-    ``role`` is that of a chat answer, None for a completion; ``usage`` says whether the client asked for a count.
+    ``role`` is that of a chat answer, None for a completion; ``usage`` tells whether the client asked for a count.
     """
 
     serving: Any
@@ -64,19 +64,19 @@ class StreamPlan:
 
 
 class PlainStream:
-    """The stream of one request, to ``connection``; :meth:`run` returns once its end is all that is left to send."""
+    """The stream of one request, to ``connection``; :meth:`run` returns once only its end is left to send."""
 
     def __init__(self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan) -> None:
         self._connection = connection
         self._tools = tools
         self._plan = plan
-        # Gives the text of the next token where the detokenizer does nothing else with it.
+        # Returns the text of the next token if the detokenizer does nothing else with it.
         self._decode_next: Callable[[int], str] | None = None
         self._outputs: SequenceOutputs | None = None
         self._state: Any = None
         self._queue: Any = None
         self._first: RequestOutput | None = None
-        # Whether outputs need no more than their text written, and whether vLLM has made the last result.
+        # Whether outputs only need their text written, and whether vLLM has made the last result.
         self._is_flowing = self._is_finished = False
         self._num_tokens = 0
         self._end = b""
@@ -84,7 +84,7 @@ class PlainStream:
     # ---- from start to end -----------------------------------------------------------------------------------
 
     async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
-        """Stream what ``add_request`` adds to vLLM; returns the last chunks, one of which tells of an error if any."""
+        """Stream what ``add_request`` adds to vLLM; returns the last chunks, one of which has an error if any."""
         try:
             self._queue = await add_request()
             await self._stream()
@@ -102,7 +102,7 @@ class PlainStream:
         return end + DONE
 
     def begin(self, outputs: SequenceOutputs) -> None:
-        """The engine-core client got the request, whose ``outputs`` these are; called while it is being added."""
+        """The engine-core client got the request with these ``outputs``; called while it is being added."""
         self._outputs = outputs
         self._state = self._tools.processor.request_states[outputs.request_id]
         detokenizer = self._state.detokenizer
@@ -136,7 +136,7 @@ class PlainStream:
     # ---- outputs ---------------------------------------------------------------------------------------------
 
     def _consume(self, output: Output) -> None:
-        """Write an output as soon as it arrives. Raises :class:`TextEnded` where no more are wanted."""
+        """Write an output as soon as it arrives. Raises :class:`TextEnded` if no more are wanted."""
         is_text = self._is_flowing and output.finish_reason is None and output.logprobs is None and output.token_ids
         left = self._write_text(output.token_ids) if is_text else self._in_vllms_words(output)
         if left is not None:
@@ -150,7 +150,7 @@ class PlainStream:
         return None if self._outputs is None else self._outputs.to_core_output(output)
 
     def _process(self, output: EngineCoreOutput) -> None:
-        """Have vLLM's processor make a result of an output, and send it before the program goes on."""
+        """Let vLLM's processor make a result of an output, and send it before the program continues."""
         self._tools.processor.process_outputs([output], time.monotonic(), self._tools.stats.iteration())
         result = self._queue.get_nowait()
         if result is not None:
@@ -170,7 +170,7 @@ class PlainStream:
             detokenizer = self._state.detokenizer
             before = detokenizer.num_output_tokens()
             stop = detokenizer.update(list(token_ids), False)
-            # A stop string inside several tokens of one step drops those behind it.
+            # A stop string inside several tokens of one step drops the tokens after it.
             self._num_tokens += detokenizer.num_output_tokens() - before
             if stop is not None:
                 self._tools.stats.count(self._state.stats, num_tokens)
@@ -216,7 +216,7 @@ def _stopped(request_id: str, stop: str) -> EngineCoreOutput:
 
 
 def _prompt_details(first: RequestOutput, plan: StreamPlan) -> dict[str, int] | None:
-    """What vLLM tells of the prompt's tokens: those created in the cache in chat answers only."""
+    """vLLM's details of the prompt's tokens: those created in the cache in chat answers only."""
     created = None if plan.role is None else first.num_cache_creation_tokens
     counts = {"cached_tokens": first.num_cached_tokens, "created_cache_tokens": created}
     return {name: count for name, count in counts.items() if count is not None} or None

@@ -2,8 +2,8 @@
 
 Relies on ``AsyncLLM`` registering a request with its ``OutputProcessor`` before it gives it to
 ``engine_core.add_request_async``, in the context of the HTTP request, and on nothing being lost by waiting there: the
-request is held back until its KV has arrived, and then decodes on it as ``start_generate`` does. So whatever vLLM's API
-can do is done by vLLM. What the engine that prefilled had in its cache is told as vLLM tells it of prefills by its own
+request is held back until its KV has arrived, and then decodes with it as ``start_generate`` does. So all features of
+vLLM's API stay vLLM's. The cached tokens of the prefilling engine are reported as vLLM reports them for its own
 protocol: its ``RequestState`` has a field for that.
 """
 
@@ -40,9 +40,9 @@ _COUNT = re.compile(r"[0-9]{1,9}")
 
 @dataclass(eq=False)
 class NamedPrefillers:
-    """Who shall prefill for the sequences of one HTTP request, and what each of them went through.
+    """Engines that prefill for the sequences of one HTTP request, and each sequence's trace.
 
-    ``held`` is closed when the request is over.
+    ``held`` is closed when the request ends.
     """
 
     hosts: Sequence[str]
@@ -62,9 +62,9 @@ _told: ContextVar[Prefilled | None] = ContextVar("tercet_prefilled", default=Non
 
 
 class PrefillerHeader:
-    """ASGI layer before vLLM's API: reads the header, refuses engines that are not allowed, and answers with traces.
+    """ASGI layer before vLLM's API: reads the header, refuses engines that are not allowed, and adds traces to answers.
 
-    While nobody is ``allowed``, the header is ignored. A sidecar's header says what has been done already.
+    Without ``allowed`` engines, the header is ignored. A sidecar's header reports a prefill that is done already.
     """
 
     def __init__(self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers]) -> None:
@@ -102,7 +102,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _prefilled(said: str) -> Prefilled | None:
-    """What a sidecar says; None for what none says."""
+    """The content of a sidecar's header; None for another one."""
     lease, _, cached = said.partition(" ")
     return Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
 
@@ -115,9 +115,9 @@ async def _refuse(send: Send, path: str, error: TercetError) -> None:
 
 
 class PrefilledRequests:
-    """Stands between ``AsyncLLM`` and its core: requests whose HTTP request names prefillers get their KV first.
+    """Sits between ``AsyncLLM`` and its core: requests whose HTTP request names prefill engines get their KV first.
 
-    Without ``remote`` nobody may be named.
+    Without ``remote`` no engine may be named.
     """
 
     def __init__(self, client: AsyncLLM, verbs: EngineVerbs, remote: RemotePrefill | None) -> None:
@@ -138,7 +138,7 @@ class PrefilledRequests:
         return self._verbs.reserved(request, end)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """In place of ``engine_core.add_request_async``."""
+        """Replaces ``engine_core.add_request_async``."""
         named, told = _named.get(), _told.get()
         if told is not None and self._verbs.leases.has(told.lease):
             self._tell_cached(request, told.cached)
@@ -146,15 +146,15 @@ class PrefilledRequests:
             try:
                 await self._prefill(request, named, self._remote)
             except BaseException:
-                # AsyncLLM has registered it already, and does not undo that for what is raised here.
+                # AsyncLLM has registered it already, and does not undo that for exceptions from here.
                 self._processor.abort_requests((request.request_id,), internal=True)
                 raise
             if request.request_id not in self._processor.request_states:
-                return  # its client has left meanwhile
+                return  # its client has left in the meantime
         await self._add(request)
 
     def _tell_cached(self, request: EngineCoreRequest, cached: int) -> None:
-        """Have the answer say that so many tokens were cached."""
+        """Set the number of cached tokens in the answer."""
         state = self._processor.request_states.get(request.request_id)
         if state is not None:
             state.remote_prefill_cached_tokens = min(cached, len(request.prompt_token_ids or ()))
@@ -177,7 +177,7 @@ class PrefilledRequests:
                 begin = await held.enter_async_context(remote.prefilled(self, sequence, named.hosts, trace))
             try:
                 params = await named.held.enter_async_context(self._verbs.adopted(sequence))
-            except TercetError as error:  # it has been aborted meanwhile, or its lease is over
+            except TercetError as error:  # it was aborted in the meantime, or its lease has ended
                 prefill_here(self.name, request.request_id, error, trace)
                 return
         if params is None or request.sampling_params is None:
@@ -195,7 +195,7 @@ class PrefilledRequests:
 
 
 def _only_here(request: EngineCoreRequest) -> str:
-    """Why the prompt's KV is no other engine's business; empty if it may be."""
+    """Why only this engine can compute the prompt's KV; empty if others can."""
     params = request.sampling_params
     reasons = {
         "pooling": params is None,
@@ -203,6 +203,6 @@ def _only_here(request: EngineCoreRequest) -> str:
         "a prompt of embeddings": request.prompt_embeds is not None or not request.prompt_token_ids,
         "a prompt with a LoRA adapter": request.lora_request is not None,
         "streaming input": request.resumable,
-        "a prompt whose log probabilities are asked for": params is not None and params.prompt_logprobs is not None,
+        "a prompt with requested log probabilities": params is not None and params.prompt_logprobs is not None,
     }
     return next((what for what, holds in reasons.items() if holds), "")

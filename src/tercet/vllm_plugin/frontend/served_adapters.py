@@ -1,7 +1,8 @@
-"""The adapters of a fleet, as vLLM's OpenAI layer looks them up: by the name that a client calls the model.
+"""The adapters of a fleet, for look-ups of vLLM's OpenAI layer by the client's model name.
 
-Relies on ``OpenAIServingModels.lora_requests`` being all that this layer knows of adapters, read as a mapping for each
-request and for ``/v1/models``; and on ``InputProcessor`` refusing an adapter only where its ``lora_config`` is missing.
+Relies on ``OpenAIServingModels.lora_requests`` being the only source of adapters in this layer, read as a mapping for
+each request and for ``/v1/models``; and on ``InputProcessor`` refusing an adapter only if its ``lora_config`` is
+missing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from vllm.lora.request import LoRARequest
 
 from tercet.protocol import AdapterReport
 
-# vLLM wants a number. Here no adapter is loaded: a request carries the name to the engines, which number their own.
+# vLLM needs a number. Here no adapter is loaded: a request carries the name to the engines, which number their own.
 NUMBER = 1
 
 
 class ServedAdapters(Mapping[str, LoRARequest]):
-    """What ``known`` gives at the moment."""
+    """A view of what ``known`` returns now."""
 
     def __init__(self, known: Callable[[], Mapping[str, AdapterReport]]) -> None:
         self._known = known
@@ -38,6 +39,6 @@ class ServedAdapters(Mapping[str, LoRARequest]):
 
 
 def serve_adapters(state: Any, engine_client: Any, known: Callable[[], Mapping[str, AdapterReport]]) -> None:
-    """Have vLLM's layer, whose application has this ``state``, serve the adapters that ``known`` gives."""
+    """Make vLLM's layer, whose application has this ``state``, serve the adapters that ``known`` returns."""
     state.openai_serving_models.lora_requests = ServedAdapters(known)
     engine_client.input_processor.lora_config = LoRAConfig()

@@ -1,7 +1,7 @@
-"""vLLM's server options at a front door: each is handed on to vLLM's parts, served here, or refused at the start.
+"""vLLM's server options at a front door: each is passed on to vLLM's parts, served here, or refused at the start.
 
 Relies on ``make_arg_parser`` putting the server's own options into the group ``Frontend``, and those of each of vLLM's
-configurations into a group of its name. What nobody has placed here, as of a later vLLM, is refused.
+configurations into a group of its name. An option that is not listed here, of a later vLLM, is refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from tercet.protocol import BadRequest
 
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
-# Groups whose options a front door's own model configuration has: how prompts become tokens, and tokens text.
+# Groups of options for a front door's own model configuration: how prompts become tokens, and tokens text.
 HANDED_ON = frozenset({"ModelConfig", "MultiModalConfig", "StructuredOutputsConfig"})
-# Of the other groups, and of none: what vLLM's serving objects, its application or its client have.
+# Options of other groups, and of none, that vLLM's serving objects, its application or its client use.
 SERVED_BY_VLLM = frozenset(
     {"allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "anthropic_disabled_thinking_effort",
      "chat_template", "chat_template_content_format", "cohere_format", "cohere_is_reasoning_model",
@@ -29,7 +29,7 @@ SERVED_BY_VLLM = frozenset(
      "structured_outputs_config", "tokens_only", "tool_call_parser", "tool_parser_plugin", "tool_server",
      "tool_strict_level", "trust_request_chat_template", "trust_request_mm_kwargs"}
 )  # fmt: skip
-# What the front door does itself: keys, sockets, TLS and the server's log.
+# Options that the front door implements itself: keys, sockets, TLS and the server's log.
 SERVED_HERE = frozenset(
     {"api_key", "disable_uvicorn_access_log", "enable_ssl_refresh", "help", "host", "model", "port",
      "served_model_name", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "uds",
@@ -37,7 +37,7 @@ SERVED_HERE = frozenset(
 )  # fmt: skip
 _TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs", "enable_ssl_refresh")
 _LOG = "--log-level, --log-format and --access-log before the -- are a front door's"
-_ENGINES = "it is about how engines compute, and belongs to them: tercet engine ... -- FLAG, or engine-args"
+_ENGINES = "it configures engines; give it to them: tercet engine ... -- FLAG, or engine-args"
 REFUSED: Mapping[str, str] = {
     "aggregate_engine_logging": _LOG,
     "api_server_count": "give --workers before the --",
@@ -47,11 +47,11 @@ REFUSED: Mapping[str, str] = {
     "dp_supervisor_probe_failure_threshold": _ENGINES,
     "dp_supervisor_probe_interval_s": _ENGINES,
     "dp_supervisor_probe_timeout_s": _ENGINES,
-    "enable_flash_late_interaction": "it is about pooling models, which servers of their own run: --pooling-server",
+    "enable_flash_late_interaction": "it configures pooling models, which separate servers run: --pooling-server",
     "enable_log_deltas": _LOG,
     "enable_log_outputs": _LOG,
     "enable_log_requests": _LOG,
-    "fail_on_environ_validation": "a front door names unknown TERCET_ variables by itself, and leaves vLLM's alone",
+    "fail_on_environ_validation": "a front door reports unknown TERCET_ variables by itself, and ignores vLLM's",
     "grpc": "a front door speaks HTTP",
     "grpc_port": "a front door speaks HTTP",
     "h11_max_header_count": "a front door's parser is not h11",
@@ -68,26 +68,29 @@ REFUSED: Mapping[str, str] = {
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Every option's name, and the group that has it."""
+    """Every option's name, and its group."""
     groups: Any = parser._action_groups
     return {action.dest: str(group.title) for group in groups for action in group._group_actions}
 
 
 def refusal_of(name: str, group: str) -> str | None:
-    """Why a front door does not take an option of a group; None if it does."""
+    """Why a front door does not accept an option of a group; None if it does."""
     if name in REFUSED:
         return REFUSED[name]
     if name in SERVED_BY_VLLM or name in SERVED_HERE or group in HANDED_ON:
         return None
-    return "no front door is known to serve it" if group == "Frontend" else _ENGINES
+    return "front doors do not support it" if group == "Frontend" else _ENGINES
 
 
 def require_served(parser: argparse.ArgumentParser, given: Sequence[str], workers: int = 1) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for options that would have no effect. The ``parser`` is spent."""
+    """Raise :class:`~tercet.protocol.BadRequest` for options that would have no effect.
+
+    The ``parser`` cannot be used after it.
+    """
     groups = options_of(parser)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    for argument in given:  # vLLM's parser would replace it by what the file says
+    for argument in given:  # vLLM's parser would replace it by the file's content
         if argument.partition("=")[0] == "--config":
             raise _refused("config", REFUSED["config"])
     found = vars(parser.parse_args(list(given)))
@@ -122,7 +125,7 @@ def _require_tls(found: Mapping[str, Any]) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, found.get("ssl_keyfile"), lambda: "")  # nobody is asked for a password
+        context.load_cert_chain(certificate, found.get("ssl_keyfile"), lambda: "")  # never prompts for a password
         context.verify_mode = ssl.VerifyMode(found.get("ssl_cert_reqs", ssl.CERT_NONE))
         if found.get("ssl_ca_certs"):
             context.load_verify_locations(found["ssl_ca_certs"])
@@ -134,4 +137,4 @@ def _require_tls(found: Mapping[str, Any]) -> None:
 
 def _refused(name: str, why: str) -> BadRequest:
     flag = f"--{name.replace('_', '-')}"
-    return BadRequest(f"flags for vLLM: {flag} is not taken here: {why}", flag)
+    return BadRequest(f"flags for vLLM: {flag} is not accepted here: {why}", flag)

@@ -1,13 +1,13 @@
-"""Short prompts are tokenised on the event loop, and past the layers of ``transformers``.
+"""Tokenises short prompts on the event loop, without the layers of ``transformers``.
 
-vLLM hands every prompt to a thread, and to a task for each step on its way. That costs more than tokenising a short one
-does, and under load the thread waits for the interpreter's lock for longer than the event loop would be held up. Much
-of what is left is what ``transformers`` does around the tokenizer of ``tokenizers`` that it has inside.
+vLLM passes every prompt to a thread, and to a task for each step. That costs more than tokenising a short one, and
+under load the thread waits for the interpreter's lock for longer than the event loop would be blocked. Much of the rest
+is the work of ``transformers`` around its inner tokenizer of ``tokenizers``.
 
 Relies on a renderer tokenising a text prompt by its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``, and
 on its ``render_cmpl`` returning what ``render_cmpl_async`` does; on ``get_encode_kwargs`` having the options of a
 tokenizer's call, and of them ``truncation``, ``max_length`` and ``add_special_tokens`` alone; and on a tokenizer of
-``transformers`` answering what its ``_tokenizer`` does with no truncation and no padding, which is tried at the start.
+``transformers`` giving the result of its ``_tokenizer`` without truncation and padding, which is tested at the start.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 Encode = Callable[[str, bool], list[int]]
 """The ids of a text, with or without special tokens."""
 
-# Characters; the built-in model's tokeniser takes 0.5 ms for so many.
+# Characters; the built-in model's tokeniser takes 0.5 ms for them.
 SHORT = 1000
-# What a prompt of text alone, as vLLM parses it, consists of.
+# The keys of a text-only prompt, as vLLM parses it.
 TEXT = {"prompt"}
 KNOWN_OPTIONS = {"truncation", "max_length", "add_special_tokens"}
 TRIED = ("", "Hello, w\u00f6rld!", " two  spaces\n\tand \U0001f680 <|im_start|>user</s> ", "x" * 50)
@@ -51,15 +51,15 @@ def render_short_prompts_here(renderer: Any) -> None:
             return render(prompts, *args, **kwargs)
         return await render_in_tasks(prompts, *args, **kwargs)
 
-    renderer._tokenize_prompt = here  # for ``render_cmpl``; ``in_thread`` has what was there before
+    renderer._tokenize_prompt = here  # for ``render_cmpl``; ``in_thread`` has the original
     renderer._tokenize_prompt_async, renderer.render_cmpl_async = tokenize, render_completion
 
 
 def encoder_of(tokenizer: Any) -> Encode | None:
-    """What a tokenizer of ``transformers`` does with a text, without the rest; None if it does more than that."""
+    """The encoding of a ``transformers`` tokenizer without its other work; None if it does more than that."""
     if not isinstance(tokenizer, TokenizersBackend):
         return None
-    # A copy, for others switch truncation on and off in theirs.
+    # A copy, since others switch truncation on and off in theirs.
     backend: Any = copy.deepcopy(tokenizer._tokenizer)
     backend.no_truncation()
     backend.no_padding()
@@ -70,13 +70,13 @@ def encoder_of(tokenizer: Any) -> Encode | None:
 
     for special in (False, True):
         if any(encode(text, special) != list(tokenizer(text, add_special_tokens=special).input_ids) for text in TRIED):
-            logger.warning("this tokenizer is not what its tokens come from: short prompts cost more")
+            logger.warning("this tokenizer has no equivalent inner tokenizer: short prompts cost more")
             return None
     return encode
 
 
 def _encoded(encode: Encode, text: str, options: dict[str, Any]) -> list[int] | None:
-    """The ids of a text; None where the options ask for more than them, or for fewer."""
+    """The ids of a text; None if the options ask for more, or for a part only."""
     if options.keys() != KNOWN_OPTIONS:
         return None
     ids, most = encode(text, options["add_special_tokens"]), options["max_length"]

@@ -1,7 +1,7 @@
-"""The chunks of a plain stream, to the byte as vLLM's stream generators write them, without making objects of them.
+"""The chunks of a plain stream, byte-identical to those of vLLM's stream generators, without creating objects.
 
-Relies on which fields of ``CompletionStreamResponse`` and ``ChatCompletionStreamResponse`` the generators set, since
-those are what a chunk has, and on their order.
+Relies on the fields of ``CompletionStreamResponse`` and ``ChatCompletionStreamResponse`` that the generators set, since
+a chunk has just those, and on their order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """What chunks of one route look like: ``opening`` is what stands before the text of a choice, the rest after it."""
+    """Format of one route's chunks: ``opening`` is the part before the text of a choice, the rest follows it."""
 
     object: bytes
     opening: bytes

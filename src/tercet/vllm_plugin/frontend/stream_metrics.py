@@ -1,9 +1,9 @@
-"""Tells vLLM's metrics of what its own path did not see: requests that passed its layers, and streamed tokens.
+"""Adds to vLLM's metrics what its own path did not see: requests that bypassed its layers, and streamed tokens.
 
 Relies on ``PrometheusInstrumentatorMiddleware`` being one of the application's layers, each with the next one as
-``app``, and on its ``instrumentations`` taking what is known of a request as one ``Info``; and on what
-``IterationStats.update_from_output`` does for a token after the first: the request's token count and time of last
-token, the gap between the two, and the iteration's token count.
+``app``, and on its ``instrumentations`` taking the data of a request as one ``Info``; and on the updates of
+``IterationStats.update_from_output`` for a token after the first: the request's token count and time of last token, the
+gap between the two, and the iteration's token count.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from starlette.responses import Response
 from starlette.types import Scope
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
-# One "iteration" of vLLM's metrics is what was streamed in this time: recording costs as much as several tokens do.
+# One "iteration" of vLLM's metrics is what was streamed in this time: recording costs as much as several tokens.
 RECORD_SECONDS = 0.5
 _STREAM = Response()
 
 
 class HttpMetrics:
-    """Counts requests and observes how long they took, as the layers of ``app`` would have."""
+    """Counts requests and their durations, as the layers of ``app`` would have."""
 
     def __init__(self, app: Any) -> None:
         self._observers: Sequence[Callable[[Info], None]] = ()
@@ -38,33 +38,33 @@ class HttpMetrics:
 
     @property
     def found(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there are metrics to update."""
         return bool(self._observers)
 
     def observe(self, scope: Scope, handler: str, seconds: float) -> None:
-        """A stream of route ``handler`` has ended after so long."""
+        """Record that a stream of route ``handler`` has ended after ``seconds``."""
         info = Info(Request(scope), _STREAM, "POST", handler, "2xx", seconds, seconds)
         for observe in self._observers:
             observe(info)
 
 
 class StreamStats:
-    """Gathers what tokens took and hands it to vLLM's loggers now and then; does nothing without loggers."""
+    """Collects statistics of tokens and passes them to vLLM's loggers at intervals; does nothing without loggers."""
 
     def __init__(self, loggers: Any | None) -> None:
         self._loggers = loggers
         self._iteration: IterationStats | None = None
 
     def iteration(self) -> IterationStats | None:
-        """Where vLLM's own path notes what it sees now; None without loggers."""
+        """The object in which vLLM's own path records now; None without loggers."""
         if self._loggers is None:
             return None
         gathered = self._gather(0)
-        gathered.iteration_timestamp = time.time()  # latencies are counted to it
+        gathered.iteration_timestamp = time.time()  # latencies are measured up to it
         return gathered
 
     def observe(self, request: RequestStateStats | None, num_tokens: int) -> None:
-        """A request had ``num_tokens`` more, in one output."""
+        """Record ``num_tokens`` more of a request, in one output."""
         if self._loggers is None or request is None:
             return
         now = time.monotonic()
@@ -73,13 +73,13 @@ class StreamStats:
         request.num_generation_tokens += num_tokens
 
     def count(self, request: RequestStateStats | None, num_tokens: int) -> None:
-        """As :meth:`observe`, for tokens whose output vLLM's own path is going to observe."""
+        """As :meth:`observe`, for tokens whose output vLLM's own path will observe."""
         if self._loggers is not None and request is not None:
             self._gather(num_tokens)
             request.num_generation_tokens += num_tokens
 
     def record(self) -> None:
-        """Hand over what was gathered."""
+        """Pass on what was collected."""
         gathered, self._iteration = self._iteration, None
         if gathered is not None and self._loggers is not None:
             self._loggers.record(scheduler_stats=None, iteration_stats=gathered)

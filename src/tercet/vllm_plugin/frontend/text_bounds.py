@@ -1,7 +1,7 @@
-"""Texts that are tokenised, and tokens that become text, have a bound, whatever asks for it.
+"""Size limit for all texts that are tokenised, and tokens that become text.
 
-vLLM bounds prompts by what the model takes, but not what ``/tokenize`` and its like are given: 20 MB there cost 5 GB
-and 20 s of a thread that nothing stops, and that prompts of others wait for.
+vLLM limits prompts by the model's length, but not the input of ``/tokenize`` and its like: 20 MB there cost 5 GB and 20
+s of a thread that nothing stops, and that prompts of others wait for.
 
 Relies on a renderer doing all of it by its ``_tokenize_prompt`` and ``_detokenize_prompt``, and their ``_async`` forms.
 """
@@ -14,13 +14,13 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 LEAST = 1024 * 1024
-"""Characters, and tokens, that are taken whatever the model takes."""
+"""Characters, and tokens, that are always accepted."""
 PER_TOKEN = 16
-"""Characters for each token that the model takes; few texts have more."""
+"""Characters for each token of the model's length; few texts have more."""
 
 
 def bound_texts(renderer: Any, max_model_len: int) -> None:
-    """Have ``renderer`` refuse what is longer than any prompt of a model of so many tokens."""
+    """Make ``renderer`` refuse input that is longer than any prompt for ``max_model_len`` tokens."""
     most = max(LEAST, PER_TOKEN * max_model_len)
     by_text = "prompt", "characters", most
     by_ids = "prompt_token_ids", "tokens", most
@@ -31,12 +31,13 @@ def bound_texts(renderer: Any, max_model_len: int) -> None:
 
 
 def _bounded(call: Callable[..., Any], part: str, unit: str, most: int) -> Callable[..., Any]:
-    """``call``, or what it returns to be awaited, for prompts whose ``part`` is not too long."""
+    """``call``, or the awaitable that it returns, for prompts whose ``part`` is not too long."""
 
     def bounded(prompt: Any, *args: Any) -> Any:
         if len(prompt[part]) > most:
             raise VLLMValidationError(
-                f"prompt: has {len(prompt[part])} {unit}; this server takes at most {most} at once", parameter="prompt"
+                f"prompt: has {len(prompt[part])} {unit}; this server accepts at most {most} at once",
+                parameter="prompt",
             )
         return call(prompt, *args)
 

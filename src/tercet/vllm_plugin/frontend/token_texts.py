@@ -1,12 +1,12 @@
 """The text of tokens that are whole characters, looked up instead of decoded.
 
-With a byte-level vocabulary the text of a sequence is its tokens' bytes, one after the other. A token whose own bytes
-are whole characters has the same text wherever it stands, unless a token before it has left a character unfinished.
-vLLM's detokenizer decodes the rest, and every token of other vocabularies.
+With a byte-level vocabulary the text of a sequence is its tokens' bytes, one after the other. A token whose bytes are
+whole characters has the same text everywhere, unless a token before it has left a character unfinished. vLLM's
+detokenizer decodes the rest, and every token of other vocabularies.
 
-Relies on ``FastIncrementalDetokenizer`` asking its own ``decode_next`` for the text of each token; on its stream
-keeping nothing back but an unfinished character, so that it need not see whole tokens; and on the ``ByteLevel`` decoder
-of ``tokenizers`` taking tokens to bytes one by one.
+Relies on ``FastIncrementalDetokenizer`` calling its own ``decode_next`` for the text of each token; on its stream
+keeping back only an unfinished character, so that it need not see whole tokens; and on the ``ByteLevel`` decoder of
+``tokenizers`` converting tokens to bytes one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class TokenTexts(dict[int, str]):
     """The text of each token that has one by itself; empty for special tokens, parts of characters and unknown ids.
 
-    Filled as tokens are asked for. ``backend`` is a ``tokenizers.Tokenizer``.
+    Filled on demand. ``backend`` is a ``tokenizers.Tokenizer``.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -33,7 +33,7 @@ class TokenTexts(dict[int, str]):
     def __missing__(self, token_id: int) -> str:
         try:
             text = self._backend.decode([token_id], skip_special_tokens=True)
-        except OverflowError:  # no id at all
+        except OverflowError:  # not a valid id
             return ""
         found = self[token_id] = "" if REPLACEMENT in text else text
         return found
@@ -46,10 +46,10 @@ def texts_of(tokenizer: Any) -> TokenTexts | None:
 
 
 def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
-    """Let ``detokenizer`` look up what it can; ``prompt`` are the tokens before its first.
+    """Let ``detokenizer`` look texts up; ``prompt`` are the tokens before its first.
 
-    Returns what gives it the text of its next token, or None, and all stays as it was, where nothing can be looked up:
-    other detokenizers, and texts in which special tokens stand without the spaces between them.
+    Returns the function for the text of its next token. Returns None, and changes nothing, if look-up is impossible:
+    for other detokenizers, and for texts with special tokens but without the spaces between them.
     """
     if texts is None or type(detokenizer) is not FastIncrementalDetokenizer:
         return None
@@ -62,7 +62,7 @@ def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -
         text = texts[next_token_id]
         if text and whole:
             return text
-        whole = bool(text)  # after such a token, whatever was unfinished before it has become text
+        whole = bool(text)  # after such a token, an unfinished character before it has become text
         return decode(next_token_id)
 
     detokenizer.decode_next = decode_next

@@ -1,4 +1,4 @@
-"""The traces of a request's sequences, in the answer to it, for clients that ask with ``x-tercet-trace: true``."""
+"""Adds the traces of a request's sequences to its answer, for clients that send ``x-tercet-trace: true``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": Fals
 
 
 def wants_trace(headers: Mapping[str, str]) -> bool:
-    """Whether a client asks for it. Raises :class:`~tercet.protocol.BadRequest` for a header that says neither."""
+    """Whether a client wants it. Raises :class:`~tercet.protocol.BadRequest` for a header with another value."""
     said = headers.get(TRACE_HEADER, "false").strip().lower()
     if said not in _MEANS:
         raise BadRequest(f"{TRACE_HEADER}: {said!r} is neither true nor false", TRACE_HEADER)
@@ -59,7 +59,7 @@ class TracingSend:
         whole = events.passed(message.get("body", b""))
         if not message.get("more_body"):
             whole += events.rest()
-        if DONE not in whole:  # in a text, too, but then no event is just that
+        if DONE not in whole:  # it may occur in a text, too, but then no event is just that
             return whole
         return b"".join(self._traced(event) for event in events_of(whole))
 

@@ -269,7 +269,7 @@ def test_practice_leaves_the_cache_as_it_was() -> None:
 def test_a_device_that_does_not_copy_is_found_in_practice() -> None:
     region = filled(LAYERS, BLOCKS, BYTES, 1)
     memory = StagedMemory(Impatient(host_planes(region), CHUNK, device=LazyDevice(3)), region.shape, CHUNK)
-    with pytest.raises(TransferFailed, match="do not bring back"):
+    with pytest.raises(TransferFailed, match="do not return the bytes"):
         memory.practise()
     assert memory.buffers_free() == (BUFFERS, BUFFERS)
     region.close()
