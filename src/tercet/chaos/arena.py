@@ -91,6 +91,7 @@ class Arena(ABC):
         self.complaints: list[str] = []
         self._adversary = adversary
         self._tricks = tricks
+        self._most_memory = 0
         self._engines = engines
         self._schedule = schedule
         self._load = load
@@ -140,7 +141,7 @@ class Arena(ABC):
 
     @abstractmethod
     async def _look_at_memory(self) -> None:
-        """Complain if the front door keeps more than it should."""
+        """Note how much the front door keeps, and complain if that is too much."""
 
     async def _play_tricks(self) -> None:
         """Returns when the hostile client has begun its last trick."""
@@ -188,6 +189,7 @@ class Arena(ABC):
             moves=list(self._moves.values()),
             tricks=self._adversary.played,
             retries=await self._retries() - retries,
+            memory=self._most_memory,
         )
 
     async def _settled(self, before: Holdings) -> Holdings:

@@ -38,7 +38,8 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``patience`` are the seconds for which a client may hear nothing. ``complaints`` are failures that nobody handled,
     as far as the arena heard of them. ``moves`` are the front door's, ``tricks`` those of a hostile client, and
-    ``retries`` counts further attempts of sequences.
+    ``retries`` counts further attempts of sequences. ``memory`` are the most bytes that the front door had in addition,
+    in a simulated fleet of clients' bodies.
     """
 
     seed: int
@@ -53,6 +54,7 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     moves: Sequence[MoveRecord] = ()
     tricks: Sequence[PlayedTrick] = ()
     retries: int = 0
+    memory: int = 0
 
     @property
     def orphans(self) -> int:
@@ -135,7 +137,8 @@ def figures(result: ChaosResult) -> list[str]:
         f"longest gap in a stream {gaps[0]:.2f} s ({gaps[1]})",
         f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
         f"{sum(move.outcome == 'moved' for move in result.moves)} of {len(result.moves)} moves went through, "
-        f"{result.orphans} {ORPHANS}",
+        f"{result.orphans} {ORPHANS}, {result.retries} further attempts of sequences",
+        f"the front door kept {result.memory / 2**20:.0f} MiB more at most",
     ]
 
 

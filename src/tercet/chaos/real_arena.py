@@ -44,7 +44,7 @@ LASTING = re.compile(rf".*processes|{DESCRIPTORS}.*")
 
 # Eight of these bodies are more than the front door keeps at once.
 HOSTILE_SIZES = Sizes(items=40_000, body=48 * 2**20, bodies=8)
-MOST_MEMORY = 768 * 2**20
+MOST_MEMORY = 512 * 2**20
 """Bytes by which the front door may grow: all bodies together have 256 MiB, and long ones are read several times."""
 
 REAL_LOAD = LoadShape(
@@ -183,6 +183,7 @@ class RealArena(Arena):
 
     async def _look_at_memory(self) -> None:
         grown = await asyncio.to_thread(_memory, self._fleet.router.pid) - self._memory
+        self._most_memory = max(self._most_memory, grown)
         if grown > MOST_MEMORY and not any("memory" in complaint for complaint in self.complaints):
             self.complaints.append(f"the front door's memory grew by {grown // 2**20} MiB")
 

@@ -264,6 +264,7 @@ class SimulatedArena(Arena):
         return retries_in(generate_latest().decode())
 
     async def _look_at_memory(self) -> None:
+        self._most_memory = max(self._most_memory, self._door.bytes_kept)
         if self._door.bytes_kept > LARGEST_AT_ONCE * MOST_BYTES:
             self.complaints.append(f"the front door keeps {self._door.bytes_kept} bytes of bodies")
 
