@@ -42,7 +42,6 @@ CLEAN = (
     "src/tercet/router/small_server.py",
     "src/tercet/vllm_plugin/engine/refusals.py",
     "src/tercet/vllm_plugin/engine/start_checks.py",
-    "src/tercet/vllm_plugin/engine/verb_log.py",
 )
 # It quotes a story.
 EXEMPT = {"src/tercet/cli/demo.py"}
