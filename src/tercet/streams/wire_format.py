@@ -10,7 +10,8 @@ on the wire, but for the call, which has the fields of the body of ``POST /terce
                             [[running adapter, ...], [waiting adapter, ...], max, stamp] or nil]
                     proposal = [seq_id, destination, reason]
     TokenDelta    = [number, position, [token, ...], details or nil]
-    StreamCommand = [[number, ...], [call, ...]]    sequences that nobody waits for any more, and new ones
+    StreamCommand = [[number, ...], [call, ...], [name, ...]]
+                    sequences that nobody waits for any more, new ones, and by which x-request-id logs name these
 """
 
 from __future__ import annotations
@@ -118,11 +119,13 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     """What a front door tells an engine: sequences to end and to start. Without any it is a heartbeat.
 
-    Every call in ``starts`` has its ``door``. What becomes of it comes back as the sequence's deltas.
+    Every call in ``starts`` has its ``door``. What becomes of it comes back as the sequence's deltas. ``names`` are
+    what their clients call the requests, empty where they do not; engines before these do not look at them.
     """
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[StartGenerateCall, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +133,7 @@ class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[msgspec.Raw, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class UnreadCall(msgspec.Struct, frozen=True):
