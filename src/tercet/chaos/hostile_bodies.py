@@ -67,10 +67,11 @@ ODD: tuple[tuple[str, bytes], ...] = (
 
 POISONOUS: tuple[tuple[str, Fields], ...] = (
     ("a regex of 30,000 characters", {"regex": "(a|b.c)*" * 3750}),
-    ("repetitions of repetitions", {"regex": "((a{1,9999}){1,9999}){1,9999}"}),
+    ("a billion repetitions", {"regex": "(a{1,1000000000}){1,1000000000}"}),
     ("minLength 1e8", {"json": {"type": "string", "minLength": 100_000_000}}),
     ("100,000 choices", {"choice": _words(100_000)}),
     ("a rule that begins with itself", {"grammar": 'root ::= root "a"'}),
+    ("rules that begin with one another", {"grammar": 'root ::= x\nx ::= y "b"\ny ::= x'}),
     ("a rule that there is not", {"grammar": "root ::= other"}),
     ("a regex without an end", {"regex": "(a"}),
 )
