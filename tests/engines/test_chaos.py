@@ -1,4 +1,4 @@
-"""Short seeded runs of faults on real processes: nobody loses anything. They break their fleets, and have their own."""
+"""Short seeded runs of faults and a hostile client on real processes: nobody loses anything. Fleets are their own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tercet.chaos.chaos_report import figures, violation_lines
 from tercet.chaos.fault_schedule import FaultSchedule, PlannedFault
 from tercet.chaos.real_arena import REAL_LOAD, run_real
+from tercet.chaos.tricks import TRICKS, plan_tricks
 from tercet.cluster.up_config import UpConfig
 from tests.small_llama import small_llama
 
@@ -35,9 +36,11 @@ def test_nobody_loses_anything(simulate: str | None, tmp_path: Path) -> None:
     )  # fmt: skip
     faults = ON_VLLM if simulate is None else ON_SIMULATED
     load = msgspec.structs.replace(REAL_LOAD, questions=4, leaving=0.2, rate=0.5 if simulate is None else 4.0)
-    result = run_real(config, str(small_llama()), FaultSchedule(1, 20.0, faults), load, 60.0, print)
+    tricks = plan_tricks(1, 20.0, 30.0, TRICKS)
+    result = run_real(config, str(small_llama()), FaultSchedule(1, 20.0, faults), load, 60.0, print, tricks)
     print("\n".join([*figures(result), *violation_lines(result.violations, 1, "this test")]))
     assert [str(found) for found in result.violations] == []
     assert [fault.planned for fault in result.faults if fault.began is None] == []
     assert len(result.faults) == len(faults)
+    assert len(result.tricks) == len(tricks)
     assert result.records

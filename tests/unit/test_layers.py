@@ -26,7 +26,7 @@ LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 SIDEWAYS = {
     ("vllm_plugin", "transport"),
     *((room, "streams") for room in ("vllm_plugin", "sim", "client")),
-    *((room, "settings") for room in ("vllm_plugin", "sim", "transport", "client")),
+    *((room, "settings") for room in ("vllm_plugin", "sim", "transport", "streams", "client")),
     # An engine has others prefill for requests that name them.
     *((room, "client") for room in ("vllm_plugin", "sim")),
     # Pods become members of a fleet.

@@ -11,10 +11,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from tercet.chaos.adversary import Adversary
 from tercet.chaos.chaos_report import ChaosResult, InjectedFault
 from tercet.chaos.client_load import VOCABULARY, Arrival, ClientLoad, LoadShape, arrivals, questions_of
 from tercet.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, PlannedFault, ProcessKind
 from tercet.chaos.invariants import Leftover
+from tercet.chaos.tricks import PlannedTrick
 from tercet.client import HttpEngine
 from tercet.protocol import Engine, NoSpace, Request, TercetError
 from tercet.router.moves import MoveRecord
@@ -24,6 +28,8 @@ Holdings = Counter[tuple[str, str]]
 Note = Callable[[str], object]
 PROGRESS_SECONDS = 15.0
 MOVE_AGAIN_SECONDS = 0.2
+MEMORY_SECONDS = 0.5
+RETRIES = "tercet_retries_total"
 # A schedule with more faults is told by their number only.
 MOST_TOLD = 200
 MOST_RESERVATIONS = 1000
@@ -67,7 +73,7 @@ class BreakableEngine(Protocol):
 class Arena(ABC):
     """A fleet, its clients, and what happens to it. ``now`` gives seconds; those of the run begin with its load.
 
-    ``leftover_seconds`` is how long what was taken may take to be given back.
+    ``leftover_seconds`` is how long what was taken may take to be given back. ``adversary`` plays ``tricks``.
     """
 
     leftover_seconds: float
@@ -79,8 +85,13 @@ class Arena(ABC):
         load: LoadShape,
         now: Callable[[], float],
         note: Note,
+        adversary: Adversary,
+        tricks: Sequence[PlannedTrick],
     ) -> None:
         self.complaints: list[str] = []
+        self._adversary = adversary
+        self._tricks = tricks
+        self._most_memory = 0
         self._engines = engines
         self._schedule = schedule
         self._load = load
@@ -120,6 +131,22 @@ class Arena(ABC):
     async def _drain(self, engine: str, draining: bool) -> None:
         """Have the front door empty an engine, or pick it again."""
 
+    @abstractmethod
+    async def _program(self) -> str:
+        """The program in use, and its version: what clients send does not change it."""
+
+    @abstractmethod
+    async def _retries(self) -> int:
+        """How often a sequence was tried again."""
+
+    @abstractmethod
+    async def _look_at_memory(self) -> None:
+        """Note how much the front door keeps, and complain if that is too much."""
+
+    async def _play_tricks(self) -> None:
+        """Returns when the hostile client has begun its last trick."""
+        await self._adversary.run(self._tricks, self._sleep_until)
+
     def _slow_disk(self) -> AbstractAsyncContextManager[None]:
         """While entered, disks are slow."""
         raise ValueError("this fleet has no disk")
@@ -131,19 +158,24 @@ class Arena(ABC):
         calm = await clients.ask_all(questions, "data_parallel")
         before = await self._at_rest()
         self._note(f"{len(questions)} questions answered; {len(schedule.faults)} faults follow")
-        self._zero = self._now()
-        telling = asyncio.create_task(self._tell_progress())
-        noting = asyncio.create_task(self._note_moves())
+        self._zero, program, retries = self._now(), await self._program(), await self._retries()
+        meanwhile = [
+            asyncio.create_task(each) for each in (self._tell_progress(), self._note_moves(), self._watch_memory())
+        ]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._inject_all())
+            group.create_task(self._play_tricks())
             await clients.run(arrivals(self._load, questions, schedule.seed, schedule.seconds), self._sleep_until)
         # Nothing is wrong with any engine any more. Whoever still waits has all the time that any timeout takes.
         self._note(f"all is well again; {clients.under_way} requests under way")
         await clients.settle(patience + self.leftover_seconds)
-        telling.cancel()
-        noting.cancel()
+        await self._adversary.settle()
+        for task in meanwhile:
+            task.cancel()
         left = await self._settled(before) - before
         await self._take_moves()
+        if (now := await self._program()) != program:
+            self.complaints.append(f"the program in use was {program}, and is {now}, though no client may change it")
         return ChaosResult(
             seed=schedule.seed,
             seconds=schedule.seconds,
@@ -155,6 +187,9 @@ class Arena(ABC):
             patience=patience,
             complaints=self.complaints,
             moves=list(self._moves.values()),
+            tricks=self._adversary.played,
+            retries=await self._retries() - retries,
+            memory=self._most_memory,
         )
 
     async def _settled(self, before: Holdings) -> Holdings:
@@ -178,6 +213,11 @@ class Arena(ABC):
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             await self._take_moves()
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await self._look_at_memory()
+            await asyncio.sleep(MEMORY_SECONDS)
 
     async def _take_moves(self) -> None:
         under_way = [number for number, move in self._moves.items() if move.outcome == "under_way"]
@@ -289,6 +329,12 @@ class Arena(ABC):
     async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
         async with HttpEngine(engine.name, engine.url) as stranger:
             return await fill_cache(stranger, seconds, self._schedule.seed)
+
+
+def retries_in(metrics: str) -> int:
+    """Further attempts of sequences, by a front door's metrics page."""
+    families = text_string_to_metric_families(metrics)
+    return round(sum(each.value for family in families for each in family.samples if each.name == RETRIES))
 
 
 async def fill_cache(engine: Engine, seconds: float, seed: int) -> int:

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tercet.chaos.fault_schedule import KINDS, PlannedFault
-from tercet.chaos.invariants import ClientRecord, Leftover, Piece, Violation, violations_of
+from tercet.chaos.invariants import ClientRecord, Leftover, Piece, Violation, hostile, violations_of
+from tercet.chaos.tricks import TRICKS, PlayedTrick
 from tercet.router.moves import MoveRecord
 
 HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
 MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "computed anew", "pause, median", "longest"]
+TRICK_HEADINGS = ["a hostile client's", "played", "answered with", "longest"]
 MOST_SHOWN = 20
 ORPHANS = "orphan generations"
 
@@ -35,7 +37,9 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run of an arena.
 
     ``patience`` are the seconds for which a client may hear nothing. ``complaints`` are failures that nobody handled,
-    as far as the arena heard of them. ``moves`` are the front door's.
+    as far as the arena heard of them. ``moves`` are the front door's, ``tricks`` those of a hostile client, and
+    ``retries`` counts further attempts of sequences. ``memory`` are the most bytes that the front door had in addition,
+    in a simulated fleet of clients' bodies.
     """
 
     seed: int
@@ -48,6 +52,9 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     patience: float
     complaints: Sequence[str] = ()
     moves: Sequence[MoveRecord] = ()
+    tricks: Sequence[PlayedTrick] = ()
+    retries: int = 0
+    memory: int = 0
 
     @property
     def orphans(self) -> int:
@@ -58,7 +65,14 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     def violations(self) -> list[Violation]:
         """All that should never have happened."""
         unhandled = [Violation("no failure goes unhandled", "the run", text) for text in self.complaints]
-        return [*violations_of(self.records, self.calm, self.left, self.patience), *unhandled]
+        found = violations_of(self.records, self.calm, self.left, self.patience)
+        return [*found, *hostile(self.tricks), *self._blamed(), *unhandled]
+
+    def _blamed(self) -> list[Violation]:
+        """Without a fault, nothing that clients send makes a sequence fail on an engine."""
+        if self.faults or not self.retries:
+            return []
+        return [Violation("no engine is blamed for what clients send", "the run", f"{self.retries} further attempts")]
 
 
 def fault_rows(result: ChaosResult) -> list[list[str]]:
@@ -92,6 +106,19 @@ def move_rows(result: ChaosResult) -> list[list[str]]:
     return rows
 
 
+def trick_rows(result: ChaosResult) -> list[list[str]]:
+    """One row for each kind of trick: how many, with which statuses, and how long the longest went on."""
+    rows: list[list[str]] = []
+    for kind in TRICKS:
+        played = [trick for trick in result.tricks if trick.planned.kind == kind]
+        counts = Counter(status for trick in played for status in trick.statuses)
+        said = ", ".join(f"{count} {status or 'closed'}" for status, count in sorted(counts.items()))
+        if played:
+            longest = max(trick.ended - trick.began for trick in played)
+            rows.append([kind, str(len(played)), said or "-", f"{longest:.2f} s"])
+    return rows
+
+
 def figures(result: ChaosResult) -> list[str]:
     """The lines below the table."""
     outcomes = Counter(record.outcome for record in result.records)
@@ -110,7 +137,8 @@ def figures(result: ChaosResult) -> list[str]:
         f"longest gap in a stream {gaps[0]:.2f} s ({gaps[1]})",
         f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
         f"{sum(move.outcome == 'moved' for move in result.moves)} of {len(result.moves)} moves went through, "
-        f"{result.orphans} {ORPHANS}",
+        f"{result.orphans} {ORPHANS}, {result.retries} further attempts of sequences",
+        f"the front door kept {result.memory / 2**20:.0f} MiB more at most",
     ]
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from tercet.chaos.tricks import PlayedTrick
+
 Piece = int | str
 """What answers are made of: tokens, or where clients are not told those, the text of one event."""
 Outcome = Literal["answered", "failed", "left", "pending"]
@@ -147,3 +149,11 @@ def left_behind(left: Sequence[Leftover]) -> Iterator[Violation]:
     """What was taken is given back: no block, lease, pin, sequence, task, process or file descriptor is left."""
     for each in left:
         yield Violation("nothing is left behind", each.holder, f"{each.what}: {each.count:g}")
+
+
+def hostile(tricks: Sequence[PlayedTrick]) -> Iterator[Violation]:
+    """What a hostile client does ends soon, and with an error of its own."""
+    for trick in tricks:
+        if trick.wrong:
+            subject = f"trick {trick.planned.number} ({trick.planned.kind})"
+            yield Violation("a hostile client is cut off", subject, f"at {trick.began:.3f} s: {trick.wrong}")

@@ -14,8 +14,10 @@ from typing import Any
 import aiohttp
 import msgspec
 import psutil
+from yarl import URL
 
-from tercet.chaos.arena import Arena, Holdings, Note
+from tercet.chaos.adversary import Adversary, Sizes
+from tercet.chaos.arena import Arena, Holdings, Note, retries_in
 from tercet.chaos.chaos_report import ORPHANS, ChaosResult
 from tercet.chaos.client_load import Arrival, LoadShape
 from tercet.chaos.engine_processes import alive
@@ -23,6 +25,7 @@ from tercet.chaos.fault_schedule import FaultKind, FaultSchedule, FleetShape
 from tercet.chaos.invariants import Leftover
 from tercet.chaos.openai_clients import OpenAIClients
 from tercet.chaos.real_fleet import RealFleet, running_fleet, slow_disk
+from tercet.chaos.tricks import PlannedTrick
 from tercet.chaos.wrong_clock import can_be_built
 from tercet.client import HttpEngine
 from tercet.cluster.up_config import UpConfig
@@ -38,6 +41,11 @@ NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
 # These are no sign that something is still under way.
 DESCRIPTORS = "file descriptors"
 LASTING = re.compile(rf".*processes|{DESCRIPTORS}.*")
+
+# Eight of these bodies are more than the front door keeps at once.
+HOSTILE_SIZES = Sizes(items=40_000, body=48 * 2**20, bodies=8)
+MOST_MEMORY = 512 * 2**20
+"""Bytes by which the front door may grow: all bodies together have 256 MiB, and long ones are read several times."""
 
 REAL_LOAD = LoadShape(
     rate=0.6, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=16, longest_answer=100,
@@ -77,6 +85,7 @@ def run_real(
     load: LoadShape,
     patience: float,
     note: Note = lambda _: None,
+    tricks: Sequence[PlannedTrick] = (),
 ) -> ChaosResult:
     """One run on a fleet that ``config`` describes, with the checkpoint at ``model``; ``patience`` is in seconds.
 
@@ -85,7 +94,7 @@ def run_real(
     with TemporaryDirectory(prefix="tercet-chaos-") as temporary:
         log_dir = Path(config.log_dir).expanduser() if config.log_dir else Path(temporary)
         log_dir.mkdir(parents=True, exist_ok=True)
-        return asyncio.run(_run(config, model, log_dir, schedule, load, patience, note))
+        return asyncio.run(_run(config, model, log_dir, schedule, load, patience, note, tricks))
 
 
 async def _run(
@@ -96,13 +105,15 @@ async def _run(
     load: LoadShape,
     patience: float,
     note: Note,
+    tricks: Sequence[PlannedTrick],
 ) -> ChaosResult:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
     async with (
         running_fleet(config, model, log_dir, note) as fleet,
         aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=connector) as session,
     ):
-        result = await RealArena(fleet, session, schedule, load, config.public_name, note).play(patience)
+        arena = RealArena(fleet, session, schedule, load, config.public_name, note, tricks)
+        result = await arena.play(patience)
     seen = {pid for engine in fleet.engines.values() for pid in engine.seen}
     still = [Leftover("this machine", f"process {pid}", 1) for pid in alive(sorted(seen))]
     return msgspec.structs.replace(result, left=[*result.left, *still])
@@ -121,12 +132,16 @@ class RealArena(Arena):
         load: LoadShape,
         model: str,
         note: Note,
+        tricks: Sequence[PlannedTrick],
     ) -> None:
         self._fleet = fleet
+        self._memory = _memory(fleet.router.pid)
         self._session = session
         self._ids: dict[str, str] = {}
         self._openai = OpenAIClients(session, fleet.url, model)
-        super().__init__(fleet.engines, schedule, load, time.monotonic, note)
+        door = URL(fleet.url)
+        adversary = Adversary(door.host or "", door.port or 0, model, schedule.seed, HOSTILE_SIZES, self._clock)
+        super().__init__(fleet.engines, schedule, load, time.monotonic, note, adversary, tricks)
 
     def _ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
         return self._openai.ask(arrival)
@@ -157,6 +172,20 @@ class RealArena(Arena):
         async with self._session.request(method, f"{self._fleet.url}/tercet/v1/engines/{engine}/drain") as response:
             if response.status != 200:
                 self.complaints.append(f"{method} of {engine}'s drain: {response.status}")
+
+    async def _program(self) -> str:
+        found = await self._ask_front_door("program")
+        return f"{found['program']}, version {found['version']}"
+
+    async def _retries(self) -> int:
+        async with self._session.get(f"{self._fleet.url}/metrics") as response:
+            return retries_in(await response.text())
+
+    async def _look_at_memory(self) -> None:
+        grown = await asyncio.to_thread(_memory, self._fleet.router.pid) - self._memory
+        self._most_memory = max(self._most_memory, grown)
+        if grown > MOST_MEMORY and not any("memory" in complaint for complaint in self.complaints):
+            self.complaints.append(f"the front door's memory grew by {grown // 2**20} MiB")
 
     async def _ask_front_door(self, what: str) -> Any:
         async with self._session.get(f"{self._fleet.url}/tercet/v1/{what}") as response:
@@ -205,6 +234,15 @@ class RealArena(Arena):
 def is_owned(report: SequenceReport, owned: Sequence[str]) -> bool:
     """Whether it is one of these, as the front door calls it at first, or after a retry or a move."""
     return any(report.seq_id == seq_id or report.seq_id.startswith(f"{seq_id}.") for seq_id in owned)
+
+
+def _memory(pid: int | None) -> int:
+    """Bytes of the front door's processes."""
+    total = 0
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            total += child.memory_info().rss
+    return total
 
 
 def _descriptors(pids: Sequence[int]) -> int:

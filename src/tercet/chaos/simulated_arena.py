@@ -16,15 +16,19 @@ from typing import Any
 
 import aiohttp.connector
 import msgspec
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, generate_latest
 
-from tercet.chaos.arena import Arena, BreakableEngine, Holdings, Note
+from tercet.chaos.adversary import Adversary, Sizes
+from tercet.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
 from tercet.chaos.chaos_report import ORPHANS, ChaosResult
 from tercet.chaos.client_load import AnswerBrokenOff, Arrival, LoadShape
 from tercet.chaos.fault_schedule import FaultSchedule, FleetShape
 from tercet.chaos.simulated_engine import SimulatedEngine
+from tercet.chaos.tricks import PlannedTrick
+from tercet.chaos.virtual_door import http_port
 from tercet.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
@@ -36,10 +40,15 @@ from tercet.settings import EngineAddress, FrontDoorConfig
 from tercet.sim import EngineOptions, load_profile
 from tercet.sim.sim_server import ServerConfig
 from tercet.streams import StreamListener
+from tercet.vllm_plugin.frontend.bounded_connection import BoundedProtocol
 
-FRONT_DOOR, STRANGER = "127.0.0.1", "127.0.0.2"
+FRONT_DOOR, STRANGER, HOSTILE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 PORT = 8000
+# Of a body at the front door's HTTP port: little, so that the bound of all bodies together is met.
+MOST_BYTES = 2**20
+HOSTILE_SIZES = Sizes(items=20_000, body=900 * 1024)
 PROFILE = "llama-3.1-8b-h100-tp1"
+MODEL = "simulated"
 START_SECONDS = 10.0
 REST_SECONDS = 12
 # Idle HTTP connections that a client keeps for later are none too many; it takes one of them every few seconds.
@@ -87,11 +96,12 @@ def run_simulated(
     load: LoadShape,
     patience: float,
     note: Note = lambda _: None,
+    tricks: Sequence[PlannedTrick] = (),
 ) -> ChaosResult:
     """One run, which follows from its arguments; ``patience`` and all times are virtual seconds."""
     loop = NetworkedLoop()
     with _virtual_clocks(loop), _own_metrics() as metrics:
-        arena = SimulatedArena(loop, fleet, schedule, load, metrics, note)
+        arena = SimulatedArena(loop, fleet, schedule, load, metrics, note, tricks)
         failures = _FailureLog(arena.complaints)
         logging.getLogger().addHandler(failures)
         try:
@@ -161,15 +171,19 @@ class SimulatedArena(Arena):
         load: LoadShape,
         metrics: Metrics,
         note: Note,
+        tricks: Sequence[PlannedTrick],
     ) -> None:
+        self._loop = loop
         self._roles = fleet.roles
         self._places = {
             name: SimulatedEngine(loop, _server_config(fleet, name, number)) for number, name in enumerate(fleet.roles)
         }
-        super().__init__(self._places, schedule, load, loop.time, note)
+        adversary = Adversary(FRONT_DOOR, PORT, MODEL, schedule.seed, HOSTILE_SIZES, self._clock)
+        super().__init__(self._places, schedule, load, loop.time, note, adversary, tricks)
         loop.complaints = self.complaints
         self._front_door = VirtualProcess(loop, FRONT_DOOR)
         self._stranger = VirtualProcess(loop, STRANGER)
+        self._hostile = VirtualProcess(loop, HOSTILE)
         given = FrontDoorConfig()
         self._fleet = EngineFleet((), clock=loop.time, stuck_after_s=given.stuck_after_s, seed=schedule.seed)
         self._service = Service(
@@ -195,7 +209,8 @@ class SimulatedArena(Arena):
             )
             looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]
             try:
-                yield
+                async with http_port(self._loop, self._service, FRONT_DOOR, PORT, MODEL, MOST_BYTES) as self._door:
+                    yield
             finally:
                 for task in looking:
                     task.cancel()
@@ -237,6 +252,22 @@ class SimulatedArena(Arena):
         with self._stranger.enter():
             return await super()._fill(engine, seconds)
 
+    async def _play_tricks(self) -> None:
+        with self._hostile.enter():
+            await super()._play_tricks()
+
+    async def _program(self) -> str:
+        current = self._service.routing.current
+        return f"{current.plan.program}, version {current.number}"
+
+    async def _retries(self) -> int:
+        return retries_in(generate_latest().decode())
+
+    async def _look_at_memory(self) -> None:
+        self._most_memory = max(self._most_memory, self._door.bytes_kept)
+        if self._door.bytes_kept > LARGEST_AT_ONCE * MOST_BYTES:
+            self.complaints.append(f"the front door keeps {self._door.bytes_kept} bytes of bodies")
+
     async def _at_rest(self) -> Holdings:
         await asyncio.sleep(self.leftover_seconds)  # connections that nobody uses are closed by then
         # Each engine is asked how it is every few seconds, all of them at one time here, by a connection that is kept
@@ -259,7 +290,12 @@ class SimulatedArena(Arena):
             found["front door", f"prompt tokens in flight on {member.name}"] = member.in_flight_tokens
             found["front door", f"{member.name} is not picked again"] = int(not member.reachable)
         found["front door", "sequences"] = len(self._service.sequences)
-        for process in (self._front_door, self._stranger, *(place.process for place in self._places.values())):
+        found["front door", "bytes of bodies"] = self._door.bytes_kept
+        found["front door", "connections of clients"] = sum(
+            isinstance(each.get_protocol(), BoundedProtocol) for each in self._front_door.transports
+        )
+        everywhere = self._front_door, self._stranger, self._hostile
+        for process in (*everywhere, *(place.process for place in self._places.values())):
             found[process.address, "connections"] = len(process.transports) // POOLED
             for each in process.transports:
                 if each.half_open:

@@ -300,6 +300,18 @@ class NetworkedLoop(VirtualLoop):
     def is_closed(self) -> bool:
         return self._closed
 
+    def get_task_factory(self) -> None:
+        """Tasks are asyncio's."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Done at once: a thread's work takes no virtual time."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
     ) -> list[Any]:

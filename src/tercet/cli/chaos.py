@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -15,10 +15,12 @@ from msgspec import Meta
 from tercet.chaos.chaos_report import (
     HEADINGS,
     MOVE_HEADINGS,
+    TRICK_HEADINGS,
     ChaosResult,
     fault_rows,
     figures,
     move_rows,
+    trick_rows,
     violation_lines,
 )
 from tercet.chaos.client_load import LoadShape
@@ -31,6 +33,7 @@ from tercet.chaos.fault_schedule import (
     parse_kinds,
     plan_faults,
 )
+from tercet.chaos.tricks import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.cluster.up_config import UpConfig
@@ -39,6 +42,8 @@ from tercet.settings import Setting, Settings, declared
 
 Positive = Annotated[float, Meta(gt=0, lt=1e9)]
 NAMES = ", ".join(kind.replace("_", "-") for kind in KINDS)
+TRICK_NAMES = ", ".join(kind.replace("_", "-") for kind in TRICKS)
+NO_FAULTS = "none"
 
 
 class ChaosConfig(Settings, frozen=True):
@@ -51,11 +56,21 @@ class ChaosConfig(Settings, frozen=True):
         str | None, Setting("Engines of each role.", metavar="PREFILL,DECODE", default="40,60; --real: 1,1")
     ] = None
     faults: Annotated[
-        str | None, Setting(f"Kinds of faults: {NAMES}.", metavar="KIND[,KIND...]", default="all that can happen there")
+        str | None,
+        Setting(
+            f"Kinds of faults: {NAMES}; or {NO_FAULTS}.", metavar="KIND[,KIND...]", default="all that can happen there"
+        ),
     ] = None
     without: Annotated[str | None, Setting("All but these.", metavar="KIND[,KIND...]")] = None
     fault_rate: Annotated[
         Positive | None, Setting("Faults a minute, while enough engines are well.", default="2000; --real: 6")
+    ] = None
+    adversary: Annotated[
+        str | None,
+        Setting(f"Tricks of a hostile client: {TRICK_NAMES}; or {NO_TRICKS}.", metavar="KIND[,KIND...]", default="all"),
+    ] = None
+    adversary_rate: Annotated[
+        Positive | None, Setting("Tricks of the hostile client a minute.", default="60; --real: 12")
     ] = None
     request_rate: Annotated[Positive | None, Setting("Requests per second.", default="20; --real: 0.6")] = None
     patience: Annotated[Positive, Setting("Longest allowed gap in a client's stream.", unit="seconds")] = 60.0
@@ -83,6 +98,11 @@ class ChaosConfig(Settings, frozen=True):
         return int(found[1]), int(found[2])
 
     @property
+    def tricks(self) -> tuple[TrickKind, ...]:
+        """What the hostile client does; raises :class:`~tercet.protocol.BadRequest`."""
+        return TRICKS if self.adversary is None else parse_tricks(self.adversary)
+
+    @property
     def replay(self) -> str:
         """The command that runs the same again."""
         words = ["tercet", "chaos"]
@@ -99,7 +119,9 @@ def chaos(config: ChaosConfig) -> None:
     """Break a fleet under load, and check that clients get every token once.
 
     The clients' answers must be those of a run without faults, every request must end, and blocks, leases, sequences,
-    connections and processes must be back at the end. Exit status 1 if they are not.
+    connections and processes must be back at the end. Exit status 1 if they are not. Meanwhile a hostile client sends
+    what one client could stop all others with: requests of too many sequences, long bodies, structures that take long
+    to compile, bodies and heads without an end. Each must be refused or cut off, and must cost the others nothing.
 
     Without --real the fleet runs in virtual time: the front door's service, its clients of engines and the engines'
     servers are those of production, over virtual sockets; engines are simulated. The same seed is the same run, on any
@@ -109,30 +131,33 @@ def chaos(config: ChaosConfig) -> None:
     Examples:
     - `tercet chaos --seed 7 --minutes 5`
     - `tercet chaos --faults kill,cut --fault-rate 500 --fleet 4,8`
+    - `tercet chaos --faults none --adversary long-bodies,leaving --adversary-rate 300`
     - `tercet chaos --seed 7 --plan`
     - `tercet chaos --real --minutes 10`
     - `tercet chaos --real --simulate llama-3.1-8b-h100-tp1 --fleet 2,3 --fault-rate 20`
     """
     site = _real(config) if config.real else _simulated(config)
     planned = _schedule(config, site)
+    tricks = plan_tricks(config.seed, planned.seconds, config.adversary_rate or site.tricks, config.tricks)
     if config.save is not None:
         require_folder(Path(config.save), "--save")
         write_file(Path(config.save), planned.to_json(), "--save")
     if config.plan:
-        for fault in planned.faults:
-            typer.echo(str(fault))
+        for each in sorted([*planned.faults, *tricks], key=lambda each: each.at):
+            typer.echo(str(each))
         return
     load = msgspec.structs.replace(site.load, rate=config.request_rate or site.load.rate)
-    _report(site.run(planned, load, config.patience), config.replay)
+    _report(site.run(planned, load, config.patience, tricks), config.replay)
 
 
 class _Site(NamedTuple):
-    """Where faults happen: which kinds there are, how often they come by default, and how to run them."""
+    """Where faults happen: which kinds there are, how often they and tricks come by default, and how to run them."""
 
     shape: FleetShape
     rate: float
+    tricks: float
     load: LoadShape
-    run: Callable[[FaultSchedule, LoadShape, float], ChaosResult]
+    run: Callable[[FaultSchedule, LoadShape, float, Sequence[PlannedTrick]], ChaosResult]
 
 
 def _simulated(config: ChaosConfig) -> _Site:
@@ -142,10 +167,12 @@ def _simulated(config: ChaosConfig) -> _Site:
     prefill, decode = config.counts
     fleet = SimulatedFleet(prefill=prefill, decode=decode)
 
-    def run(schedule: FaultSchedule, load: LoadShape, patience: float) -> ChaosResult:
-        return run_simulated(fleet, schedule, load, patience, note)
+    def run(
+        schedule: FaultSchedule, load: LoadShape, patience: float, tricks: Sequence[PlannedTrick]
+    ) -> ChaosResult:  # fmt: skip
+        return run_simulated(fleet, schedule, load, patience, note, tricks)
 
-    return _Site(fleet.shape(), 2000.0, SIMULATED_LOAD, run)
+    return _Site(fleet.shape(), 2000.0, 60.0, SIMULATED_LOAD, run)
 
 
 def _real(config: ChaosConfig) -> _Site:
@@ -158,10 +185,12 @@ def _real(config: ChaosConfig) -> _Site:
         engine_args=config.engine_args,
     )  # fmt: skip
 
-    def run(schedule: FaultSchedule, load: LoadShape, patience: float) -> ChaosResult:
-        return run_real(up, resolve_model(up.model), schedule, load, patience, note)
+    def run(
+        schedule: FaultSchedule, load: LoadShape, patience: float, tricks: Sequence[PlannedTrick]
+    ) -> ChaosResult:  # fmt: skip
+        return run_real(up, resolve_model(up.model), schedule, load, patience, note, tricks)
 
-    return _Site(real_shape(up), 6.0, REAL_LOAD, run)
+    return _Site(real_shape(up), 6.0, 12.0, REAL_LOAD, run)
 
 
 def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
@@ -172,6 +201,8 @@ def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
             if fault.engine not in shape.engines or fault.kind not in shape.kinds:
                 raise BadRequest(f"--schedule: this fleet has no {fault.engine}, or {fault.kind} cannot happen to it")
         return planned
+    if config.faults == NO_FAULTS:
+        return FaultSchedule(config.seed, config.minutes * 60, ())
     kinds = shape.kinds if config.faults is None else parse_kinds(config.faults)
     left_out = () if config.without is None else parse_kinds(config.without)
     chosen: list[FaultKind] = [kind for kind in kinds if kind not in left_out]
@@ -181,6 +212,8 @@ def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
 def _report(result: ChaosResult, replay: str) -> None:
     violations = result.violations
     show_table("faults, and the requests that they met", HEADINGS, fault_rows(result))
+    if result.tricks:
+        show_table("a hostile client", TRICK_HEADINGS, trick_rows(result))
     if result.moves:
         show_table("moves, by reason", MOVE_HEADINGS, move_rows(result))
     for line in [*figures(result), *violation_lines(violations, result.seed, replay)]:

@@ -43,6 +43,7 @@ from tercet.router.workers import supervise
 from tercet.scheduling import load_scheduling
 from tercet.settings import ReschedulerConfig, RouterConfig, key_values, require_url
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
+from tercet.settings.verb_log import log_as_the_environment_says
 from tercet.sim import EngineOptions, Profile, load_profile, options_from
 from tercet.sim.sim_server import ServerConfig
 from tercet.sim.sim_server import serve as serve_simulated
@@ -162,6 +163,7 @@ def _simulate(spec: EngineSpec, profile: Profile) -> None:
         prefill_hosts=spec.prefill_hosts,
     )
     require_free(spec.host, spec.port)
+    log_as_the_environment_says("info")
     serve_simulated(config)
 
 

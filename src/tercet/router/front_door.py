@@ -97,6 +97,11 @@ class FrontDoor:
         self._refusals = around_refusals(_refused)
         self._answers = around_refusals(_passed_on)
 
+    @property
+    def bytes_kept(self) -> int:
+        """Of bodies of clients that have not come in yet."""
+        return self._bodies.size
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":

@@ -253,7 +253,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     ):
         network = HttpNetwork(profile.transfer, session, secret or api_key)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
-        verbs = Verbs(engine, [*secrets_of(secret), api_key])
+        verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
         app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
         # A client that goes away cancels its handler, which gives back what it took.

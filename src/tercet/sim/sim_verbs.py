@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 import aiohttp
@@ -50,6 +50,7 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
+from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.sim.network import Network, SendTarget
 from tercet.sim.prompts import VOCABULARY, Prompt
 from tercet.sim.sim_engine import SimEngine
@@ -154,10 +155,14 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class Verbs:
-    """Handlers for one engine, for those who prove or show one of its ``keys``, if it has any."""
+    """Handlers for one engine, for those who prove or show one of its ``keys``, if it has any.
 
-    def __init__(self, engine: SimEngine, keys: Sequence[str] = ()) -> None:
+    Its log names the model ``model``.
+    """
+
+    def __init__(self, engine: SimEngine, keys: Sequence[str] = (), model: str = "") -> None:
         self._engine = engine
+        self._model = model
         self._callers = Callers(keys)
         self.relay = StreamRelay(FrontDoors(engine.name, engine.incarnation, engine.load, self._relay))
 
@@ -175,7 +180,8 @@ class Verbs:
     def _meant_for_us(self, handler: Handler) -> Handler:
         async def checked(http: web.Request) -> web.StreamResponse:
             require_incarnation(http.headers.get(INCARNATION_HEADER), self._engine.incarnation)
-            return await handler(http)
+            with lines_of_call(http.headers):
+                return await handler(http)
 
         return self._admitted(checked)
 
@@ -201,19 +207,24 @@ class Verbs:
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
         call = decode_call(await http.read(), PrepRecvCall, http.content_type)
+        with self._logged("prep_recv", call, http):
+            return json_of(await self._reserved(call))
+
+    async def _reserved(self, call: PrepRecvCall) -> PrepRecvAnswer:
         if call.lease is not None:
             found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
-            return json_of(PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl))
-        longest = self._engine.options.lease_ttl
-        ttl = min(call.ttl or longest, longest)
-        found = await self._engine.reserve(request_of(call), call.end, ttl)
-        return json_of(PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl))
+        else:
+            longest = self._engine.options.lease_ttl
+            ttl = min(call.ttl or longest, longest)
+            found = await self._engine.reserve(request_of(call), call.end, ttl)
+        return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
 
     async def remote_send(self, http: web.Request) -> web.StreamResponse:
         """Prefill, and tell the receiver when the KV would have arrived."""
         call = decode_call(await http.read(), RemoteSendCall, http.content_type)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
-        return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
+        with self._logged("remote_send", call, http):
+            return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         """Decode; outputs go to a front door, or are server-sent events, or one answer with ``stream: false``."""
@@ -221,7 +232,7 @@ class Verbs:
         if call.door is not None:
             await self._relay(call, call.door)
             return json_of({"accepted": True})
-        async with aclosing(self._engine.start_generate(request_of(call), call.begin, call.output)) as outputs:
+        async with aclosing(self._outputs(call)) as outputs:
             if call.stream:
                 return await event_stream(http, outputs)
             whole = await together(outputs)
@@ -230,8 +241,20 @@ class Verbs:
         return json_of(whole)
 
     async def _relay(self, call: StartGenerateCall, door: Destination) -> None:
-        outputs = self._engine.start_generate(request_of(call), call.begin, call.output)
-        await self.relay.start(call.seq_id, door, len(call.output), outputs)
+        await self.relay.start(call.seq_id, door, len(call.output), self._outputs(call))
+
+    def _outputs(self, call: StartGenerateCall) -> OutputStream:
+        request = request_of(call)
+        outputs = self._engine.start_generate(request, call.begin, call.output)
+        if is_access_logged():
+            given = request.num_tokens + len(call.output)
+            outputs.subscribe(LoggedGeneration(call.seq_id, call.adapter or self._model, given))
+        return outputs
+
+    def _logged(
+        self, verb: str, call: PrepRecvCall | RemoteSendCall, http: web.Request
+    ) -> AbstractContextManager[None]:
+        return logged_call(verb, call, http.headers, call.adapter or self._model)
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
         """Connect to a front door; token streams and reports go there."""

@@ -14,6 +14,7 @@ import msgspec
 
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
 from tercet.protocol.wire import StartGenerateCall, large_field_of
+from tercet.settings.log_lines import request_id
 from tercet.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 
 # Bytes that an engine may leave unread before it gets no more calls.
@@ -74,7 +75,7 @@ class EngineConnection:
         Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
         :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.
         """
-        frame = frame_of(StreamCommand(starts=(call,)))
+        frame = frame_of(StreamCommand(starts=(call,), names=(request_id(),)))
         if not fits(frame):
             large = large_field_of(call)
             raise RequestTooLarge(

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import cast
 
 import msgspec
@@ -25,6 +26,7 @@ from tercet.protocol import (
     TercetError,
 )
 from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall, large_field_of
+from tercet.settings.log_lines import lines_of_request
 from tercet.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,
@@ -261,14 +263,15 @@ class FrontDoorConnection(asyncio.Protocol):
                 self._cancelled[number] = None
                 if len(self._cancelled) > CANCELLED_KEPT:
                     self._cancelled.popitem(last=False)
-        for received in command.starts:
+        for received, named in zip(command.starts, chain(command.names, repeat("")), strict=False):
             unread = _unread_calls.decode(received)
             try:
                 call = self._read(received)
             except TercetError as refusal:
                 self.send(failed_delta(unread.door.number, len(unread.output), refusal))
             else:
-                self._starting.spawn(self._begin(call, unread.door))
+                with lines_of_request(named):
+                    self._starting.spawn(self._begin(call, unread.door))
 
     def _read(self, received: msgspec.Raw) -> StartGenerateCall:
         try:

@@ -10,7 +10,8 @@ on the wire, except the call, which has the fields of the body of ``POST /tercet
                             [[running adapter, ...], [waiting adapter, ...], max, stamp] or nil]
                     proposal = [seq_id, destination, reason]
     TokenDelta    = [number, position, [token, ...], details or nil]
-    StreamCommand = [[number, ...], [call, ...]]    cancelled sequences, and new ones
+    StreamCommand = [[number, ...], [call, ...], [name, ...]]
+                    cancelled sequences, new ones, and the x-request-id that logs show for each new one
 """
 
 from __future__ import annotations
@@ -118,11 +119,13 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     """A front door's command to an engine: sequences to end and to start. An empty one is a heartbeat.
 
-    Every call in ``starts`` has its ``door``. Its results come back as the sequence's deltas.
+    Every call in ``starts`` has its ``door``. Its results come back as the sequence's deltas. ``names`` are the
+    clients' ids of the requests, empty without one; older engines do not read them.
     """
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[StartGenerateCall, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +133,7 @@ class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[msgspec.Raw, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class UnreadCall(msgspec.Struct, frozen=True):

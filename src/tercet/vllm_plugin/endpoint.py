@@ -42,11 +42,11 @@ from tercet.protocol.wire import (
     require_incarnation,
 )
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
+from tercet.settings.verb_log import lines_of_call, logged_call
 from tercet.vllm_plugin.engine.adapters import Adapters
 from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
 from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
-from tercet.vllm_plugin.engine.verb_log import logged_call
 from tercet.vllm_plugin.engine.verbs import EngineVerbs
 from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
 from tercet.vllm_plugin.request_body import read_whole
@@ -212,7 +212,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = await _call(request, PrepRecvCall)
-    with logged_call("prep_recv", call, request.headers):
+    with logged_call("prep_recv", call, request.headers, _verbs(request).model_of(call)):
         return _json(await _verbs(request).prep_recv(call))
 
 
@@ -220,7 +220,7 @@ async def prep_recv(request: Request) -> Response:
 async def remote_send(request: Request) -> Response:
     """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
-    with logged_call("remote_send", call, request.headers):
+    with logged_call("remote_send", call, request.headers, _verbs(request).model_of(call)):
         return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
 
 
@@ -228,14 +228,15 @@ async def remote_send(request: Request) -> Response:
 async def start_generate(request: Request) -> Response:
     """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `door`'s stream."""
     call = await _call(request, StartGenerateCall)
-    if call.door is not None:
-        await _verbs(request).stream_generate(call, call.door)
-        return _json({"accepted": True})
-    outputs = _verbs(request).start_generate(call)
-    if not call.stream:
-        return _json(await _unless_disconnected(request, _collect(outputs)))
-    # Await the first output before sending the status line, so that invalid input is still a 4xx.
-    first = await _unless_disconnected(request, anext(outputs))
+    with lines_of_call(request.headers):
+        if call.door is not None:
+            await _verbs(request).stream_generate(call, call.door)
+            return _json({"accepted": True})
+        outputs = _verbs(request).start_generate(call)
+        if not call.stream:
+            return _json(await _unless_disconnected(request, _collect(outputs)))
+        # Await the first output before sending the status line, so that invalid input is still a 4xx.
+        first = await _unless_disconnected(request, anext(outputs))
     return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
 
 

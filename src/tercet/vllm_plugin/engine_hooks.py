@@ -433,13 +433,15 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="grammars' time",
-        what="A request whose grammar takes too long to compile ends",
-        why="It would wait for its grammar for ever",
-        until="vLLM bounds the time of a compilation",
+        what="A request ends if its grammar takes too long to compile, or allows no first token",
+        why="It would wait for its grammar for ever, or end as if the engine had failed",
+        until="vLLM bounds the time of a compilation, and refuses grammars that no text has",
         replaces=("StructuredOutputManager.grammar_init",),
         relies_on=(
             Takes(f"{STRUCTURED}.grammar_init", "request"),
             Says(f"{STRUCTURED}.grammar_init", "self.executor.submit", "request.structured_output_request.grammar = "),
+            Takes("vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask"),
+            Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask", "bitmask"),
         ),
     ),
     Hook(

@@ -13,8 +13,8 @@ def register() -> None:
     """
     import vllm.envs
 
+    from tercet.settings.verb_log import log_as_the_environment_says
     from tercet.vllm_plugin.engine.refusals import refusing_in_a_sentence
-    from tercet.vllm_plugin.engine.verb_log import log_as_the_environment_says
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.leak_reports import without_leak_reports
     from tercet.vllm_plugin.log_noise import bound_lines, without_noise

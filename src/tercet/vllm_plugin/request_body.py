@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from tercet.protocol import RequestTooLarge
 
@@ -21,15 +21,21 @@ async def read_whole(
     if announced.isdigit() and int(announced) > limit:
         raise too_large
     chunks: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > limit:
-            raise too_large
-        kept(len(chunks[-1]))
-        more = message.get("more_body", False)
-    return b"".join(chunks)
+    nothing: Message = {}
+    size, more, message = 0, True, nothing
+    try:
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limit:
+                raise too_large
+            kept(len(chunks[-1]))
+            more = message.get("more_body", False)
+        return b"".join(chunks)
+    finally:
+        # What is raised refers to this call, and may outlive it by far.
+        chunks.clear()
+        message = nothing

@@ -38,8 +38,26 @@ def test_violations_end_it_with_1_and_the_command_that_runs_it_again(capsys: pyt
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--fleet", "3"], ["--faults", "rain"], ["--fault-rate", "0"], ["--faults", "clock"], ["--schedule", "/none"]],
+    [
+        ["--fleet", "3"],
+        ["--faults", "rain"],
+        ["--fault-rate", "0"],
+        ["--faults", "clock"],
+        ["--schedule", "/none"],
+        ["--adversary", "rain"],
+    ],
 )
 def test_bad_input_ends_with_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["chaos", *wrong]) == 2
     assert capsys.readouterr().err.startswith("tercet: ")
+
+
+def test_a_hostile_client_is_on_unless_it_is_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run([*FLEET, "--faults", "none", "--adversary-rate", "400"]) == 0
+    out = capsys.readouterr().out
+    assert "a hostile client" in out
+    assert "no violations" in out
+    assert _run([*FLEET, "--faults", "none", "--adversary", "none"]) == 0
+    assert "a hostile client" not in capsys.readouterr().out
+    assert _run([*FLEET, "--faults", "none", "--adversary", "silence", "--adversary-rate", "400", "--plan"]) == 0
+    assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()} == {"silence"}

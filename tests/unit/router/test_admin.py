@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from tercet.protocol import EngineUnreachable
+from tercet.protocol.wire import PREFIX
+from tercet.router import admin
 
 from .conftest import Door, Engine
 
@@ -321,3 +324,22 @@ async def test_running_sequences_are_listed_with_their_engine(door: Door) -> Non
             door.engine(name).pause.set()
         await asking
         assert (await client.get("/sequences")).json() == []
+
+
+TAKEN = {
+    (route.path, method) for route in admin.router.routes if isinstance(route, Route) for method in route.methods or ()
+}
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in TAKEN}))
+async def test_a_method_that_a_route_does_not_take_is_405_with_those_that_it_takes(door: Door, path: str) -> None:
+    takes = {method for taken, method in TAKEN if taken == path}
+    asked = path.removeprefix(PREFIX).replace("{name}", "d").replace("{seq_id:path}", "s")
+    async with door.client() as client:
+        for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - takes:
+            answer = await client.request(method, asked)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (405, "method_not_allowed", "MethodNotAllowed")
+            assert {each.strip() for each in answer.headers["allow"].split(",")} == takes
+            assert method in error["message"]
+        assert (await client.get(f"{asked}/nothing/of/it")).status_code in (404, 405)

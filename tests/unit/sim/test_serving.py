@@ -19,6 +19,7 @@ from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import PREFIX
+from tercet.settings.log_lines import lines_of_request
 from tercet.sim import EngineOptions, SimEngine, run_virtual
 from tercet.sim.sim_server import ServerConfig, serving
 from tercet.sim.step_times import StepTimes
@@ -366,3 +367,22 @@ def test_an_engine_reports_what_it_generates_and_for_whom(way: str) -> None:
         assert await engine.sequences() == []
 
     run(main)
+
+
+def test_a_simulated_engine_logs_calls_and_generations_as_a_real_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(found: Pair) -> None:
+        request = request_of("s", 100, 4)
+        with lines_of_request("mine"):
+            async for _ in outputs_of(load_program("disaggregated")(request, found.fleet.traced(Trace()))):
+                pass
+        assert await found.settled()
+
+    caplog.set_level("INFO", "tercet.access")
+    run(main)
+    found = [getattr(record, "tercet_fields") for record in caplog.records]  # noqa: B009
+    said = {each["verb"]: each for each in found}
+    assert set(said) == {"prep_recv", "remote_send", "start_generate"}
+    assert {(each["status"], each["model"]) for each in found} == {(200, "m")}
+    # The first token was sampled where the prompt was prefilled.
+    assert (said["start_generate"]["prompt_tokens"], said["start_generate"]["output_tokens"]) == (101, 3)
+    assert said["start_generate"]["request_id"] == "mine"

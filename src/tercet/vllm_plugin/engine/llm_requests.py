@@ -29,11 +29,11 @@ from tercet.protocol import (
 )
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import Destination as DoorDestination
+from tercet.settings.verb_log import LoggedGeneration
 from tercet.streams import FrontDoorConnection, SequenceSender
 from tercet.vllm_plugin.engine.adapters import Adapter
 from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.engine.sampling_params import first_token_only, reasoning_of, to_vllm
-from tercet.vllm_plugin.engine.verb_log import log_generation
 from tercet.vllm_plugin.mm_features import to_prompt
 
 if TYPE_CHECKING:
@@ -183,7 +183,8 @@ class DecodingSequence:
     """A generation, and the resources to give back at its end: ``on_end`` is called once, with whether it began.
 
     ``number`` identifies it in the core, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
-    usage from the number of cached tokens. ``sender`` sends its outputs to a front door, if it has one.
+    usage from the number of cached tokens. ``sender`` sends its outputs to a front door, if it has one. The log names
+    the ``model``.
     """
 
     seq_id: str
@@ -192,8 +193,9 @@ class DecodingSequence:
     tokens: list[int]
     usage: Callable[[int], Usage]
     on_end: Callable[[bool], None]
+    model: str = ""
     sender: SequenceSender | None = field(default=None, init=False)
-    _arrived: float = field(default_factory=time.monotonic, init=False)
+    _logged: LoggedGeneration = field(init=False)
     _num_given: int = field(init=False)
     _status: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
@@ -201,11 +203,12 @@ class DecodingSequence:
 
     def __post_init__(self) -> None:
         self._num_given = len(self.tokens)
+        self._logged = LoggedGeneration(self.seq_id, self.model, self._num_given)
 
     @property
     def age(self) -> float:
         """Seconds since its arrival."""
-        return time.monotonic() - self._arrived
+        return time.monotonic() - self._logged.began
 
     def begins_with(
         self,
@@ -236,8 +239,7 @@ class DecodingSequence:
         """Give back what the sequence took; further calls do nothing."""
         if not self._over:
             self._over = True
-            generated = len(self.tokens) - self._num_given
-            log_generation(self.seq_id, self._arrived, self._status, self._num_given, generated)
+            self._logged.over(self._status, len(self.tokens) - self._num_given)
             self.on_end(self._begun)
 
     @contextmanager

@@ -328,6 +328,7 @@ class EngineVerbs:
             [*tokens, *call.output],
             lambda cached: usage_of(total, cached, claimed),
             ended,
+            self.model_of(call),
         )
         self._generated.add(decoding)
         return decoding
@@ -363,6 +364,14 @@ class EngineVerbs:
     def name(self) -> str:
         """The engine's name."""
         return self._name
+
+    def model_of(self, call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> str:
+        """The name of what serves a call: that of its LoRA adapter, or the model's."""
+        return call.adapter or self._served_name
+
+    @property
+    def _served_name(self) -> str:
+        return str(self._client.vllm_config.model_config.served_model_name)
 
     @property
     def fingerprint(self) -> str:
@@ -417,7 +426,7 @@ class EngineVerbs:
         await self._probe.news()
         return EngineStatus(
             engine=self._name,
-            model=str(self._client.vllm_config.model_config.served_model_name),
+            model=self._served_name,
             version=__version__,
             vllm_version=vllm_version(),
             block_size=self._layout.block_size,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from tercet.protocol import BadRequest, NoSpace, Output, Usage
+from tercet.protocol import BadRequest, NoSpace, Output, OutputStream, Usage
 from tercet.protocol.wire import PrepRecvCall
-from tercet.settings.log_lines import request_id
-from tercet.vllm_plugin.engine import verb_log
+from tercet.settings import verb_log
+from tercet.settings.log_lines import lines_of_request, request_id
+from tercet.settings.verb_log import LoggedGeneration, log_as_the_environment_says, logged_call
 from tercet.vllm_plugin.engine.llm_requests import DecodingSequence
-from tercet.vllm_plugin.engine.verb_log import log_as_the_environment_says, log_generation, logged_call
 
 CALL = PrepRecvCall(prompt=[1, 2, 3], seq_id="cmpl-mine-0")
 
@@ -27,22 +27,25 @@ def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 def test_a_call_is_logged_with_its_status(caplog: pytest.LogCaptureFixture) -> None:
-    with logged_call("prep_recv", CALL, {"x-request-id": "mine"}):
+    with logged_call("prep_recv", CALL, {"x-request-id": "mine"}, "small"):
         assert request_id() == "mine"
-    with pytest.raises(NoSpace), logged_call("prep_recv", CALL, {}):
+    with pytest.raises(NoSpace), logged_call("prep_recv", CALL, {}, "small"):
         raise NoSpace("full")
-    with pytest.raises(KeyboardInterrupt), logged_call("prep_recv", CALL, {}):
+    with pytest.raises(KeyboardInterrupt), logged_call("prep_recv", CALL, {}, "small"):
         raise KeyboardInterrupt
     assert [each["status"] for each in fields(caplog)] == [200, NoSpace("full").status, 0]
     assert {(each["seq_id"], each["prompt_tokens"]) for each in fields(caplog)} == {("cmpl-mine-0", 3)}
+    assert {each["model"] for each in fields(caplog)} == {"small"}
     assert caplog.messages[0].startswith("prep_recv cmpl-mine-0 200 in 0.")
 
 
 def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
     request: Any = type("Request", (), {"num_cached": 0})()
-    done, broken, left = (
-        DecodingSequence(name, 1, request, [1, 2, 3], lambda _: Usage(), lambda _: None) for name in ("a", "b", "c")
-    )
+    with lines_of_request("mine"):
+        done, broken, left = (
+            DecodingSequence(name, 1, request, [1, 2, 3], lambda _: Usage(), lambda _: None, "small")
+            for name in ("a", "b", "c")
+        )
     done.told(Output((5, 6)))
     done.told(Output((7,), "stop"))
     done.end()
@@ -55,8 +58,26 @@ def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture
     assert [(each["seq_id"], each["status"], each["prompt_tokens"], each["output_tokens"]) for each in found] == [
         ("a", 200, 3, 3), ("b", 400, 3, 0), ("c", 0, 3, 1),
     ]  # fmt: skip
-    log_generation("d", time.monotonic(), 200, 1, 2)
-    assert caplog.messages[-1].endswith("1 + 2 tokens")
+    # Its end comes with a step of the engine, in no request's task.
+    assert {(each["request_id"], each["model"]) for each in found} == {("mine", "small")}
+    LoggedGeneration("d", "small", 1).over(200, 2)
+    assert caplog.messages[-1].endswith("model small, 1 + 2 tokens")
+
+
+async def test_what_a_stream_generates_is_logged_as_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def two_tokens(stream: OutputStream) -> None:
+        stream.put(Output((5, 6)))
+        if request_id() == "broken":
+            raise NoSpace("full")
+        stream.put(Output((), "stop"))
+
+    for named, error in (("whole", None), ("broken", NoSpace)):
+        with lines_of_request(named), pytest.raises(error) if error else nullcontext():
+            outputs = OutputStream(two_tokens)
+            outputs.subscribe(LoggedGeneration("e", "small", 4))
+            await outputs.run(lambda _: None)
+    found = [(each["request_id"], each["status"], each["output_tokens"]) for each in fields(caplog)]
+    assert found == [("whole", 200, 2), ("broken", NoSpace("full").status, 2)]
 
 
 @pytest.mark.parametrize(("access", "form", "wanted"), [("1", "json", ("json", True)), ("", "", ("text", False))])

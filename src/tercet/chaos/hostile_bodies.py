@@ -1,0 +1,78 @@
+"""What a hostile client sends: bodies of each kind that one client could stop all others with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES, TOKENIZE = "/v1/messages", "/v1/responses", "/tokenize"
+Fields = Mapping[str, Any]
+LAST: Fields = {"max_tokens": 2}
+TURN: Fields = {"role": "user", "content": "x"}
+TOOL: Fields = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL: Fields = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def _words(count: int) -> list[str]:
+    return [f"a{number}" for number in range(count)]
+
+
+def _nested(count: int) -> Fields:
+    found: Fields = {"type": "string"}
+    for _ in range(min(count, 200)):
+        found = {"type": "object", "properties": {"a": found}}
+    return found
+
+
+FULL_OF_SEQUENCES: tuple[tuple[str, str, Fields], ...] = (
+    ("1,024 prompts with n 16,384", COMPLETIONS, {"prompt": ["x"] * 1024, "n": 16_384, **LAST}),
+    ("n 16,384", COMPLETIONS, {"prompt": "x", "n": 16_384, "temperature": 1, **LAST}),
+    ("n 10,000 of a chat", CHAT, {"messages": [TURN], "n": 10_000, **LAST}),
+    ("n as text", COMPLETIONS, {"prompt": "x", "n": "10000", **LAST}),
+    ("4,096 prompts", COMPLETIONS, {"prompt": ["x"] * 4096, **LAST}),
+    ("4,096 prompts of token ids", COMPLETIONS, {"prompt": [[5]] * 4096, **LAST}),
+)
+"""What it is, its route, and the body."""
+
+LONG: tuple[tuple[str, str, Callable[[int], Fields]], ...] = (
+    ("token ids", COMPLETIONS, lambda count: {"prompt": [5] * count, **LAST}),
+    ("letters", COMPLETIONS, lambda count: {"prompt": "a b " * count, **LAST}),
+    ("stop strings", COMPLETIONS, lambda count: {"prompt": "x", "stop": _words(count), **LAST}),
+    ("logit_bias", COMPLETIONS, lambda count: {"prompt": "x", "logit_bias": dict.fromkeys(_words(count), 1), **LAST}),
+    ("choices", COMPLETIONS, lambda count: {"prompt": "x", "structured_outputs": {"choice": _words(count)}, **LAST}),
+    ("messages", CHAT, lambda count: {"messages": [TURN] * count, **LAST}),
+    ("parts", CHAT, lambda count: {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * count}]}),
+    ("tools", CHAT, lambda count: {"messages": [TURN], "tools": [TOOL] * (count // 3), **LAST}),
+    ("tool_calls", CHAT, lambda count: {"messages": [{"role": "assistant", "tool_calls": [CALL] * (count // 2)}]}),
+    ("a deep schema", CHAT, lambda count: {"messages": [TURN], "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": _nested(count)}}, **LAST}),
+    ("messages of Anthropic's form", MESSAGES, lambda count: {"messages": [TURN] * count, **LAST}),
+    ("items of /v1/responses", RESPONSES, lambda count: {"input": [TURN] * count, "max_output_tokens": 2}),
+    ("text to tokenize", TOKENIZE, lambda count: {"prompt": "a b " * count}),
+    ("fields that have no meaning", COMPLETIONS, lambda count: {"prompt": "x", **dict.fromkeys(_words(count), 1)}),
+)  # fmt: skip
+"""What there is much of, the route, and the body with so many of it."""
+
+ODD: tuple[tuple[str, bytes], ...] = (
+    ("half of a surrogate pair as request_id", rb'{"prompt": "x", "request_id": "\ud83d"}'),
+    ("half of a surrogate pair in a prompt", rb'{"prompt": "\udc00"}'),
+    ("half of a surrogate pair as a name", rb'{"prompt": "x", "\ud83d": 1}'),
+    ("a number that JSON lacks", b'{"prompt": "x", "temperature": NaN}'),
+    ("no JSON", b'{"prompt": "x"'),
+    ("bytes that are no text", b'{"prompt": "\xff\xfe"}'),
+    ("lists in lists", b'{"prompt": "x", "stop": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
+)
+"""What it is, and the body."""
+
+POISONOUS: tuple[tuple[str, Fields], ...] = (
+    ("a regex of 30,000 characters", {"regex": "(a|b.c)*" * 3750}),
+    ("a billion repetitions", {"regex": "(a{1,1000000000}){1,1000000000}"}),
+    ("minLength 1e8", {"json": {"type": "string", "minLength": 100_000_000}}),
+    ("100,000 choices", {"choice": _words(100_000)}),
+    ("a rule that begins with itself", {"grammar": 'root ::= root "a"'}),
+    ("rules that begin with one another", {"grammar": 'root ::= x\nx ::= y "b"\ny ::= x'}),
+    ("a rule that there is not", {"grammar": "root ::= other"}),
+    ("a regex without an end", {"regex": "(a"}),
+)
+"""What it is, and ``structured_outputs``."""
