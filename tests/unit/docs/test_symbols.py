@@ -181,10 +181,10 @@ QUOTED = [
     ("operations.md", "must be greater than"),
     ("scheduling.md", "there is no such field here"),
     ("tutorial.md", "has no function"),
-    ("howto/gpu.md", "auto goes on without"),
+    ("howto/gpu.md", "auto continues without"),
     ("howto/gpu.md", "the device does nothing more for this process"),
     ("howto/gpu.md", "a worker's KV cannot be mapped"),
-    ("howto/gpu.md", "KV of this sender comes over"),
+    ("howto/gpu.md", "KV of this sender is read over"),
     *(("troubleshooting.md", message) for message in (
         "cannot listen at", "has no function", "is Tercet's own; give it before the --",
         "is not supported", "is not as Tercet needs it", "no engine that may be picked answers",
