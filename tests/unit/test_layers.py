@@ -132,6 +132,7 @@ def test_imports_point_down() -> None:
     assert not broken, report(broken)
 
 
+@pytest.mark.slow
 def test_the_lowest_layer_needs_no_library() -> None:
     broken = [
         str(f)

@@ -106,6 +106,7 @@ def test_calls_are_of_routes_that_there_are(block: Block) -> None:
                 assert path not in GENERATING or "max_tokens" in fields, f"{block.place}: an answer without a bound"
 
 
+@pytest.mark.slow
 def test_vllms_own_command_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -101,6 +101,7 @@ def _shares(slow: float) -> dict[str, float]:
     return {name: chosen.count(name) / len(chosen) for name in set(chosen)}
 
 
+@pytest.mark.slow
 def test_what_auto_predicts_is_about_what_is_measured() -> None:
     decisions = run_virtual(_decisions(slow=1.0))[50:]
     assert len(decisions) > 100

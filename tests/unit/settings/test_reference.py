@@ -52,6 +52,7 @@ def test_every_name_that_the_code_uses_is_there(pattern: str) -> None:
     assert {name for name in used - NOT_FOR_USERS if f"`{name}`" not in pages} == set()
 
 
+@pytest.mark.slow
 def test_every_metric_is_there() -> None:
     page = (REFERENCE / "metrics.md").read_text(encoding="utf-8")
     named: set[str] = set()
