@@ -45,7 +45,7 @@ class Run:
             time.sleep(0.05)
         return not self.left()
 
-    def says(self, text: str, seconds: float = 60.0) -> str:
+    def says(self, text: str, seconds: float = 200.0) -> str:
         deadline = time.monotonic() + seconds
         while text not in self.out.read_text():
             assert self.process.poll() is None or text in self.out.read_text(), self.out.read_text()
@@ -55,7 +55,7 @@ class Run:
 
     def signal(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=200)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_hurries_and_does_not_break_off_the_stop(tmp_path: Path,
     run.says("stopping")
     run.process.send_signal(signal.SIGINT)
     run.says("stopping at once")
-    assert run.process.wait(timeout=60) == 130
+    assert run.process.wait(timeout=200) == 130
     assert run.leaves_nothing(0)
 
 
@@ -128,7 +128,7 @@ def test_when_all_servers_are_killed_it_ends_by_itself(tmp_path: Path, up: list[
     run.says("Ctrl-C")
     for process in run.left():
         process.kill()
-    assert run.process.wait(timeout=30) == 1
+    assert run.process.wait(timeout=200) == 1
     assert "was killed by SIGKILL" in run.out.read_text()
     assert "Traceback" not in run.out.read_text()
 
@@ -150,7 +150,7 @@ def test_on_a_terminal_there_is_a_live_line(tmp_path: Path, up: list[Run]) -> No
 def test_the_demo_shows_the_answer_and_what_happened(tmp_path: Path, up: list[Run]) -> None:
     run = Run(tmp_path, "answers", "demo")
     up.append(run)
-    assert run.process.wait(timeout=60) == 0, run.out.read_text()
+    assert run.process.wait(timeout=200) == 0, run.out.read_text()
     text = run.out.read_text()
     assert text.count("Maren [keeps] it.") == 2
     assert (
@@ -164,7 +164,7 @@ def test_the_demo_shows_the_answer_and_what_happened(tmp_path: Path, up: list[Ru
 def test_a_demo_that_breaks_off_says_so(tmp_path: Path, up: list[Run]) -> None:
     run = Run(tmp_path, "breaks-off", "demo")
     up.append(run)
-    assert run.process.wait(timeout=60) == 1
+    assert run.process.wait(timeout=200) == 1
     last = run.out.read_text().splitlines()[-1]
     assert last.startswith("tercet: the front door's answer broke off")
     assert run.leaves_nothing(0)

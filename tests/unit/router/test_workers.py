@@ -126,9 +126,9 @@ def engine() -> Iterator[str]:
             ready.set()
             await stop.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(200)
     yield url
     loop.call_soon_threadsafe(stop.set)
     thread.join(30)
