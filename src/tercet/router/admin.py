@@ -236,7 +236,7 @@ async def scheduling(request: Request) -> Response:
 
 @router.put("/scheduling")
 async def set_scheduling(request: Request) -> Response:
-    """Another scheduling file for picks from now on, or the same one anew."""
+    """Another scheduling file for picks from now on, or the same one again."""
     shared = _shared(request)
     call = decode_call(await request.body(), SchedulingCall)
     behind = await shared.use_scheduling(

@@ -1,4 +1,4 @@
-"""Who may show and change a fleet: whoever shows an admin key; where there is none, this machine.
+"""Access to the admin routes: with an admin key, or, if none is set, from this machine.
 
 A client's key opens none of them. They load code and name machines, so what a web page may have a browser send is
 refused as well, whatever it shows.
@@ -36,7 +36,7 @@ def is_admin_path(path: str) -> bool:
 class AdminAccess:
     """Lets requests to admin routes pass. ``keys`` open them; without any, requests of this machine do.
 
-    ``clients`` are the keys of clients: a front door that asks clients for one, and has no admin key, lets nobody pass.
+    ``clients`` are the keys of clients: a router that asks clients for one, and has no admin key, refuses every caller.
     """
 
     def __init__(self, keys: BearerKeys | None = None, clients: BearerKeys | None = None) -> None:

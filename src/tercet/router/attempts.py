@@ -22,7 +22,7 @@ class ProgramFault(Exception):
 
 
 class BrokenOff(EngineError):
-    """An engine ended the sequence before its end, and nobody here had asked it to.
+    """An engine ended the sequence before its end, and this process had not asked for it.
 
     ``begun`` has the tokens that came with it, ``output`` tells how it ended.
     """
@@ -54,7 +54,7 @@ class Attempts:
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            failure = ProgramFault("it was cancelled by nobody")
+            failure = ProgramFault("it was cancelled, but not by its client")
             failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a user's program may raise anything
             failure = self._fault or first_cause(error)
@@ -108,7 +108,7 @@ def is_fallback(sequence: RunningSequence, program: str) -> bool:
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
-    """The least loaded engine serves the request, after ``output`` that there is already.
+    """The least loaded engine serves the request, after the ``output`` so far.
 
     Of those that decode, if one is left: the others look idle, since sequences stay with them for their prompt only.
     """

@@ -23,7 +23,7 @@ MOST_SEPARATORS = 2_000_000
 
 
 def require_readable(content: bytes) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for JSON of so many values that reading it takes too long."""
+    """Raises :class:`~tercet.protocol.BadRequest` for JSON with too many values."""
     if sum(map(content.count, (b",", b"[", b"{"))) > MOST_SEPARATORS:
         raise BadRequest(f"the request's body has more than {MOST_SEPARATORS} values, which is all that is read")
 

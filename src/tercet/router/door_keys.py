@@ -1,4 +1,4 @@
-"""The keys of a front door: those of its clients, and those of whoever runs it; their files are followed."""
+"""The keys of a front door: those of clients, and those of administrators. Changed files are read again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DoorKeys:
             await self.look()
 
     async def look(self) -> None:
-        """Read the files again. The keys of one that cannot be read stay; without a key in it nobody is let in."""
+        """Read the files again. The keys of one that cannot be read stay; a file without a key refuses every caller."""
         for name, keys in (("api-key-file", self.clients), ("admin-key-file", self.admins)):
             file = self._files.get(name)
             if file is None:
@@ -67,7 +67,7 @@ class DoorKeys:
             except BadRequest as error:
                 self._tell(name, error.message + "; the keys stay as they are")
                 continue
-            self._tell(name, "" if found or any(self._given[name]) else f"{name}: has no key, and nobody is let in")
+            self._tell(name, "" if found or any(self._given[name]) else f"{name}: has no key; every caller is refused")
             if found != self._read[name]:
                 self._read[name] = found
                 keys.replace((*self._given[name], *found))

@@ -76,7 +76,7 @@ def _of_members(metric: Metric, here: set[str]) -> Metric:
 def metrics_of(fleet: EngineFleet) -> CollectorRegistry:
     """All of a front door's: of several workers, what they have counted together; and the gauges of engines."""
     registry = CollectorRegistry()
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # whose files lack what is read when somebody asks
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # its files lack the values that are read on each scrape
         counted = CollectorRegistry()
         MultiProcessCollector(counted)
         registry.register(ServedMetrics(counted, fleet))

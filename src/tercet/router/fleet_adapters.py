@@ -22,10 +22,10 @@ from tercet.protocol import (
 from tercet.settings import log_events
 
 LOAD_SECONDS = 120.0
-"""So long one engine may take to load an adapter."""
+"""Timeout for loading an adapter on one engine."""
 LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 30.0
-"""After so long an engine that could not load an adapter is asked again."""
+"""Pause before an engine that could not load an adapter is asked again."""
 
 
 async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str, path: str) -> AdapterReport:
@@ -194,5 +194,5 @@ async def _unload(member: Member, name: str) -> None:
 
 def _of(member: Member) -> TakesAdapters:
     if not isinstance(member.engine, TakesAdapters):
-        raise BadRequest(f"adapter: {member.name} is no engine that takes adapters", "adapter")
+        raise BadRequest(f"adapter: {member.name} is not an engine that takes adapters", "adapter")
     return member.engine

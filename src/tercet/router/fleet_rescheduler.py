@@ -42,7 +42,7 @@ Place = tuple[str, str]
 class FleetRescheduler:
     """Proposes what policies want, within limits; ``engines`` are those of the fleet, by name.
 
-    Raises :class:`~tercet.protocol.BadRequest` if the settings name a policy that there is not.
+    Raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.
     """
 
     def __init__(self, fleet: EngineFleet, engines: Mapping[str, ReportingEngine], config: ReschedulerConfig) -> None:

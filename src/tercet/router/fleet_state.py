@@ -183,11 +183,11 @@ _KIND = msgspec.inspect.type_info(FleetState)
 
 
 def read_file(path: Path) -> bytes:
-    """What a file has. Raises ``OSError``, also for what is no file: a pipe may never have anything to read."""
+    """The contents of a file. Raises ``OSError``, also for what is not a file: a read of a pipe may never return."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return file.read()
 
 

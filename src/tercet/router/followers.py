@@ -1,6 +1,6 @@
 """The front-door processes that follow one state: which are alive, what each has applied, and what runs on it.
 
-Each has files of its own in one directory: one that it holds a lock on while it lives, its report, and its moves.
+Each has its files in one directory: one that it locks while it lives, its report, and its moves.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Followers:
         return alive
 
     def tell(self, report: FollowerReport) -> None:
-        """What others read of this process from now on; files that somebody removed are made anew.
+        """What others read of this process from now on; files that were removed are written again.
 
         Raises ``OSError``, or :class:`~tercet.protocol.BadRequest`, where that cannot be written.
         """

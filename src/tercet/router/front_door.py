@@ -1,7 +1,7 @@
 """The front door's ASGI application: what every request passes, once, before it is served.
 
 Its key, its size, the program that it names, and a place if the fleet has room for it. Then a plain stream takes the
-fast path; the routes of our own and all the rest are in vLLM's application.
+fast path; Tercet's routes and all others are in vLLM's application.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FrontDoor:
 
     ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals, and answers
     of pooling servers, need to reach a browser.
-    ``shutdown`` is told of every request, and refuses all once it has begun; without one nobody ends this front door.
+    ``shutdown`` counts every request, and refuses all once it has begun; without one this router does not stop.
     ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
     ``keys`` are those of clients, ``admins`` says who may call the front door's own routes.
     """
@@ -166,7 +166,7 @@ class FrontDoor:
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
     ) -> Answer:
-        """Raises :class:`ClientLeft` if nobody waits for it any more."""
+        """Raises :class:`ClientLeft` if the client has left."""
         method: str = scope["method"]
         asking = asyncio.ensure_future(
             pooling.answer(
@@ -196,7 +196,7 @@ class FrontDoor:
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:
-            return None  # whoever shows no key has nothing kept for it
+            return None  # nothing is kept for a caller without a key
         return await read_body(context, receive, self._max_bytes, self._gate.limits.items, kept)
 
     def _require_key(self, scope: Scope) -> None:
@@ -288,13 +288,13 @@ class ReceivedBody:
         return self._next
 
     def close(self) -> None:
-        """Nobody waits for the client any more."""
+        """Stop waiting for the client."""
         if self._next is not None:
             self._next.cancel()
 
 
 def _nothing_from(receive: Receive) -> Receive:
-    """ASGI's ``receive`` of a request whose body nobody asked for: empty, then whatever comes that is no body."""
+    """ASGI's ``receive`` of a request whose body is not read: empty, then each message that is not part of a body."""
     began = False
 
     async def received() -> Message:
@@ -322,7 +322,7 @@ def _again(first: Message, receive: Receive) -> Receive:
 async def read_body(
     context: RequestContext, receive: Receive, limit: int, most_items: int, kept: HeldBody
 ) -> ReceivedBody:
-    """The body, of which ``context`` gets what it asks for; ``kept`` is told of its bytes.
+    """The body, of which ``context`` gets what it asks for; ``kept`` counts its bytes.
 
     JSON is in UTF-8, whatever encoding of Unicode it came in. Raises :class:`~tercet.protocol.RequestTooLarge`,
     :class:`~tercet.protocol.BadRequest` for JSON that is none, :class:`~tercet.protocol.Saturated` if all bodies
@@ -351,7 +351,7 @@ async def read_body(
 
 
 def is_json(context: RequestContext) -> bool:
-    """Whether a body is for us to read: routes of our own read theirs themselves, and vLLM takes JSON alone.
+    """Whether the router reads a body: Tercet's routes read theirs themselves, and vLLM takes JSON alone.
 
     One that is compressed goes to pooling servers as it is, and vLLM refuses it.
     """

@@ -12,7 +12,7 @@ from tercet.router.moves import MoveRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
-# Whoever proposes a move says why, in words of his own.
+# The reason of a move is text of the caller.
 MOST_REASONS = 32
 OTHER_REASONS = "other"
 
@@ -78,7 +78,7 @@ class Metrics:
         self._reasons: set[str] = set()
         self._moved_bytes = Counter("tercet_moved_bytes", "KV sent by moves.")
         self._moves_recomputed = Counter(
-            "tercet_moves_recomputed_tokens", "Positions of moved sequences that were computed anew."
+            "tercet_moves_recomputed_tokens", "Positions of moved sequences that were computed again."
         )
         self._pause = Histogram(
             "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
@@ -130,11 +130,11 @@ class Metrics:
             self._pause.observe(move.pause)
 
     def held_back(self, moves: int) -> None:
-        """So many moves that policies propose are not allowed yet."""
+        """Count proposed moves that are not allowed yet."""
         self._moves_held_back.set(moves)
 
     def admission(self, in_flight: int, queued: int) -> None:
-        """So many requests are in, and so many wait."""
+        """Set the numbers of admitted and of waiting requests."""
         self._admitted.set(in_flight)
         self._queued.set(queued)
 

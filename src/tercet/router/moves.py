@@ -73,7 +73,7 @@ class MoveMetrics(Protocol):
         ...
 
     def held_back(self, moves: int) -> None:
-        """So many moves that policies propose are not allowed yet."""
+        """Count proposed moves that are not allowed yet."""
         ...
 
 
@@ -117,7 +117,7 @@ class Moves:
             return await self._carry_out(sequence, moving, to, reason)
 
     async def follow(self, sequence: RunningSequence, destination: str, reason: str) -> None:
-        """As :meth:`move`, for a proposal of somebody who asks for no answer: what becomes of it is on record.
+        """As :meth:`move`, for a proposal without an answer: its result is on record.
 
         One that cannot begin now is dropped: its time has passed when it could.
         """
@@ -172,7 +172,7 @@ class Moves:
             move.code = error.code
             raise
         except BaseException:
-            move.outcome, move.error, move.code = "failed", "nobody wanted it any more", UNWANTED
+            move.outcome, move.error, move.code = "failed", "its client has left", UNWANTED
             raise
         finally:
             self._moving.discard(sequence)
@@ -207,7 +207,7 @@ def _tell(move: MoveRecord) -> None:
     sent = f"{len(move.stages)} stages, {move.bytes} bytes"
     pause = "" if move.pause is None else f", pause {move.pause * 1000:.0f} ms"
     if move.outcome == "moved":
-        result = f"{sent}, {move.recomputed} tokens computed anew{pause}"
+        result = f"{sent}, {move.recomputed} tokens computed again{pause}"
     else:
         result = f"{move.error}; sent until then: {sent}" if move.stages else move.error
     MOVE.tell(

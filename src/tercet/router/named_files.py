@@ -1,4 +1,4 @@
-"""Files that admin routes may name, and what is told of those that do not load: nothing of what stands in them."""
+"""Files that admin routes may name. Errors about files that do not load quote nothing of their contents."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class NamedFiles:
             logger.error("%s cannot be used: %s", name, error.message)
             raise BadRequest(f"{field}: {name} cannot be used; the front door's log says why", field) from None
 
-    def _locate(self, path: str, field: str, beside: Path = Path()) -> Path:
+    def _locate(self, path: str, field: str, base: Path = Path()) -> Path:
         """The file itself, links followed: what has been looked at is what is read."""
         try:
-            file = (beside / Path(path).expanduser()).resolve()
+            file = (base / Path(path).expanduser()).resolve()
             is_named = file in self._files or any(file.is_relative_to(folder) for folder in self._folders)
             if is_named:
                 return user_file(str(file), field)
         except BadRequest as error:
             raise _Told(error) from None
-        except (OSError, RuntimeError, ValueError):  # a loop of links, a home that nobody has, a name that cannot be
+        except (OSError, RuntimeError, ValueError):  # a loop of links, a home without a user, a name that cannot be
             pass
         inline = "content" if field == "file" else "source"
         raise _Told(

@@ -15,7 +15,7 @@ AGAIN_SECONDS = 1.0
 
 
 async def follow_pods(state: SharedState, discovery: PodDiscovery) -> None:
-    """Have the state's members be the pods, beside those that somebody has named, until cancelled."""
+    """Make the state's members the pods, next to those that an operator named, until cancelled."""
     told: dict[str, Role] = {}
     logger.info("engines are %s", discovery.source)
     async with aclosing(discovery.changes()) as changes:
@@ -26,7 +26,7 @@ async def follow_pods(state: SharedState, discovery: PodDiscovery) -> None:
                         lambda now, found=found, told=told: now.with_pods(found, told), f"{discovery.source} say so"
                     )
                     break
-                except TercetError as error:  # the file of the state cannot be written, or somebody holds it
+                except TercetError as error:  # the state file is not writable, or is locked
                     logger.error("the engines stay as they are: %s", error.message)
                     await asyncio.sleep(AGAIN_SECONDS)
             told = roles_of(found)

@@ -31,8 +31,8 @@ from tercet.protocol.openai_routes import POOLING
 from tercet.protocol.wire import UNREADABLE
 
 logger = logging.getLogger("tercet.router")
-# Each is asked for its models so often, and is left alone once so many questions in a row got no answer in time: a
-# server that is busy with a large batch may be late.
+# The interval at which each server is asked for its models, the timeout, and the number of timeouts in a row after
+# which it is not picked: a server that is busy with a large batch may be late.
 LOOK_SECONDS = 2.0
 LOOK_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 SILENT_LOOKS = 3
@@ -115,7 +115,7 @@ class PoolingServer:
 
 
 class Answer:
-    """A server's, which comes while it is passed on. Whoever got it calls :meth:`close`."""
+    """A server's answer, which arrives while it is passed on. The receiver calls :meth:`close`."""
 
     def __init__(self, response: OriginAnswer, server: PoolingServer) -> None:
         self.status = response.status
@@ -149,7 +149,7 @@ class Answer:
             raise EngineUnreachable(f"{self._server.url} broke off its answer: {reason_of(error)}") from error
 
     def close(self) -> None:
-        """Nobody waits for more of it."""
+        """Stop: no more of it is needed."""
         self._response.close()
         self._server.in_flight -= 1
 
@@ -205,7 +205,7 @@ class PoolingServers:
         """What one of them that serves ``model`` says to ``body``; of those that answer, the one with least to do.
 
         Without a model, any. One that fails to answer is not asked again for it, but another one; if that breaks off,
-        too, nobody is. ``target`` is the path, with its query, as the client wrote it. ``began`` is when the request
+        too, no server is. ``target`` is the path, with its query, as the client wrote it. ``began`` is when the request
         came, by :func:`time.monotonic`. Raises
         :class:`~tercet.protocol.UnknownModel`, :class:`~tercet.protocol.EngineUnreachable`,
         :class:`~tercet.protocol.EngineError` and :class:`~tercet.protocol.DeadlineExceeded`.
@@ -332,6 +332,6 @@ def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SS
 
 
 def close_result(asking: Asking | asyncio.Future[Answer]) -> None:
-    """Nobody waits for it, whether it has come already or not."""
+    """Close the answer, whether it has arrived or not."""
     if not asking.cancel() and not asking.cancelled() and asking.exception() is None:
         asking.result().close()

@@ -1,6 +1,6 @@
 """Moves that are proposed by others: what an engine passes on to the process that runs the sequence, and the way there.
 
-Only the process that runs a sequence can move it, and nobody knows which one that is, but for the engine that generates
+Only the process that runs a sequence can move it, and only one peer knows which one that is: the engine that generates
 the sequence: it has that process's token stream.
 """
 

@@ -14,8 +14,8 @@ LOOK_SECONDS = 0.1
 class Recovery:
     """Whether a sequence of this fleet is tried again after a failure, and the wait before that.
 
-    ``wait_for_engine`` is in seconds: while no engine answers, a sequence waits for one for so long, and for so long
-    attempts that no engine took cost it nothing. ``clock`` is the one that times of attempts are told in.
+    ``wait_for_engine`` is in seconds: while no engine answers, a sequence waits at most that long for one, and attempts
+    in that time that no engine took do not count. ``clock`` is the one that times of attempts are told in.
     """
 
     def __init__(self, fleet: EngineFleet, wait_for_engine: float, clock: Callable[[], float]) -> None:

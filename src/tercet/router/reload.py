@@ -1,4 +1,4 @@
-"""Development mode: programs and the scheduling file are loaded anew when their files change."""
+"""Development mode: programs and the scheduling file are loaded again when their files change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY_SECONDS = 0.3
 class FileWatch:
     """Notices changes of files; asks the file system each time.
 
-    A file that is gone is no change: editors replace files, and there is nothing to load.
+    A file that is gone is not a change: editors replace files, and there is nothing to load.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ def files_of(plan: Plan) -> list[Path]:
 
 
 async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) -> None:
-    """Use the plan and the scheduling file that were asked for last anew, each time that a file of theirs changes.
+    """Load the current plan and scheduling file again each time that one of their files changes.
 
     Until cancelled. What does not load is logged, and what runs goes on as it is.
     """

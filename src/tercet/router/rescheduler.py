@@ -17,7 +17,7 @@ class Rescheduler:
     """Moves the sequences of this process as :class:`~tercet.migration.Rescheduling` decides.
 
     Engines that are to be emptied, or have shown no progress for a while, are emptied whatever the settings say.
-    Raises :class:`~tercet.protocol.BadRequest` if the settings name a policy that there is not.
+    Raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.
     """
 
     def __init__(

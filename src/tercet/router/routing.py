@@ -1,6 +1,6 @@
 """Which program serves which request, and what becomes of programs that fail: a state machine without I/O.
 
-A *plan* is what an operator asks for: which programs share the traffic, and which requests have one of their own. A
+A *plan* is what an operator asks for: which programs share the traffic, and which requests have a separate one. A
 *version* is a plan whose programs are loaded. A request is served to its end by the version that it started with. When
 a program fails ``return_after`` times in a row, its version gives way to the one before it.
 """

@@ -1,4 +1,4 @@
-"""Puts the front door together: the fleet, the service and the routes of its own, around vLLM's OpenAI server."""
+"""Assembly of the router: the fleet, the service and Tercet's routes, around vLLM's OpenAI server."""
 
 from __future__ import annotations
 

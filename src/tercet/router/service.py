@@ -48,8 +48,8 @@ class Service:
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
     ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
-    is ``wait_for_engine``: while no engine answers, a sequence waits for one for so long before it is tried again, and
-    for so long attempts that no engine took cost it nothing. ``tells_faults``: traces, which clients get, have what
+    is ``wait_for_engine``: while no engine answers, a sequence waits at most that long for one before a retry, and
+    attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
     programs raised; otherwise the log alone has it.
     """
 

@@ -26,7 +26,7 @@ class ServicePrograms:
         return self._service.fleet.model_dtype
 
     def failed(self, seq_id: str, error: TercetError) -> None:
-        """A sequence has ended in an error; one of the client's own making is no news to anybody else."""
+        """A sequence has ended in an error; an error that the client caused is not reported further."""
         self._service.metrics.errors.labels(error.code).inc()
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             REQUEST_FAILED.tell(seq_id=seq_id, code=error.code, reason=_with_cause(error))

@@ -1,7 +1,7 @@
 """This process and the state of its fleet: applies what others decide, has others apply what is decided here.
 
 A change is validated, then written, then applied here, and waited for: everybody who follows the same file applies it
-or says why not. Whoever comes later reads one state, however many changes there were.
+or says why not. A process that starts later reads one state, however many changes there were.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SharedState:
         self._membership = membership
         self._metrics = service.metrics
         self._files = FileThread()
-        # A change waits for those of other processes, which is no sign of a file system that hangs.
+        # A change waits for those of other processes, which does not mean that the file system hangs.
         self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
         self._followers = Followers(path, lambda: self._files.is_stuck)
         self._shutdown = shutdown or Shutdown(timeout_s=0)
@@ -108,7 +108,7 @@ class SharedState:
     # ---- following -------------------------------------------------------------------------------------------
 
     async def start(self, first: FleetState) -> None:
-        """Apply the state that there is, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
+        """Apply the existing state, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
         self.state = self._found = await self._filed(self._file.update, lambda state: state, first, by=self._changes)
         named = tuple(each for each in self.state.members if not each.pod)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
@@ -156,7 +156,7 @@ class SharedState:
             await self._report()
 
     async def _catch_up(self, loaded: Loaded) -> None:
-        """Apply the newest state, to its end even if nobody waits for that any more."""
+        """Apply the newest state completely, even if the caller has left."""
         await asyncio.shield(self._applying.spawn(self._apply_newest(loaded), "state"))
 
     async def _apply_newest(self, loaded: Loaded) -> None:
@@ -244,7 +244,7 @@ class SharedState:
         return oldest.number if same else 0
 
     async def _load_one_before(self, program: ProgramInUse, loaded: Loaded) -> None:
-        """The programs to return to; not having them is no reason to refuse the ones that are asked for."""
+        """The programs to return to; without them the requested ones are still accepted."""
         try:
             loaded.programs[program.number] = await self.service.load(program.plan)
         except BadRequest as error:
@@ -317,7 +317,7 @@ class SharedState:
         return await self.change(lambda state: state.with_adapter(adapter), reason)
 
     async def replace_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
-        """Have an adapter's name stand for what is at ``path`` now; one that nobody has yet is loaded.
+        """Have an adapter's name stand for what is at ``path`` now; a new one is loaded.
 
         Raises :class:`~tercet.protocol.Conflict` while requests use what it stands for.
         """
@@ -388,7 +388,7 @@ class SharedState:
         return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left)
 
     async def _report(self) -> None:
-        """A report that cannot be written is no failure of what it says; it is tried again."""
+        """A report that cannot be written does not fail what it reports; the write is retried."""
         try:
             await self._filed(self._followers.tell, self._own_report())
         except (TercetError, OSError) as error:

@@ -92,7 +92,7 @@ class Shutdown:
 
 
 async def _first_of(seconds: float, *events: asyncio.Event) -> None:
-    """Return once one of the events is set, or after so many seconds."""
+    """Return once one of the events is set, or after ``seconds``."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

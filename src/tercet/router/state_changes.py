@@ -23,7 +23,7 @@ def because(reason: str, before: FleetState, after: FleetState) -> FleetState:
 
 
 def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) -> Sequence[tuple[Change, str]]:
-    """What has been changed since ``before``, in order, and why: ``otherwise`` where nobody has said so.
+    """What has been changed since ``before``, in order, and why: ``otherwise`` if no reason was given.
 
     What was changed and changed back is in there twice.
     """

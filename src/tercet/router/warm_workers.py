@@ -114,6 +114,6 @@ def _leave_signals_to_the_supervisor() -> None:
 
 
 def _count_in_files() -> None:
-    """Prometheus chooses when it is imported whether metrics are kept in files; have it choose anew."""
+    """Prometheus chooses at its import whether metrics are kept in files; make it choose again."""
     values: Any = importlib.import_module("prometheus_client.values")
     values.ValueClass = values.get_value_class()

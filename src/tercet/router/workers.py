@@ -62,7 +62,7 @@ class Shared:
         self.line.sendall(SERVING)
 
     async def follow_supervisor(self, hurry: Callable[[], object]) -> None:
-        """Call ``hurry`` when the supervisor says so; without one, whom nobody would replace or stop, stop."""
+        """Call ``hurry`` when the supervisor says so; stop if it is gone, since nothing would stop this worker then."""
         self.line.setblocking(False)
         with suppress(ConnectionError):
             while await asyncio.get_running_loop().sock_recv(self.line, len(HURRY)):
@@ -174,7 +174,7 @@ def _prepare_loads(loads: int, workers: int) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place: whoever holds it is started, watched, and replaced.
+    """One worker's place: its process is started, watched, and replaced.
 
     ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs. ``on_serving`` is
     called with ``index`` when a worker takes connections. Once ``hurried`` is set

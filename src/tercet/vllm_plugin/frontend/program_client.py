@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MOST_UNTAKEN = 256 * 1024
 # Sequences of one request that are added in a row.
 BETWEEN_PAUSES = 8
-# Ids from there on are no vocabulary's, nor vLLM's arrays'.
+# Larger ids are in no vocabulary, and do not fit vLLM's arrays.
 MOST_TOKENS = 2**31
 
 

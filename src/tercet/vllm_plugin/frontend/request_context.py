@@ -1,7 +1,7 @@
 """What belongs to one HTTP request: found out once, when it comes in, and passed on from there.
 
-The handlers of vLLM call its engine client without our context, in the request's task or in tasks that they start. For
-them, and for nobody else, there is :func:`current`.
+The handlers of vLLM call its engine client without this context, in the request's task or in tasks that they start.
+:func:`current` is for them alone.
 """
 
 from __future__ import annotations
