@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ import msgspec
 import pytest
 
 from tercet.client import HttpEngine
+from tercet.cluster.ports import free_ports
 from tercet.protocol import EngineStatus
 from tests.small_llama import small_llama
 from tests.warm import MODEL, spec_of, start_guarded, warm_parent
@@ -57,9 +57,7 @@ def one_import(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def get_json(url: str) -> Any:

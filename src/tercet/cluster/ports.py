@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import random
 import socket
+from typing import Any
 
 from tercet.protocol import BadRequest
 from tercet.protocol.hosts import host_and_port
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+# The kernel's range for other purposes begins at 32768, Kubernetes' at 30000.
+_FREE = range(12_000, 30_000)
+# Tests and simulations that are given a seed must not choose the same ports at the same time.
+_RANDOM = random.SystemRandom()
+_TRIES = 10_000
+_returned = set[int]()
 _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -33,16 +40,32 @@ def require_free(host: str, port: int, setting: str = "port") -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free now. Raises :class:`~tercet.protocol.BadRequest` naming ``--host``."""
+    """Ports that are free now, each returned once. Raises :class:`~tercet.protocol.BadRequest` naming ``--host``.
+
+    The caller's process listens there seconds later. So they are not from the range that the kernel gives to outgoing
+    connections and to listeners without a port, nor from Kubernetes' NodePorts, and are random.
+    """
     family, address = _resolve(host, 0)
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket(family)) for _ in range(count)]
+    found: list[int] = []
+    for _ in range(_TRIES):
+        port = _RANDOM.choice(_FREE)
+        if port not in _returned and _can_bind(host, family, (address[0], port, *address[2:])):
+            _returned.add(port)
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise BadRequest(f"--host: no {count} ports are free at {host}; stop what listens there", "host")
+
+
+def _can_bind(host: str, family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family) as probe:
         try:
-            for each in sockets:
-                each.bind(address)
+            probe.bind(address)
         except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
             raise BadRequest(f"--host: cannot listen at {host}: {_reason(error)}", "host") from error
-        return [each.getsockname()[1] for each in sockets]
+    return True
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster import child_process, local, restarts
+from tercet.cluster import child_process, local, ports, restarts
 from tercet.cluster.child_process import Process, StartFailed, StartRefused, describe_exit
 from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
@@ -375,3 +375,20 @@ async def test_what_the_front_door_logs_from_warnings_on_is_heard(tmp_path: Path
     finally:
         reading.cancel()
     assert heard == ["reload_refused: mine.py: no"]
+
+
+def test_free_ports_are_not_those_of_outgoing_connections_and_come_once() -> None:
+    found = [port for _ in range(50) for port in free_ports("127.0.0.1", 3)]
+    assert len(set(found)) == 150
+    assert all(12_000 <= port < 30_000 for port in found)
+
+
+def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        monkeypatch.setattr(ports, "_FREE", range(port, port + 1))
+        monkeypatch.setattr(ports, "_returned", set[int]())
+        with pytest.raises(BadRequest, match="--host"):
+            free_ports("127.0.0.1", 1)
+    assert free_ports("127.0.0.1", 1) == [port]
