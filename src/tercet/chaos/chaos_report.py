@@ -1,4 +1,4 @@
-"""What came of a run, as figures and tables."""
+"""Results of a run, as numbers and tables."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tercet.chaos.invariants import ClientRecord, Leftover, Piece, Violation, vi
 from tercet.router.moves import MoveRecord
 
 HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
-MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "computed anew", "pause, median", "longest"]
+MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "recomputed", "pause, median", "longest"]
 MOST_SHOWN = 20
 ORPHANS = "orphan generations"
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault and what became of it: ``began`` and ``ended`` are seconds of the run, None if it was never injected.
+    """A fault and its result: ``began`` and ``ended`` are seconds of the run, None if it was never injected.
 
-    ``why`` says why it was not, or what went wrong with it. ``hit`` are the requests that the engine generated then.
+    ``why`` is the reason for that, or an error. ``hit`` are the requests that the engine generated then.
     """
 
     planned: PlannedFault
@@ -34,8 +34,8 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
 class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run of an arena.
 
-    ``patience`` are the seconds for which a client may hear nothing. ``complaints`` are failures that nobody handled,
-    as far as the arena heard of them. ``moves`` are the front door's.
+    ``patience`` is the longest allowed silence for a client, in seconds. ``complaints`` are unhandled failures, as far
+    as the arena received them. ``moves`` are the front door's.
     """
 
     seed: int
@@ -51,18 +51,18 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def orphans(self) -> int:
-        """Sequences that engines went on with in the end, though no front door had them."""
+        """Sequences that engines still ran at the end, although no front door had them."""
         return round(sum(each.count for each in self.left if each.what == ORPHANS))
 
     @property
     def violations(self) -> list[Violation]:
-        """All that should never have happened."""
+        """All violations of invariants."""
         unhandled = [Violation("no failure goes unhandled", "the run", text) for text in self.complaints]
         return [*violations_of(self.records, self.calm, self.left, self.patience), *unhandled]
 
 
 def fault_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each kind of fault and process: how many, and what came of the requests that it met there."""
+    """One row for each kind of fault and process: numbers, and the results of the affected requests."""
     groups: defaultdict[tuple[str, str], list[InjectedFault]] = defaultdict(list)
     for fault in result.faults:
         groups[fault.planned.kind, fault.planned.process].append(fault)
@@ -79,7 +79,7 @@ def fault_rows(result: ChaosResult) -> list[list[str]]:
 
 
 def move_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each reason and outcome of a move: how many, tokens computed anew, and what their clients waited."""
+    """One row for each reason and outcome of a move: numbers, recomputed tokens, and the clients' pauses."""
     groups: defaultdict[tuple[str, str], list[MoveRecord]] = defaultdict(list)
     for move in result.moves:
         groups[move.reason, move.outcome].append(move)
@@ -115,7 +115,7 @@ def figures(result: ChaosResult) -> list[str]:
 
 
 def violation_lines(violations: Sequence[Violation], seed: int, replay: str) -> list[str]:
-    """Violations by rule, the first of each in full, with what runs them again."""
+    """Violations by rule, the first of each in full, with the command that repeats them."""
     if not violations:
         return ["no violations"]
     lines = [f"{len(violations)} violations with seed {seed}; again: {replay}"]
