@@ -21,7 +21,7 @@ from .conftest import START_SECONDS, answers, free_port
 from .processes import processes_of
 from .prompts import alone, prompt_of
 
-ALONE = "starts without shared imports"
+ALONE = "starting without shared imports"
 
 
 @contextmanager

@@ -166,7 +166,7 @@ async def test_a_picker_with_tls_whose_certificate_is_renewed(world: Gateway) ->
     await world.start_envoy(fail_open=False, tls=True)
     await world.until_ready(2)
     assert (await world.complete())[0] == 200
-    assert "is another one, and shown from now on" in "".join(
+    assert "has changed, and is in use from now on" in "".join(
         file.read_text() for file in world.directory.glob("picker-*.log")
     )
 

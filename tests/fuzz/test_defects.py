@@ -330,7 +330,7 @@ async def test_kv_events_that_are_too_deep_are_followed_anew(caplog: pytest.LogC
         await following
     finally:
         publisher.close(linger=0)
-    assert "followed anew" in caplog.text
+    assert "subscribing again" in caplog.text
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ WINDOWED = "all blocks of the full layers, the window's of the others"
 MAMBA_2 = ("--max-num-batched-tokens", "128")
 STATES = "all blocks of the attention layers, of the others the last state and the one before its block"
 MAMBA_1 = "no kernel for Mamba-1 layers"
-LATENT = "vLLM computes no tokens of an MLA model behind KV that is there already"
+LATENT = "vLLM cannot compute tokens of an MLA model after existing KV"
 # What DeepSeek's generations have in common.
 LATENT_EXPERTS: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# While the loop waits for the thread, the loop's share of the time: this many parts, to one part for the thread.
+# Length of the loop's turn between two waits for the thread, in units of one wait.
 LOOP_PARTS = 4
 
 

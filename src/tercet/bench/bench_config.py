@@ -1,4 +1,4 @@
-"""What to measure: validated once, from flags and a YAML file."""
+"""Configuration of a measurement: validated once, from flags and a YAML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET_HEADERS = ("authorization", "api-key", "x-api-key", "cookie")
 
 @dataclass(frozen=True)
 class Load:
-    """How hard a point presses: requests per second (None: closed loop, or a trace as recorded), and how many users."""
+    """Load of one point: requests per second (None: closed loop, or a trace as recorded), and the number of users."""
 
     request_rate: float | None
     concurrency: int | None
@@ -40,12 +40,12 @@ class Load:
 
 
 class BenchConfig(Settings, frozen=True):
-    """What ``serve`` and ``compare`` share; names as in ``vllm bench serve`` where it has the same thing.
+    """Common settings of ``serve`` and ``compare``, with the names of ``vllm bench serve`` where they exist.
 
-    Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a point of its own.
-    ``goodput`` is in milliseconds. ``prompt-as`` is text in a chat and tokens elsewhere, if None. ``cache-salt``:
-    whether requests of one point can match a prefix of another one; ``auto`` salts fixed texts, which would be found
-    again.
+    Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a separate point.
+    ``goodput`` is in milliseconds. ``prompt-as`` is by default text in a chat and tokens elsewhere. ``cache-salt``:
+    whether requests of one point can match a prefix of another one; ``auto`` salts fixed texts, which would otherwise
+    match.
     """
 
     base_url: Annotated[str, Setting("The server, without /v1", env=URL_VARIABLE, panel=TARGET)] = (
@@ -147,15 +147,19 @@ class BenchConfig(Settings, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         closed, trace = self.arrival == "closed", self.arrival == "trace"
-        _refuse(not self.base_url.startswith(("http://", "https://")), "base-url", "is no URL such as http://HOST:PORT")
-        _refuse(closed and not self.concurrency, "concurrency", "is missing; a closed loop needs its number of users")
-        _refuse(closed and bool(self.request_rate), "request-rate", "a closed loop has none; give concurrency alone")
+        _refuse(
+            not self.base_url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT"
+        )
+        _refuse(closed and not self.concurrency, "concurrency", "is missing; give a closed loop its number of users")
+        _refuse(closed and bool(self.request_rate), "request-rate", "a closed loop has none; give only concurrency")
         _refuse(not closed and bool(self.concurrency), "concurrency", "belongs to arrival closed; see max-concurrency")
         _refuse(closed and self.max_concurrency is not None, "max-concurrency", "in a closed loop, concurrency says it")
         _refuse(not closed and not trace and not self.request_rate, "request-rate", "is missing")
         _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "belongs to arrival gamma")
         _refuse(self.num_prompts is not None and self.duration is not None, "duration", "give it or num-prompts")
-        _refuse((closed or trace) and self.duration is not None, "duration", f"says nothing for arrival {self.arrival}")
+        _refuse(
+            (closed or trace) and self.duration is not None, "duration", f"has no meaning for arrival {self.arrival}"
+        )
         _refuse(any(map(math.isinf, self.request_rate)) and self.duration is not None, "duration", "with rate inf")
         _refuse(self.endpoint == "chat" and self.prompt_as == "tokens", "prompt-as", "chat takes text only")
         phases = self.phases
@@ -164,7 +168,7 @@ class BenchConfig(Settings, frozen=True):
 
     @property
     def form(self) -> PromptAs:
-        """How prompts are put."""
+        """Form in which prompts are sent."""
         return self.prompt_as or ("text" if self.endpoint == "chat" else "tokens")
 
     @property
@@ -174,7 +178,7 @@ class BenchConfig(Settings, frozen=True):
 
     @property
     def sampling(self) -> Sampling:
-        """What is sent with every request."""
+        """Parameters that are sent with every request."""
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, ignore_eos=self.ignore_eos, extra=self.extra_body
         )
@@ -187,7 +191,7 @@ class BenchConfig(Settings, frozen=True):
         return tuple(Load(rate, self.max_concurrency) for rate in self.request_rate or (None,))
 
     def requests_at(self, load: Load) -> int | None:
-        """How many requests a point measures; None for all of a trace."""
+        """Number of measured requests of a point; None for all of a trace."""
         if self.num_prompts is not None:
             return self.num_prompts
         if self.duration is not None and load.request_rate is not None:
@@ -196,9 +200,9 @@ class BenchConfig(Settings, frozen=True):
         return None if finite else DEFAULT_PROMPTS
 
     def public(self) -> dict[str, Any]:
-        """The configuration as it goes into a file: as in YAML, without secrets."""
+        """The configuration for a result file: as in YAML, without secrets."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        # JSON knows no infinity.
+        # JSON has no infinity.
         found["request-rate"] = ["inf" if math.isinf(rate) else rate for rate in self.request_rate]
         found["header"] = {
             name: "..." if name.lower() in SECRET_HEADERS else value for name, value in self.header.items()
@@ -207,7 +211,7 @@ class BenchConfig(Settings, frozen=True):
 
 
 class ServeConfig(BenchConfig, frozen=True):
-    """One target, under one program or whatever it runs. ``label`` is its line in a figure."""
+    """One target, under one program or its own. ``label`` is the name of its line in a figure."""
 
     program: Annotated[str | None, Setting("The program that serves, on a Tercet front door", panel=TARGET)] = None
     label: Annotated[
@@ -219,8 +223,8 @@ class ServeConfig(BenchConfig, frozen=True):
 class CompareConfig(BenchConfig, frozen=True):
     """Several programs of one front door, and other servers, in interleaved rounds.
 
-    ``also`` are other servers, by label. Ratios are against ``baseline``, the first one if None. ``confidence`` is the
-    coverage of their intervals, ``resamples`` how many bootstrap samples each is made from.
+    ``also`` are other servers, by label. Ratios are relative to ``baseline``, the first one if None. ``confidence`` is
+    the coverage of their intervals, ``resamples`` how many bootstrap samples each is made from.
     """
 
     program: Annotated[
@@ -247,11 +251,11 @@ class CompareConfig(BenchConfig, frozen=True):
         known = ", ".join(labels)
         _refuse(self.baseline not in (None, *labels), "baseline", f"is {self.baseline}, and none of {known}")
         for label, url in self.also.items():
-            _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is no NAME=URL")
+            _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is not NAME=URL")
 
 
 def load_config(model: type[Config], file: Path | None, flags: Source) -> Config:
-    """The configuration of a YAML file with ``flags`` over it.
+    """Load the configuration from a YAML file and ``flags``, which override it.
 
     Raises :class:`~tercet.protocol.BadRequest` that names the file, the key, or the flag.
     """

@@ -1,7 +1,8 @@
 """Comparing programs: the order of rounds, and ratios with confidence intervals. No I/O.
 
 Rounds are interleaved, so that drift of the machine hits every program alike. Within a round all programs get the same
-arrival times and the same lengths, with other words: request i of one program is paired with request i of the other.
+arrival times and the same lengths, with different words: request i of one program is paired with request i of the
+other.
 
 The interval is that of a percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 8
 and 13) in two stages: rounds are drawn with replacement, then pairs of requests within each. Requests of a round share
@@ -79,7 +80,7 @@ def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
 
 
 def turns_of(labels: Sequence[str], rounds: int, seed: int) -> list[tuple[int, str]]:
-    """``(round, label)`` in the order of measuring: every label once a round, in every place about equally often."""
+    """``(round, label)`` in the order of measuring: every label once a round, at each position about equally often."""
     found: list[tuple[int, str]] = []
     order = list(labels)
     chance = Random(f"{seed}/order")

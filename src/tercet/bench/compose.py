@@ -1,4 +1,4 @@
-"""From planned conversations to requests that are ready to send. No I/O."""
+"""Turns planned conversations into requests that are ready to send. No I/O."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tercet.bench.workloads import Conversation, ConversationTurn, Vocabulary
 
 @dataclass(frozen=True)
 class Style:
-    """How requests are put: to which server, in whose name, in which form.
+    """How requests are sent: server, model, and form.
 
-    ``overhead`` is what a chat template adds to a message, in tokens; it is taken off generated messages, so that the
-    prompt that the model sees has the planned length, and is added to the plan for texts of people.
+    ``overhead`` is the number of tokens that a chat template adds to a message; it is subtracted from generated
+    messages, so that the prompt has the planned length for the model, and is added to the plan for texts of people.
     """
 
     base_url: str
@@ -32,14 +32,14 @@ class Style:
 
     @property
     def url(self) -> str:
-        """Where requests go."""
+        """URL of the requests."""
         return self.base_url.rstrip("/") + path_of(self.endpoint)
 
 
 class Composer:
-    """Writes one conversation's requests, one after the other; what was said before goes into each.
+    """Writes one conversation's requests, one after the other, each with the conversation so far.
 
-    ``first`` is written when it is made, before the clock of the run starts.
+    ``first`` is written when this is made, before the clock of the run starts.
     """
 
     def __init__(self, style: Style, conversation: Conversation, index: int, warmups: int = 0) -> None:
@@ -55,11 +55,11 @@ class Composer:
 
     @property
     def think_time(self) -> float:
-        """Seconds between the end of the request before and the one that is due."""
+        """Seconds between the end of the last request and the next one."""
         return self._conversation.turns[self._turn].think_time
 
     def heard(self, reading: Reading) -> PreparedCall | None:
-        """Takes the answer to the request that was due; returns the one after it, None at the end."""
+        """Record the answer to the last request; returns the next request, None at the end."""
         self._turn += 1
         if self._turn == len(self._conversation.turns):
             return None
@@ -69,7 +69,7 @@ class Composer:
         return self._call()
 
     def unsent(self) -> Sequence[PreparedCall]:
-        """Requests after the one that is due, which cannot be sent without its answer; their bodies are empty."""
+        """Requests after the next one, which cannot be sent without its answer; their bodies are empty."""
         later = range(self._turn + 1, len(self._conversation.turns))
         return [self._describe(b"", self._conversation.turns[turn], turn, 0) for turn in later]
 

@@ -1,4 +1,4 @@
-"""How all figures look: one palette that the colour-blind can tell apart, for light pages and for dark ones.
+"""Style of all figures: one palette that is safe for colour blindness, for light pages and for dark ones.
 
 A file whose name ends with ``-dark``, such as ``rates-dark.svg``, is drawn for a dark page.
 """
@@ -19,7 +19,7 @@ DARK_SUFFIX = "-dark"
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", ":", "-.")
 DOTS_PER_INCH = 200
-# An axis from here to so many times that has no three round numbers of a logarithmic one.
+# A logarithmic axis that spans less than this factor has no three round numbers.
 NARROW = 6.0
 
 
@@ -27,8 +27,8 @@ NARROW = 6.0
 class Palette:
     """Colours of one kind of page.
 
-    ``series`` are of Okabe and Ito's eight, which all kinds of colour blindness tell apart; ``ink`` is for text and for
-    what others are compared with, ``faint`` for what stands behind.
+    ``series`` are of Okabe and Ito's eight, which can be distinguished with all kinds of colour blindness; ``ink`` is
+    for text and for the baseline, ``faint`` for the background.
     """
 
     page: str
@@ -62,7 +62,7 @@ class Picture:
         }
 
     def baseline(self) -> dict[str, Any]:
-        """The looks of what others are compared with."""
+        """Style of the baseline."""
         return {"color": self.palette.ink, "marker": "o", "linestyle": "--", "zorder": 5}
 
     def logarithmic(self, axis: Any) -> None:
@@ -93,7 +93,7 @@ def require_drawing(file: Path, flag: str) -> None:
 
 @contextmanager
 def picture(file: Path, flag: str, width: float, height: float) -> Generator[Picture]:
-    """An empty figure of so many inches, written to ``file`` at the end; the file's suffix decides the format.
+    """An empty figure of this size in inches, written to ``file`` at the end; the file's suffix decides the format.
 
     Raises :class:`~tercet.protocol.BadRequest` that names ``flag``.
     """
@@ -134,7 +134,7 @@ def _settings(palette: Palette) -> dict[str, Any]:
         "grid.alpha": 0.25,
         "grid.linewidth": 0.5,
         "savefig.dpi": DOTS_PER_INCH,
-        # Text stays text in SVG, and the same numbers give the same file.
+        # Text stays text in SVG, and equal numbers give equal files.
         "svg.fonttype": "none",
         "svg.hashsalt": "tercet",
         "pdf.fonttype": 42,

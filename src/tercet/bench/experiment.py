@@ -1,4 +1,4 @@
-"""Runs a configuration: asks the targets who they are, draws each point's requests, sends them, sums up."""
+"""Runs a configuration: queries the targets, draws each point's requests, sends them, and summarizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FindModel = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Contender:
-    """What is measured under one label: a server, and the program that its requests ask for, if they ask for one."""
+    """What is measured under one label: a server, and the program that its requests name, if any."""
 
     label: str
     base_url: str
@@ -73,7 +73,7 @@ class Bench:
     headers: Mapping[str, str]
 
     def style(self, cell: Cell, salted: bool) -> Style:
-        """How the requests of ``cell`` are put."""
+        """How the requests of ``cell`` are sent."""
         config, contender = self.config, cell.contender
         target = self.targets[contender.base_url]
         program = {} if contender.program is None else {PROGRAM_HEADER: contender.program}
@@ -90,7 +90,7 @@ class Bench:
         )
 
     def plan(self, cell: Cell) -> list[Conversation]:
-        """The conversations of ``cell``: the same lengths for every contender of a round, other words for each cell."""
+        """The conversations of ``cell``: the same lengths for every contender of a round, different words per cell."""
         config = self.config
         wanted = config.requests_at(cell.load)
         lengths = f"{config.seed}/{cell.round}"
@@ -104,13 +104,13 @@ class Bench:
         if config.arrival == "trace":
             return replayed([conversation.offset or 0.0 for conversation in conversations], rate)
         requests = sum(conversation.requests for conversation in conversations)
-        # The rate counts requests: conversations of several turns begin more rarely.
+        # The rate counts requests: conversations of several turns begin less often.
         starts = (rate or math.inf) * len(conversations) / max(1, requests)
         chance = Random(f"{config.seed}/{cell.round}/arrivals")
         return arrival_times(len(conversations), starts, burstiness_of(config.arrival, config.burstiness), chance)
 
     def salted(self, cells: int) -> bool:
-        """Whether requests carry a salt: texts from a file are the same at every point, and would be found again."""
+        """Whether requests carry a salt: texts from a file are the same at every point, and would match otherwise."""
         if self.config.cache_salt != "auto":
             return self.config.cache_salt == "always"
         fixed = any(isinstance(kind, ShareGPT) for phase in self.config.phases for kind in phase.mix)
@@ -121,9 +121,9 @@ class Bench:
 
 
 async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_model: FindModel) -> Bench:
-    """Ask every target, and load the tokenizer; ``find_model`` turns a model's name into its checkpoint or hub id.
+    """Query every target, and load the tokenizer; ``find_model`` turns a model's name into its checkpoint or hub id.
 
-    Raises :class:`~tercet.protocol.TercetError` for what cannot be measured.
+    Raises :class:`~tercet.protocol.TercetError` for targets that cannot be measured.
     """
     headers = dict(config.header)
     if (key := os.environ.get(OPENAI_KEY_VARIABLE)) and not any(name.lower() == "authorization" for name in headers):
@@ -140,7 +140,7 @@ async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_mod
 
 
 class Experiment:
-    """Measures cells one after the other. :meth:`interrupt` ends it early, with what was measured until then."""
+    """Measures cells one after the other. :meth:`interrupt` ends it early, with the results so far."""
 
     def __init__(self, bench: Bench, cells: Sequence[Cell], on_point: OnPoint) -> None:
         self._bench = bench
@@ -204,7 +204,7 @@ class Experiment:
 
 
 class _Lag:
-    """How late the event loop wakes up: an upper bound on how wrong the times are that it notes."""
+    """Delay of the event loop's wake-ups: an upper bound on the error of the recorded times."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -232,7 +232,7 @@ class _Lag:
 
 
 class _Frozen:
-    """What was planned is out of the garbage collector's sight while requests are timed."""
+    """Hides the plan from the garbage collector while requests are timed."""
 
     def __enter__(self) -> None:
         gc.collect()

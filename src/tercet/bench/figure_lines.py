@@ -1,6 +1,6 @@
-"""Which points make up a line of a report, and what the line is called: a program, and in what it differs from others.
+"""Groups points into the lines of a report, and names the lines: a program, and its differences from others.
 
-Points are pooled if their files say the same about all that could change a number (:mod:`tercet.bench.run_facts`).
+Points are pooled if their files agree on everything that could change a number (:mod:`tercet.bench.run_facts`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinePoint:
 
 @dataclass(frozen=True)
 class FigureLine:
-    """Points that were measured alike, by x. ``differs`` is in what, of all facts, the line is unlike others."""
+    """Points that were measured alike, by x. ``differs`` are the facts in which the line differs from others."""
 
     label: str
     points: tuple[LinePoint, ...]
@@ -42,7 +42,7 @@ class FigureLine:
 
 @dataclass(frozen=True)
 class Figure:
-    """All lines, what x is, what is true of all of them, and the days on which they were measured, if they were."""
+    """All lines, the meaning of x, the facts common to all, and the days of the measurements, if known."""
 
     x_label: str
     lines: tuple[FigureLine, ...]
@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def requests(self) -> tuple[int, int]:
-        """The fewest and the most requests that a point stands for."""
+        """The smallest and the largest number of requests of a point."""
         counts = [int(point.metrics.get("completed") or 0) for line in self.lines for point in line.points]
         return min(counts), max(counts)
 
@@ -130,13 +130,13 @@ def _points(group: Sequence[_Measured]) -> Iterator[LinePoint]:
 
 
 def _varying(facts: Sequence[Facts]) -> list[str]:
-    """The facts that are not the same for all; what some do not say differs from what others say."""
+    """The facts that are not the same for all; a missing fact differs from a given one."""
     names = dict.fromkeys(name for of in facts for name in of)
     return [name for name in names if len({of.get(name) for of in facts}) > 1]
 
 
 def _labels(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
-    """Labels of which no two are the same: the base, the foremost differences, and others where that is not enough."""
+    """Unique labels: the base, the foremost differences, and further ones if needed."""
     shown = [name for name in FOREMOST if len({of.get(name) for of in facts} - {None}) > 1]
     labels = [
         ", ".join([base, *(value for name in shown if (value := of.get(name)) is not None)])
@@ -146,7 +146,7 @@ def _labels(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
 
 
 def _programs(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
-    """Each line's own label; with the program, where that is not the same for all of that label."""
+    """Each line's label; with the program, if a label has several."""
     found: list[str] = []
     for base, of in zip(bases, facts, strict=True):
         program = of.get(PROGRAM)

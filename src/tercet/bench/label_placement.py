@@ -1,4 +1,4 @@
-"""Where labels of points go, so that none lies on another one or on a point. No I/O, any unit of length."""
+"""Places labels of points, so that none lies on another one or on a point. No I/O, any unit of length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 DISTANCES = (1.0, 1.8, 3.0, 4.5, 6.5)
-# Beside a point first, where a reader looks: to the right, to the left, above, below, then at a slant.
+# Next to a point first, where a reader looks: to the right, to the left, above, below, then diagonally.
 ANGLES = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 293, 113, 247)
 
 
@@ -35,12 +35,12 @@ class Box(NamedTuple):
         )
 
     def distance(self, x: float, y: float) -> float:
-        """From a point to the nearest place of it; 0 inside."""
+        """Distance from a point to the box; 0 inside."""
         return math.hypot(max(self.left - x, 0.0, x - self.right), max(self.bottom - y, 0.0, y - self.top))
 
     @staticmethod
     def around(x: float, y: float, width: float, height: float) -> Box:
-        """The one with this middle."""
+        """The box with this middle."""
         return Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
 
 
@@ -48,9 +48,9 @@ def place(
     points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], taken: Sequence[Box], frame: Box,
     gap: float,
 ) -> list[Box | None]:  # fmt: skip
-    """A box for the label of each point, the first ones' first: inside the frame, on no other and on nothing taken.
+    """Boxes for the points' labels, in order: inside the frame, on no other and on nothing taken.
 
-    ``gap`` is the least distance of a label from its point. None where there is no room nearby.
+    ``gap`` is the least distance of a label from its point. None if there is no room nearby.
     """
     placed: list[Box | None] = []
     occupied = list(taken)

@@ -1,11 +1,11 @@
-"""What a move of a running sequence costs its client and its neighbours, beside two other ways to another engine.
+"""Cost of a move of a running sequence for its client and its neighbours, compared with two other ways.
 
-``live`` is :func:`tercet.migration.migrate`. ``blocking`` stops at the source first, then sends all KV and goes on;
-``recompute`` stops at the source and has the destination compute everything anew.
+``live`` is :func:`tercet.migration.migrate`. ``blocking`` stops at the source first, then sends all KV and continues;
+``recompute`` stops at the source and lets the destination compute everything again.
 
-Two controls move nothing. ``stay`` leaves the sequence at the source: what is found of it is the noise of the others'
-figures. ``there`` has it at the destination from the beginning, so that both engines' batches are at any time as they
-are after a move: a step's time depends on its batch, and not in proportion.
+Two controls move nothing. ``stay`` leaves the sequence at the source: its result is the noise of the others' figures.
+``there`` has it at the destination from the beginning, so that both engines' batches are always those after a move: a
+step's time depends on its batch, and not in proportion.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tercet.streams import StreamListener
 SOURCE: Literal["source"] = "source"
 DESTINATION: Literal["destination"] = "destination"
 MOVED_AFTER = 24
-"""Tokens of output before the move; the gaps between them are what the pause is compared with."""
+"""Tokens of output before the move; the pause is compared with the gaps between them."""
 TOKENS_AFTER = 24
 STAYS_FOR = 4.0
-"""Steps, at most, in which nothing happens to a sequence that is not moved; half of it at least."""
+"""Most steps without an event for a sequence that is not moved; at least half of it."""
 THERE = "there"
 BYSTANDERS = 2
-"""Sequences of either engine that stay where they are, so that both decode all the time, as engines do."""
+"""Sequences of either engine that are not moved, so that both decode all the time."""
 # Token ids of any vocabulary that is not tiny.
 VOCABULARY = range(1000, 20_000)
 
@@ -48,9 +48,9 @@ Side = Literal["source", "destination"]
 
 
 class BystanderGaps(msgspec.Struct, frozen=True):
-    """Seconds between two tokens of a sequence that stays at an engine, which are the engine's steps.
+    """Gaps between tokens of a sequence that stays on an engine, in seconds: the engine's steps.
 
-    ``before`` the move, ``during`` it, up to the cut-over (gaps that it touches count), and ``after`` that.
+    ``before`` the move, ``during`` it, up to the cut-over (including gaps that overlap), and ``after`` it.
     """
 
     engine: Side
@@ -62,8 +62,8 @@ class BystanderGaps(msgspec.Struct, frozen=True):
 class MoveCost(msgspec.Struct, frozen=True):
     """One move of a sequence of ``length`` tokens; seconds.
 
-    ``pause`` is the longest gap between two tokens around the move, less the median gap (``step``) of the tokens
-    before it; negative if chance made none of those gaps as long as that.
+    ``pause`` is the longest gap between two tokens around the move, less the median gap (``step``) of the tokens before
+    it; it may be negative by chance.
     """
 
     way: str
@@ -75,14 +75,14 @@ class MoveCost(msgspec.Struct, frozen=True):
 
 
 class Moved(NamedTuple):
-    """What was sent, and until when: from ``cut_over`` on the source has nothing to do with the sequence."""
+    """What was sent, and the end: from ``cut_over`` on the source no longer works on the sequence."""
 
     stages: tuple[Stage, ...]
     cut_over: float
 
 
 class NotedMove(MovingSequence):
-    """A sequence on its way; ``cut_over_at`` is when that began."""
+    """A sequence during a move; ``cut_over_at`` is the time when the cut-over began."""
 
     cut_over_at = 0.0
 
@@ -92,7 +92,7 @@ class NotedMove(MovingSequence):
 
 
 class Watched:
-    """A sequence that an engine generates, and when each of its tokens came."""
+    """A sequence that an engine generates, with the times of its tokens."""
 
     def __init__(self, fleet: EngineFleet, length: int, tokens: int, seed: int, engine: Side = SOURCE) -> None:
         prompt = tuple(random.Random(seed).choices(VOCABULARY, k=length))
@@ -107,7 +107,7 @@ class Watched:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """While entered, it is generated, at its engine to begin with."""
+        """Generate it while entered, at its engine to begin with."""
         self._running = asyncio.create_task(self._run())
         try:
             yield
@@ -126,7 +126,7 @@ class Watched:
         self._more.set()
 
     async def until(self, tokens: int) -> None:
-        """Return once so many tokens have come, or it is over; raises what it failed with."""
+        """Return once ``tokens`` tokens have come, or it has ended; raises its error."""
         while len(self.at) < tokens and not self._running.done():
             self._more.clear()
             more = asyncio.ensure_future(self._more.wait())
@@ -137,15 +137,15 @@ class Watched:
 
     @property
     def generation(self) -> Generation:
-        """What an engine does for it now."""
+        """The present generation on an engine."""
         return MovingSequence(self.sequence).generation
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Seconds between two tokens of those that came then."""
+        """Gaps between tokens that came in this time, in seconds."""
         return [after - before for before, after in pairwise(self.at) if begin <= before and after <= end]
 
     def gaps_touching(self, begin: float, end: float) -> list[float]:
-        """Seconds between two tokens, if a part of that time lies between them."""
+        """Gaps between tokens that overlap with this time, in seconds."""
         return [after - before for before, after in pairwise(self.at) if before < end and begin < after]
 
 
@@ -157,7 +157,7 @@ async def live(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Mo
 
 
 async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """The source stops; then all KV is sent, and the destination goes on."""
+    """The source stops; then all KV is sent, and the destination continues."""
     found: list[Moved] = []
     generation, moving = watched.generation, MovingSequence(watched.sequence)
 
@@ -174,7 +174,7 @@ async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -
 
 
 async def recompute(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """The source stops; the destination computes prompt and output so far, and goes on."""
+    """The source stops; the destination computes prompt and output so far, and continues."""
     generation = watched.generation
     request = msgspec.structs.replace(watched.request, seq_id=f"{watched.request.seq_id}.anew")
     produce = OutputStream(lambda stream: to.start_generate(request, 0, tuple(generation.tokens)).run(stream.put))
@@ -183,7 +183,7 @@ async def recompute(watched: Watched, to: TracedEngine, settings: MoveSettings) 
 
 
 async def stay(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """Nothing happens, for about as long as a live move takes; like its cut-over, the end is anywhere in a step."""
+    """Nothing happens, for about the time of a live move; like its cut-over, the end is anywhere in a step."""
     step = statistics.median(watched.gaps(0, watched.clock()))
     await asyncio.sleep(step * STAYS_FOR * random.Random(watched.request.prompt[0]).uniform(0.5, 1.0))
     return Moved((), watched.clock())
@@ -213,7 +213,7 @@ async def measure_moves(
 
     Raises :class:`~tercet.protocol.TercetError`.
     """
-    # Not the same in each run: engines that were measured before would have these prompts cached.
+    # Different in each run: engines that were measured before would have these prompts cached.
     seeds = count(random.SystemRandom().randrange(2**32))
     async with _fleet(source, destination) as fleet:
         for turn in range(rounds):
@@ -235,7 +235,7 @@ async def _fleet(source: str, destination: str) -> AsyncGenerator[EngineFleet]:
 
 
 async def measure_move(fleet: EngineFleet, name: str, length: int, settings: MoveSettings, seed: int) -> MoveCost:
-    """One move, in the way of that name, between the engines called source and destination."""
+    """One move in the way ``name``, between the engines called source and destination."""
     watched = Watched(fleet, length, MOVED_AFTER + 2 * TOKENS_AFTER, seed, DESTINATION if name == THERE else SOURCE)
     bystanders = [
         Watched(fleet, 64, 1500, seed + 1_000_000 * number, side)
@@ -258,7 +258,7 @@ async def measure_move(fleet: EngineFleet, name: str, length: int, settings: Mov
 
 
 def _beside(watched: Watched, bystanders: list[Watched], began: float, cut_over: float) -> Iterator[BystanderGaps]:
-    """The first of either engine: the others have their tokens in the same steps."""
+    """Gaps of the first sequence of either engine: the others have their tokens in the same steps."""
     for each in bystanders[:2]:
         before, after = each.gaps(watched.at[1], began), each.gaps(cut_over, watched.at[-1])
         yield BystanderGaps(each.engine, before, each.gaps_touching(began, cut_over), after)

@@ -1,4 +1,4 @@
-"""The picture of what moves cost: the pause of a client by the length of its prompt, a line for each way to move."""
+"""The figure of moves' costs: the pause of a client by the length of its prompt, a line for each way to move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.bench.drawing import Picture, picture
 from tercet.bench.moving import MoveCost
 
 WIDTH, HEIGHT = 5.6, 4.0
-# What a logarithmic axis can show of a pause that is none.
+# The shortest pause that is drawn on a logarithmic axis.
 LEAST_SECONDS = 1e-3
 STEPS = 2
 
@@ -21,7 +21,7 @@ STEPS = 2
 def plot_pauses(costs: Sequence[MoveCost], file: Path, measured: str) -> None:
     """Draw the pause against the length: medians, and every move; in milliseconds, and in steps on the right.
 
-    ``measured`` says where and when, below. Raises :class:`~tercet.protocol.BadRequest`.
+    ``measured``, at the bottom, tells where and when. Raises :class:`~tercet.protocol.BadRequest`.
     """
     step = statistics.median(cost.step for cost in costs)
     lengths = sorted({cost.length for cost in costs})

@@ -1,4 +1,4 @@
-"""What moves cost, as tables."""
+"""Costs of moves, as tables."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NEIGHBOURS = ["way", "decode steps of", "steps meanwhile", "meanwhile", "95%", "
 RESAMPLES = 2000
 
 Beside = tuple[Sequence[float], Sequence[float]]
-"""Steps beside a move, and those that they are compared with; seconds."""
+"""Steps during a move, and those that they are compared with; seconds."""
 
 
 class Slowdown(NamedTuple):
-    """By how much steps were longer, on average, and the interval in which 95% of resampled runs have that."""
+    """Factor by which steps were longer, on average, and the interval of 95% of resampled runs."""
 
     ratio: float
     low: float
@@ -64,11 +64,11 @@ def neighbour_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
 
 
 def slowdown(each: Sequence[Beside]) -> Slowdown | None:
-    """Steps beside moves over those that they are compared with; None if there is nothing to compare.
+    """Steps during moves over those that they are compared with; None if there is nothing to compare.
 
-    Moves are resampled, and not steps: those beside one move have more in common.
+    Moves are resampled, and not steps: the steps during one move are correlated.
     """
-    # Whatever the lengths of the others: seconds that steps took, and those that as many took otherwise.
+    # Independent of the number of other steps: measured seconds, and expected seconds for the same number.
     found = [(sum(steps), len(steps) * statistics.fmean(others)) for steps, others in each if others]
     if not any(expected for _, expected in found):
         return None

@@ -1,4 +1,4 @@
-"""The streaming client of the two OpenAI endpoints: sends one request, and turns every end into a record."""
+"""The streaming client of the two OpenAI endpoints: sends one request, and makes a record of any result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tercet.protocol.wire import UNREADABLE
 Endpoint = Literal["completions", "chat"]
 PromptAs = Literal["tokens", "text"]
 Message = dict[str, str]
-# Below the 5 s after which servers commonly close idle connections: one that closes as we send is no failure of theirs.
+# Below the 5 s after which servers commonly close idle connections: a close just when we send is not their failure.
 KEEPALIVE_SECONDS = 2.0
 READ_BUFFER = 1 << 20
 ERROR_LENGTH = 300
@@ -29,7 +29,7 @@ Clock = time.perf_counter
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that are sent with every request; ``extra`` goes into the body as it is."""
+    """Sampling parameters that are sent with every request; ``extra`` is added to the body unchanged."""
 
     temperature: float = 0.0
     top_p: float | None = None
@@ -78,7 +78,7 @@ def body_of(
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A request that is ready to go: where, what, and what its record shall say about it."""
+    """A request that is ready to send, with data for its record."""
 
     index: int
     url: str
@@ -93,14 +93,14 @@ class PreparedCall:
 
 @dataclass(frozen=True)
 class CallResult:
-    """A request's record, and what it said, for those who carry the conversation on."""
+    """A request's record, and its answer, for continuing the conversation."""
 
     record: RequestRecord
     reading: Reading
 
 
 class Client:
-    """Sends calls; one connection pool without a limit. ``origin`` is the clock's time that records count from."""
+    """Sends calls; one connection pool without a limit. ``origin`` is the time from which records count."""
 
     def __init__(self, origin: float, request_timeout: float) -> None:
         self.origin = origin
@@ -128,9 +128,9 @@ class Client:
         return Clock() - self.origin
 
     async def send(self, call: PreparedCall, scheduled: float) -> CallResult:
-        """Send ``call`` and read its answer to the end. Never raises for what the target does.
+        """Send ``call`` and read its answer to the end. Never raises for failures of the target.
 
-        Cancelling it ends the request and returns a record that says so.
+        Cancelling it ends the request and returns a record of that.
         """
         sent = self.now()
         reader = StreamReader()
@@ -154,7 +154,7 @@ class Client:
         return CallResult(record, reader.reading)
 
     def never_sent(self, call: PreparedCall, scheduled: float) -> CallResult:
-        """The end of a request that was due and still waited for a slot when the run was interrupted."""
+        """Record of a request that was due and still waited for a slot when the run was interrupted."""
         reading = Reading()
         why = "the run was interrupted before it was sent"
         return CallResult(self._record(call, scheduled, self.now(), reading, "interrupted", why, None), reading)
@@ -208,7 +208,7 @@ class _HTTPFailed(StreamFailed):
 
 
 async def _complaint(response: aiohttp.ClientResponse) -> str:
-    """What the server says about it: the message of an OpenAI error, or the beginning of the text."""
+    """The server's explanation: the message of an OpenAI error, or the beginning of the text."""
     body = await response.read()
     text = body.decode(errors="replace").strip()
     try:
@@ -221,5 +221,5 @@ async def _complaint(response: aiohttp.ClientResponse) -> str:
 
 
 def _one_line(text: str | None) -> str | None:
-    """The text as a file can have it: some of it is the server's, such as the reason of a status."""
+    """The text on one line, as a file needs it: some of it comes from the server, such as the reason of a status."""
     return None if text is None else " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]

@@ -1,4 +1,4 @@
-"""The figure of what was measured: load against latencies and rates, with a line for each program."""
+"""The figure of results: load against latencies and rates, with a line for each program."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PER_MS: Mapping[Unit, float] = {"ms": 1.0, "s": 0.001}
 # From here on seconds are easier to read.
 MANY_MS = 1000.0
 HEADROOM = 1.04
-# Of the width of a panel.
+# Part of a panel's width.
 APART = 0.008
-# Of a load that is the only one: how far panels reach to both sides of it, and lines are apart.
+# For a single load: the width of panels to both sides of it, and the distance of lines.
 BESIDE, APART_ALONE = 0.5, 0.1
-# About what fits beside one another above the panels, in characters.
+# About the number of characters that fit on one line above the panels.
 LEGEND_WIDTH = 110
 
 
@@ -70,7 +70,7 @@ def _looks(drawn: Picture, figure: Figure) -> Iterator[tuple[FigureLine, dict[st
 
 
 def _latencies(drawn: Picture, axis: Any, figure: Figure, key: str, unit: Unit) -> None:
-    """A line for each program, at so many of the unit, with the intervals that were computed."""
+    """A line for each program, in this unit, with the intervals that were computed."""
     statistic, metric, _ = key.split("_")
     in_unit = PER_MS[unit]
     for shift, (line, looks) in zip(_shifts(figure), _looks(drawn, figure), strict=True):
@@ -85,9 +85,9 @@ def _loads(figure: Figure) -> list[float]:
 
 
 def _shifts(figure: Figure) -> list[float]:
-    """Lines whose points have bars are moved apart a little, so that bars of one load do not lie on one another.
+    """Shifts of lines with error bars, so that bars of one load do not overlap.
 
-    If there is only one load, no line leads from one mark to the next: then all of them stand side by side.
+    With a single load, no line joins the marks: then all of them stand side by side.
     """
     loads, count = _loads(figure), len(figure.lines)
     if len(loads) == 1:
@@ -168,7 +168,7 @@ def _rates(drawn: Picture, axes: Sequence[Any], figure: Figure) -> None:
 
 
 def _offered(drawn: Picture, axis: Any, figure: Figure) -> None:
-    """The line on which all that is offered is achieved."""
+    """The line on which the whole offered load is achieved."""
     loads = _loads(figure)
     ends = [loads[0], loads[-1]]
     at = [loads[0] * (1 - BESIDE), loads[0] * (1 + BESIDE)] if len(loads) == 1 else ends

@@ -1,4 +1,4 @@
-"""What was measured, for people: text for a terminal, and a Markdown table."""
+"""Results for people: text for a terminal, and a Markdown table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE_LOOP_MS = 20.0
 
 
 def point_text(point: Point, summary: Summary) -> str:
-    """One point as a small table for a terminal, with what is odd about it below."""
+    """One point as a small table for a terminal, with warnings below."""
     head = f"{summary.completed} completed, {summary.failed} failed, {three_digits(summary.duration)} s"
     rates = (
         f"{three_digits(achieved(point.metrics, 'throughput') or 0.0)} requests/s, "
@@ -43,7 +43,7 @@ def point_text(point: Point, summary: Summary) -> str:
 
 
 def remarks(point: Point, summary: Summary) -> list[str]:
-    """What a reader must know before believing the numbers of a point."""
+    """Facts that a reader must know before using the numbers of a point."""
     found = [f"{count} x {kind}: {_example(point.records, kind)}" for kind, count in summary.errors.items()]
     measured = [record for record in point.records if record.ok and not record.warmup]
     short = sum(record.output_tokens < record.planned_output for record in measured)
@@ -66,7 +66,7 @@ def remarks(point: Point, summary: Summary) -> list[str]:
 
 
 def markdown(results: Sequence[BenchResult]) -> str:
-    """The numbers of a figure as a table, in what its lines differ, the ratios of comparisons, and their origin."""
+    """The numbers of a figure as a table, with its lines' differences, the ratios of comparisons, and origins."""
     figure = figure_of(results)
     columns = [column for column in TABLE if any(_has(line, column[1]) for line in figure.lines)]
     header = ["", figure.x_label, "completed", "failed", *(title for title, _ in columns)]
@@ -82,7 +82,7 @@ def markdown(results: Sequence[BenchResult]) -> str:
 
 
 def _alike_and_not(figure: Figure) -> Iterator[str]:
-    """What all lines have in common, and a list of what each has for itself."""
+    """Facts common to all lines, and a list of each line's differences."""
     told = [f"{name} {value}" for name in FOREMOST if (value := figure.common.get(name)) is not None]
     if told:
         yield f"All lines: {'; '.join(told)}."
@@ -92,7 +92,7 @@ def _alike_and_not(figure: Figure) -> Iterator[str]:
 
 
 def _differences(line: FigureLine, lines: Sequence[FigureLine]) -> str:
-    """In what a line is unlike others; between files of two kinds, only what both kinds tell."""
+    """Differences of a line from others; between files of two kinds, only facts that both kinds have."""
     one_kind = SOURCE not in line.differs
     told = [name for name in line.differs if one_kind or all(each.differs[name] is not None for each in lines)]
     facts = ((name, line.differs[name]) for name in told)
@@ -132,7 +132,7 @@ def _row(label: str, point: LinePoint, names: Sequence[str]) -> list[str]:
 
 
 def _cell(metrics: Metrics, name: str) -> str:
-    """A number, empty where there is none; a percentile of too few requests is not told."""
+    """A number, empty if there is none; a percentile of too few requests is not shown."""
     value = metrics.get(name)
     told = value is None or enough(int(metrics.get("completed") or 0), name.partition("_")[0])
     return three_digits(value) if told else TOO_FEW

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a record of each request, and one JSON file that says what was measured, and on what.
+"""Results of a run: a record of each request, and one JSON file with the measured system and settings.
 
 Every time of a record is in seconds since the run's origin, the moment at which its schedule starts; a simulator fills
 the same records.
@@ -36,7 +36,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     - ``token_times``: arrival of each event of the stream that carried tokens; ``token_counts``: how many tokens each
       of them carried, where the server said so; empty means one each, or not known.
     - ``first_token``: the first of ``token_times``; a simulator may give it and keep no others.
-    - ``input_tokens`` and ``output_tokens`` as the server counted them, where it did; ``planned_input`` and
+    - ``input_tokens`` and ``output_tokens`` as counted by the server, if it did; ``planned_input`` and
       ``planned_output``: as the workload asked for.
     - ``failure``: the kind of failure, with ``error`` as one line of explanation; None for success. ``unsent`` is a
       turn whose session broke before it.
@@ -65,7 +65,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def ok(self) -> bool:
-        """Whether it ended well, with at least one token."""
+        """Whether it succeeded, with at least one token."""
         return self.failure is None and self.first_token is not None
 
     @property
@@ -99,8 +99,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     ``label`` names the line that it belongs to in a figure. ``request_rate`` is in requests per second, None in a
     closed loop or for a trace as it was recorded; ``concurrency`` is the number of users, or the cap on requests in
-    flight. ``metrics`` are :meth:`~tercet.bench.summary.Summary.flat`. ``client`` tells how the measuring client fared:
-    CPU seconds, and how late its event loop was. ``partial``: the run was interrupted during this point.
+    flight. ``metrics`` are :meth:`~tercet.bench.summary.Summary.flat`. ``client`` has the measuring client's CPU
+    seconds and its event loop's delays. ``partial``: the run was interrupted during this point.
     """
 
     label: str
@@ -133,7 +133,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of ``tercet bench``. ``source`` tells real engines from simulated ones."""
+    """A file of ``tercet bench``. ``source`` distinguishes real engines from simulated ones."""
 
     format: int = FORMAT
     source: Literal["bench", "sim"] = "bench"
@@ -152,7 +152,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def save_result(result: BenchResult, file: Path) -> None:
     """Write ``result`` as JSON; times are rounded to a microsecond. Raises :class:`~tercet.protocol.BadRequest`."""
     data = msgspec.json.format(msgspec.json.encode(_rounded(msgspec.to_builtins(result))), indent=1)
-    # Arrays of numbers on one line: a record's token times are no reading matter.
+    # Arrays of numbers on one line: people do not read a record's token times.
     text = re.sub(rb"\[[\s\d.,eE+-]+\]", lambda found: re.sub(rb"\s+", b"", found[0]), data)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def save_result(result: BenchResult, file: Path) -> None:
 
 
 def load_result(file: Path) -> BenchResult:
-    """Read a file; raises :class:`~tercet.protocol.BadRequest` that says what is wrong with it."""
+    """Read a file; raises :class:`~tercet.protocol.BadRequest` that explains an error in it."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -172,7 +172,7 @@ def load_result(file: Path) -> BenchResult:
     try:
         result = msgspec.json.decode(data, type=BenchResult)
     except UNREADABLE as error:
-        raise BadRequest(f"{file}: it is no result of tercet bench: {error}", "file") from error
+        raise BadRequest(f"{file}: it is not a result of tercet bench: {error}", "file") from error
     if result.format != FORMAT:
         raise BadRequest(f"{file}: its format is {result.format}, this version reads {FORMAT}", "file")
     return result
@@ -216,7 +216,7 @@ def command_line(argv: Sequence[str], secret: Sequence[str]) -> tuple[str, ...]:
 
 def machine() -> dict[str, Any]:
     """The measuring machine: CPU, cores, memory (GiB), system and how loaded it was (1-minute average)."""
-    # Imported here: commands that measure nothing start faster without it.
+    # Imported here: commands without a measurement start faster.
     import psutil
 
     return {
@@ -230,7 +230,7 @@ def machine() -> dict[str, Any]:
 
 
 def where_and_when() -> str:
-    """The measuring machine and the date, as a figure says them."""
+    """The measuring machine and the date, for figures."""
     on = machine()
     return f"{on['cpu']}, {on['cores']} cores, {now()[:10]}"
 
@@ -241,7 +241,7 @@ def now() -> str:
 
 
 def _cpu_model() -> str | None:
-    """What Linux calls the processor, which psutil does not tell."""
+    """Linux's name of the processor, which psutil does not have."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

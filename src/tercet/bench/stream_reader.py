@@ -3,8 +3,8 @@
 The format is that of server-sent events (WHATWG HTML, 9.2): lines of ``data:``, an empty line ends an event, lines that
 begin with a colon are comments. Events may be split anywhere over reads, and a read may hold several.
 
-An event carries tokens when it has a choice that says something. Not counted: the opening of a chat, which only names
-the role, and a closing event that says nothing when the server's own count of tokens shows that it was none.
+An event carries tokens when it has a choice with content. Not counted: the opening of a chat, which only names the
+role, and an empty closing event when the server's count of tokens shows that it had none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tercet.protocol.wire import UNREADABLE
 
 DONE = b"[DONE]"
 BROKEN_OFF = ("abort", "error")
-"""As finish reasons: the server has ended the answer before its end."""
+"""Finish reasons of an answer that the server has ended too early."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -59,7 +59,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class StreamFailed(Exception):
-    """The answer is no good; ``failure`` is the kind for its record."""
+    """The answer is invalid; ``failure`` is the kind for its record."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class StreamFailed(Exception):
 
 @dataclass
 class Reading:
-    """What came so far. ``times`` has the moment of each event that carried tokens, as the caller's clock gave it."""
+    """The answer so far. ``times`` has the time of each event that carried tokens, by the caller's clock."""
 
     times: list[float] = field(default_factory=list[float])
     counts: list[int] = field(default_factory=list[int])
@@ -88,7 +88,7 @@ class Reading:
 
 
 class StreamReader:
-    """Feeds a :class:`Reading`; raises :class:`StreamFailed` for what is no answer."""
+    """Fills a :class:`Reading`; raises :class:`StreamFailed` for an invalid answer."""
 
     def __init__(self) -> None:
         self.reading = Reading()
@@ -105,13 +105,13 @@ class StreamReader:
                 self._event(payload, now)
 
     def end(self) -> Reading:
-        """The stream is over; raises :class:`StreamFailed` if it ended too early or said nothing."""
+        """End the stream; raises :class:`StreamFailed` if it ended too early or was empty."""
         reading = self.reading
         if self._broken_off is not None:
             raise StreamFailed("server", f"the server broke the answer off: finish_reason {self._broken_off}")
         if not reading.done and reading.finish_reason is None:
             raise StreamFailed("disconnected", f"the stream ended after {len(reading.times)} events without [DONE]")
-        # A server that has an event of its own for the end says nothing in it; others put the last token there.
+        # The closing event of some servers is empty; others put the last token there.
         known = reading.completion_tokens
         if reading.last_is_silent and (not known or len(reading.times) > known) and not reading.counts:
             reading.times.pop()
@@ -134,7 +134,7 @@ class StreamReader:
     def _event(self, payload: bytes, now: float) -> None:
         try:
             if not payload.isascii():
-                payload.decode()  # in fields that are not read the decoder takes any bytes
+                payload.decode()  # in fields that are not read the decoder accepts any bytes
             event = _EVENT.decode(payload)
             complaint = None if event.error is None else _message_of(event.error)
         except UNREADABLE as error:

@@ -1,9 +1,9 @@
-"""From records to numbers: latencies, throughput and goodput. No I/O.
+"""Computes numbers from records: latencies, throughput and goodput. No I/O.
 
-Names are those of ``vllm bench serve``: TTFT, TPOT, ITL and E2EL (end-to-end latency; elsewhere job completion
-time, JCT), all from the moment a request was sent; percentiles interpolate linearly, as its percentiles do. What it
-does not have: the same latencies from the moment at which a request was *scheduled*. They contain the client's own
-delay and the wait for a free slot, so a target that stalls cannot hide the requests that it kept from being sent.
+Names are those of ``vllm bench serve``: TTFT, TPOT, ITL and E2EL (end-to-end latency; elsewhere job completion time,
+JCT), all from the moment a request was sent; percentiles interpolate linearly, as its percentiles do. In addition there
+are the same latencies from the moment at which a request was *scheduled*. They contain the client's own delay and the
+wait for a free slot, so a target that stalls cannot hide the requests that it kept from being sent.
 
 Failed requests have no latency: they count in ``failed``, in ``errors``, and against goodput.
 """
@@ -25,16 +25,16 @@ Floats = NDArray[np.float64]
 Limit = Annotated[float, msgspec.Meta(gt=0)]
 MS = 1000.0
 INTERRUPTED = "interrupted"
-# Of so many requests one is expected beyond the percentile; of fewer it is the maximum under another name.
+# Requests of which one is expected beyond the percentile; with fewer it is only the maximum.
 REQUESTS_NEEDED = {"p90": 10, "p99": 100}
-# Of fewer a rate says little.
+# A rate of fewer requests is not reliable.
 ENDS_NEEDED = 10
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a good request keeps, in milliseconds; what is None is not asked for.
+    """Limits of a good request, in milliseconds; None means no limit.
 
-    ``ttft`` and ``e2el`` are held against the latencies from the scheduled arrival. Answers of one token keep any
+    ``ttft`` and ``e2el`` are compared with the latencies from the scheduled arrival. Answers of one token meet any
     ``tpot``.
     """
 
@@ -100,7 +100,7 @@ class Samples:
 
     @staticmethod
     def of(records: Iterable[RequestRecord]) -> Samples:
-        """The columns of all records that are no warm-up, in their order."""
+        """The columns of all records except warm-up, in order."""
         kept = [record for record in records if not record.warmup]
         nan = float("nan")
         gaps = [np.diff(np.asarray(record.token_times, dtype=np.float64)) for record in kept if record.ok]
@@ -209,9 +209,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     send_delay: Distribution | None
 
     def flat(self) -> dict[str, float | int | None]:
-        """All of it under the flat names that ``vllm bench serve`` writes, latencies in milliseconds.
+        """All values under the flat names that ``vllm bench serve`` writes, latencies in milliseconds.
 
-        Beside its names: ``interrupted``, ``steady_throughput``, ``steady_goodput``, ``*_ttft_scheduled_ms``,
+        In addition to its names: ``interrupted``, ``steady_throughput``, ``steady_goodput``, ``*_ttft_scheduled_ms``,
         ``*_e2el_scheduled_ms`` (from the scheduled arrival) and ``*_send_delay_ms`` (from the scheduled arrival to the
         send).
         """
@@ -234,7 +234,7 @@ def achieved(metrics: Mapping[str, float | int | None], name: str) -> float | No
 
 
 def enough(requests: int, statistic: str) -> bool:
-    """Whether so many requests have the statistic, such as ``p99``."""
+    """Whether this number of requests is enough for the statistic, such as ``p99``."""
     return requests >= REQUESTS_NEEDED.get(statistic, 1)
 
 
@@ -280,7 +280,7 @@ def most_at_once(begins: Floats, ends: Floats) -> int:
         return 0
     times = np.concatenate([ends, begins])
     steps = np.concatenate([np.full(ends.size, -1), np.full(begins.size, 1)])
-    # A stable sort keeps ends before begins of the same moment.
+    # A stable sort keeps ends before beginnings of the same moment.
     return max(0, int(np.cumsum(steps[np.argsort(times, kind="stable")]).max()))
 
 

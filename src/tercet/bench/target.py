@@ -1,4 +1,4 @@
-"""The server that is measured: who it says it is, and its model's tokenizer as a workload's vocabulary."""
+"""The measured server: its identity, and its model's tokenizer as a workload's vocabulary."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tercet.protocol.wire import UNREADABLE
 
 ASK_SECONDS = 10.0
 DEEPEST = 32
-# What Tercet's front door and vLLM tell about themselves; other servers answer 404, and that is fine.
+# Further information of Tercet's front door and vLLM; other servers answer 404, which is fine.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
 LISTED = ("root", "max_model_len")
 
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """A server that answers. ``root`` is where it says that the model came from, if it does."""
+    """A server that answers. ``root`` is its model's source, if it reports it."""
 
     base_url: str
     model: str
@@ -36,16 +36,15 @@ class BenchTarget:
 
     @property
     def tokenizer(self) -> str:
-        """Where the model's tokenizer most likely is: its checkpoint if it is on this machine, else its name."""
+        """Probable place of the model's tokenizer: its checkpoint if it is on this machine, else its name."""
         return self.root if self.root and Path(self.root).is_dir() else self.model
 
 
 async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str]) -> BenchTarget:
-    """Ask the server at ``base_url`` for its models and what else it tells.
+    """Query the server at ``base_url`` for its models and further information.
 
-    ``model`` is the one to use; the first that is served, if None. Raises
-    :class:`~tercet.protocol.EngineUnreachable` when nobody answers, and :class:`~tercet.protocol.BadRequest` when it
-    does not serve the model.
+    ``model`` is the one to use, by default the first one. Raises :class:`~tercet.protocol.EngineUnreachable` without an
+    answer, and :class:`~tercet.protocol.BadRequest` when it does not serve the model.
     """
     url = base_url.rstrip("/")
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -73,7 +72,7 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
 async def require_programs(base_url: str, programs: Sequence[str], headers: Mapping[str, str]) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for the first program that the front door there does not know.
 
-    A front door looks at the name in the header of every request, also of one that generates nothing.
+    A front door checks the name in the header of every request, also of one that generates nothing.
     """
     url = f"{base_url.rstrip('/')}/v1/models"
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -104,12 +103,12 @@ class _Refused(msgspec.Struct):
 
 
 async def _engine_versions(engines: Any) -> list[str]:
-    """What the engines behind a front door say that they are, each once; nothing of those that cannot be asked."""
+    """Versions of the engines behind a front door, each once; those that do not answer are left out."""
     if not isinstance(engines, list):
         return []
     listed = [cast("dict[str, Any]", engine) for engine in cast("list[object]", engines) if isinstance(engine, dict)]
     urls = [url for engine in listed if (url := str(engine.get("url"))).startswith("http")]
-    # Not with the headers of the front door's own session: its key is no business of others.
+    # Not with the front door's session and headers: others must not get its key.
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
         told = await asyncio.gather(*(_ask(session, f"{url}/version") for url in urls))
     answers = [cast("dict[str, Any]", each) for each in told if isinstance(each, dict)]
@@ -123,7 +122,7 @@ async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, An
         body = _readable(await response.read())
     data: Any = body.get("data") if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(data, list):
-        raise ValueError(f"{url} is no list of models")
+        raise ValueError(f"{url} is not a list of models")
     return [entry for entry in data if isinstance(entry, dict)]  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -136,9 +135,9 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 def _readable(body: bytes) -> Any:
-    """JSON that a file can have; raises one of ``UNREADABLE``, also for what is nested too deeply to be written again.
+    """Decode JSON for a result file; raises one of ``UNREADABLE``, also for values that are nested too deeply.
 
-    :mod:`json` would take text that is not Unicode's, and numbers that are none.
+    :mod:`json` would accept invalid Unicode text and numbers.
     """
     found = msgspec.json.decode(body)
     _require_flat(found, DEEPEST)
@@ -190,7 +189,7 @@ def chat_overhead(model: str, vocabulary: Vocabulary) -> int:
         text = template.apply_chat_template(
             [{"role": "user", "content": sample}], tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # whatever a template or a tokenizer of any kind raises
+    except Exception as error:  # a template or a tokenizer may raise anything
         raise BadRequest(f"tokenizer: no chat template of {model}: {_first_line(error)}", "tokenizer") from error
     return len(vocabulary.encode(str(text))) - len(vocabulary.encode(sample))
 
@@ -198,8 +197,8 @@ def chat_overhead(model: str, vocabulary: Vocabulary) -> int:
 def fit_text(vocabulary: Vocabulary, tokens: Sequence[int], length: int) -> str:
     """Text of exactly ``length`` tokens, as near to ``tokens`` as can be.
 
-    Text and tokens do not map one to one: decoding and encoding again may change the count. It is mended at the end of
-    the text, by dropping or adding tokens until the count is right.
+    Text and tokens do not map one to one: decoding and encoding again may change the count. It is corrected at the end
+    of the text, by dropping or adding tokens until the count is right.
     """
     text, kept = "", length
     for _ in range(8):

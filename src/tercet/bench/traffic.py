@@ -1,7 +1,7 @@
-"""Sending a plan's requests when they are due, or as fast as slots become free; and how a run gets on.
+"""Sends a plan's requests when they are due, or as fast as slots become free; and shows the progress.
 
-Progress is one line that is rewritten on a terminal, plain lines elsewhere. It is written by hand, since every
-millisecond that it takes is one by which a token's time is wrong.
+Progress is one line that is rewritten on a terminal, plain lines elsewhere. It is written without a library, since
+every millisecond that it takes is an error of a token's time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tercet.bench.stream_reader import Reading
 
 
 class TrafficObserver(Protocol):
-    """Who is told how a run gets on."""
+    """Observes the progress of a run."""
 
     def due(self) -> None:
         """A request is due."""
         ...
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """A request has ended."""
         ...
 
 
 class Traffic:
-    """One run of a plan against a target. Every request that was due has a record at the end, whatever became of it.
+    """One run of a plan against a target. Every request that was due has a record at the end, with any result.
 
     - With ``due``, conversation ``i`` begins at ``due[i]`` seconds after the client's origin, however slow the target
       is; ``concurrency`` caps requests in flight, and those that wait for a slot were scheduled all the same.
@@ -63,13 +63,13 @@ class Traffic:
         self.interrupted = False
 
     def interrupt(self) -> None:
-        """Send nothing more, and end what is under way; :meth:`run` returns with what there is."""
+        """Send nothing more, and end running requests; :meth:`run` returns with the results so far."""
         self.interrupted = True
         # Not at once: a task that is cancelled before its first step never runs, and its request would have no record.
         asyncio.get_running_loop().call_soon(self._tasks.cancel)
 
     async def run(self) -> list[RequestRecord]:
-        """Send everything; returns the records by index when all of them are over."""
+        """Send everything; returns the records by index when all requests have ended."""
         if self.interrupted:
             return []
         if self._due is None:
@@ -80,7 +80,7 @@ class Traffic:
             self._start(self._dispatch(self._due))
         try:
             while not await self._tasks.wait():
-                pass  # those that run have started others
+                pass  # running ones have started others
         finally:
             self._tasks.cancel()
         if self._broken is not None:
@@ -92,7 +92,7 @@ class Traffic:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken = error  # a mistake of ours: what the target does ends in records
+            self._broken = error  # a bug in this code: failures of the target end in records
             self.interrupt()
 
     async def _dispatch(self, due: Sequence[float]) -> None:
@@ -129,7 +129,7 @@ class Traffic:
         return answer.reading, answer.record
 
     def _give_up(self, composer: Composer, failed: RequestRecord) -> None:
-        """The turns after one that failed: they were due as well, and count as failures of their own."""
+        """The turns after a failed one: they were due as well, and count as separate failures."""
         for call in () if failed.failure == "interrupted" else composer.unsent():
             self._note(
                 RequestRecord(
@@ -183,7 +183,7 @@ class LiveProgress:
         self._due += 1
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """A request has ended."""
         self._over += 1
         self._failed += not record.ok
         self._tokens += record.output_tokens
@@ -211,7 +211,7 @@ class LiveProgress:
                 self._write(f"{self.line()}\n")
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a reader that is gone is no reason to stop
+        with contextlib.suppress(BrokenPipeError):  # a closed pipe must not stop the run
             self._out.write(text)
             self._out.flush()
 

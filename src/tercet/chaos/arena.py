@@ -1,4 +1,4 @@
-"""One run, whatever the fleet is made of: calm questions, then load and faults, then what is left."""
+"""One run, for any kind of fleet: questions without faults, then load and faults, then a check of what is left."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tercet.protocol import Engine, NoSpace, Request, TercetError
 from tercet.router.moves import MoveRecord
 
 Holdings = Counter[tuple[str, str]]
-"""How much there is of all that must be given back, by holder and kind."""
+"""Numbers of all resources that must be given back, by holder and kind."""
 Note = Callable[[str], object]
 PROGRESS_SECONDS = 15.0
 MOVE_AGAIN_SECONDS = 0.2
 MEMORY_SECONDS = 0.5
 RETRIES = "tercet_retries_total"
-# A schedule with more faults is told by their number only.
+# For a schedule with more faults, only their number is logged.
 MOST_TOLD = 200
 MOST_RESERVATIONS = 1000
 
 
 class BreakableEngine(Protocol):
-    """One engine's place in a fleet, and whatever runs there now. ``is_up`` while that is the engine itself."""
+    """One engine's place in a fleet, and the process that runs there now. ``is_up`` while that is the engine itself."""
 
     name: str
     url: str
@@ -47,33 +47,33 @@ class BreakableEngine(Protocol):
         ...
 
     async def start(self, is_impostor: bool = False) -> None:
-        """Start it, or something with another model in its place; returns when that answers."""
+        """Start it, or an engine with another model in its place; returns when that answers."""
 
     async def terminate(self) -> Sequence[str]:
-        """SIGTERM; returns once it has ended, what did not, and had to be killed."""
+        """Send SIGTERM; returns after its end, with the processes that did not end and had to be killed."""
         ...
 
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
-        """SIGKILL; returns what should have ended with it, and lives on."""
+        """Send SIGKILL; returns the processes that should have ended with it, and still live."""
         ...
 
     def freeze(self, process: ProcessKind) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
 
     def thaw(self) -> None:
-        """SIGCONT for what was stopped."""
+        """Send SIGCONT to stopped processes."""
 
     def cut_off(self, is_cut: bool) -> None:
-        """No packet passes between it and the front door, or again."""
+        """Drop all packets between it and the front door, or pass them again."""
 
     def step_clock(self, seconds: float) -> None:
-        """Its wall clock is that much ahead of the machine's."""
+        """Set its wall clock ahead of the machine's."""
 
 
 class Arena(ABC):
-    """A fleet, its clients, and what happens to it. ``now`` gives seconds; those of the run begin with its load.
+    """A fleet, its clients, and its faults. ``now`` returns seconds; those of the run begin with its load.
 
-    ``leftover_seconds`` is how long what was taken may take to be given back. ``adversary`` plays ``tricks``.
+    ``leftover_seconds`` is the time limit for giving resources back. ``adversary`` plays ``tricks``.
     """
 
     leftover_seconds: float
@@ -113,23 +113,23 @@ class Arena(ABC):
 
     @abstractmethod
     async def _holdings(self) -> Holdings:
-        """What there is now."""
+        """The resources in use now."""
 
     @abstractmethod
     async def _at_rest(self) -> Holdings:
-        """What there is before the load, once nothing of the calm questions is left."""
+        """The resources in use before the load, once the first questions have ended."""
 
     @abstractmethod
     async def _move(self, name: str, destination: str) -> None:
-        """Have the front door move what it serves under this name; no matter if it cannot."""
+        """Let the front door move the sequence of this name; failures are ignored."""
 
     @abstractmethod
     async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
-        """The front door's moves after that one, those under way, too."""
+        """The front door's moves after that one, including running ones."""
 
     @abstractmethod
     async def _drain(self, engine: str, draining: bool) -> None:
-        """Have the front door empty an engine, or pick it again."""
+        """Let the front door empty an engine, or pick it again."""
 
     @abstractmethod
     async def _program(self) -> str:
@@ -148,11 +148,11 @@ class Arena(ABC):
         await self._adversary.run(self._tricks, self._sleep_until)
 
     def _slow_disk(self) -> AbstractAsyncContextManager[None]:
-        """While entered, disks are slow."""
+        """Make disks slow while entered."""
         raise ValueError("this fleet has no disk")
 
     async def play(self, patience: float) -> ChaosResult:
-        """The run. ``patience`` are the seconds for which a client may hear nothing."""
+        """Run. ``patience`` is the longest allowed silence for a client, in seconds."""
         began, schedule, clients = time.perf_counter(), self._schedule, self._clients
         questions = questions_of(self._load, schedule.seed)
         calm = await clients.ask_all(questions, "data_parallel")
@@ -166,8 +166,8 @@ class Arena(ABC):
             group.create_task(self._inject_all())
             group.create_task(self._play_tricks())
             await clients.run(arrivals(self._load, questions, schedule.seed, schedule.seconds), self._sleep_until)
-        # Nothing is wrong with any engine any more. Whoever still waits has all the time that any timeout takes.
-        self._note(f"all is well again; {clients.under_way} requests under way")
+        # No engine has a fault any more. A client that still waits may take as long as any timeout.
+        self._note(f"all faults have ended; {clients.under_way} requests under way")
         await clients.settle(patience + self.leftover_seconds)
         await self._adversary.settle()
         for task in meanwhile:
@@ -193,7 +193,7 @@ class Arena(ABC):
         )
 
     async def _settled(self, before: Holdings) -> Holdings:
-        """What there is, as soon as it is no more than before, or when time is over."""
+        """The resources in use, once they are no more than before, or at the time limit."""
         found = await self._holdings()
         for _ in range(int(self.leftover_seconds)):
             if not found - before:
@@ -209,7 +209,7 @@ class Arena(ABC):
         await asyncio.sleep(max(0.0, when - self._clock()))
 
     async def _note_moves(self) -> None:
-        """The front door forgets the oldest of them."""
+        """Record moves: the front door forgets the oldest ones."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             await self._take_moves()
@@ -265,7 +265,7 @@ class Arena(ABC):
         return ""
 
     async def _happen(self, fault: PlannedFault, engine: BreakableEngine) -> str:
-        """Returns when all is well again; says what there is to say."""
+        """Inject the fault; returns a note when it has ended."""
         match fault.kind:
             case "kill":
                 await self._kill(engine, fault, fault.process)
@@ -311,7 +311,7 @@ class Arena(ABC):
         return ""
 
     async def _kill(self, engine: BreakableEngine, fault: PlannedFault, process: ProcessKind = "engine") -> None:
-        """An engine that loses a part of itself must end, so that whoever supervises it starts it anew."""
+        """Kill an engine's processes. An engine that loses one must end, so that its supervisor restarts it."""
         self._note_left(engine, fault, await engine.kill(process))
 
     def _note_left(self, engine: BreakableEngine, fault: PlannedFault, lives_on: Sequence[str]) -> None:
@@ -338,9 +338,9 @@ def retries_in(metrics: str) -> int:
 
 
 async def fill_cache(engine: Engine, seconds: float, seed: int) -> int:
-    """Reserve all that the engine lends, for so long; returns the number of reservations.
+    """Reserve all blocks that the engine lends, for ``seconds``; returns the number of reservations.
 
-    An engine that goes away meanwhile ends it.
+    An engine that disconnects in the meantime ends it.
     """
     chance, held = random.Random(seed), 0
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What came of a run, as figures and tables."""
+"""Results of a run, as numbers and tables."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tercet.chaos.tricks import TRICKS, PlayedTrick
 from tercet.router.moves import MoveRecord
 
 HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
-MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "computed anew", "pause, median", "longest"]
+MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "recomputed", "pause, median", "longest"]
 TRICK_HEADINGS = ["a hostile client's", "played", "answered with", "longest"]
 MOST_SHOWN = 20
 ORPHANS = "orphan generations"
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault and what became of it: ``began`` and ``ended`` are seconds of the run, None if it was never injected.
+    """A fault and its result: ``began`` and ``ended`` are seconds of the run, None if it was never injected.
 
-    ``why`` says why it was not, or what went wrong with it. ``hit`` are the requests that the engine generated then.
+    ``why`` is the reason for that, or an error. ``hit`` are the requests that the engine generated then.
     """
 
     planned: PlannedFault
@@ -36,10 +36,10 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
 class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run of an arena.
 
-    ``patience`` are the seconds for which a client may hear nothing. ``complaints`` are failures that nobody handled,
-    as far as the arena heard of them. ``moves`` are the front door's, ``tricks`` those of a hostile client, and
-    ``retries`` counts further attempts of sequences. ``memory`` are the most bytes that the front door had in addition,
-    in a simulated fleet of clients' bodies.
+    ``patience`` is the longest allowed silence for a client, in seconds. ``complaints`` are unhandled failures, as far
+    as the arena received them. ``moves`` are the router's, ``tricks`` those of a hostile client, and ``retries`` counts
+    further attempts of sequences. ``memory`` is the largest growth of the router in bytes, in a simulated fleet that of
+    clients' bodies.
     """
 
     seed: int
@@ -58,12 +58,12 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def orphans(self) -> int:
-        """Sequences that engines went on with in the end, though no front door had them."""
+        """Sequences that engines still ran at the end, although no front door had them."""
         return round(sum(each.count for each in self.left if each.what == ORPHANS))
 
     @property
     def violations(self) -> list[Violation]:
-        """All that should never have happened."""
+        """All violations of invariants."""
         unhandled = [Violation("no failure goes unhandled", "the run", text) for text in self.complaints]
         found = violations_of(self.records, self.calm, self.left, self.patience)
         return [*found, *hostile(self.tricks), *self._blamed(), *unhandled]
@@ -76,7 +76,7 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fault_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each kind of fault and process: how many, and what came of the requests that it met there."""
+    """One row for each kind of fault and process: numbers, and the results of the affected requests."""
     groups: defaultdict[tuple[str, str], list[InjectedFault]] = defaultdict(list)
     for fault in result.faults:
         groups[fault.planned.kind, fault.planned.process].append(fault)
@@ -93,7 +93,7 @@ def fault_rows(result: ChaosResult) -> list[list[str]]:
 
 
 def move_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each reason and outcome of a move: how many, tokens computed anew, and what their clients waited."""
+    """One row for each reason and outcome of a move: numbers, recomputed tokens, and the clients' pauses."""
     groups: defaultdict[tuple[str, str], list[MoveRecord]] = defaultdict(list)
     for move in result.moves:
         groups[move.reason, move.outcome].append(move)
@@ -143,7 +143,7 @@ def figures(result: ChaosResult) -> list[str]:
 
 
 def violation_lines(violations: Sequence[Violation], seed: int, replay: str) -> list[str]:
-    """Violations by rule, the first of each in full, with what runs them again."""
+    """Violations by rule, the first of each in full, with the command that repeats them."""
     if not violations:
         return ["no violations"]
     lines = [f"{len(violations)} violations with seed {seed}; again: {replay}"]

@@ -1,4 +1,4 @@
-"""Clients that ask a fleet the same questions over and over, and write down all that they get."""
+"""Clients that ask a fleet the same questions again and again, and record all answers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tercet.chaos.invariants import ClientRecord, Piece
 from tercet.protocol import TercetError
 
 VOCABULARY = 30_000
-# Of what a question may begin with, as system prompts do.
+# Common beginnings of questions, like system prompts.
 SHARED_PREFIXES = 4
 
 
 class AnswerBrokenOff(TercetError):
-    """The answer ended before its end, and nobody said why."""
+    """The answer ended too early, without a reason."""
 
     code = "answer_broken_off"
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A prompt, as token ids, and how many tokens are wanted."""
+    """A prompt, as token ids, and the number of requested tokens."""
 
     number: int
     prompt: tuple[int, ...]
@@ -34,7 +34,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How clients ask: requests per second, about how many different things, for how long, and how many leave early."""
+    """Shape of the load: requests per second, number of different questions, length, and share that leaves early."""
 
     rate: float
     questions: int
@@ -48,7 +48,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request: when, what, under which program, and after how many events its client leaves, if it does."""
+    """One request: its time, question and program, and the number of events after which its client leaves, or None."""
 
     at: float
     name: str
@@ -58,7 +58,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 def questions_of(shape: LoadShape, seed: int) -> list[Question]:
-    """What clients may ask; half of the prompts share their beginnings with others."""
+    """The questions of clients; half of the prompts share their beginnings with others."""
     chance = random.Random(f"{seed} questions")
     length = shape.shortest_prompt // 2
     prefixes = [_tokens(chance, shape, length) for _ in range(SHARED_PREFIXES)]
@@ -86,11 +86,11 @@ def arrivals(shape: LoadShape, questions: Sequence[Question], seed: int, seconds
 
 
 Ask = Callable[[Arrival], AsyncIterator[Sequence[Piece]]]
-"""Asks the fleet; yields what comes with each event, and raises :class:`~tercet.protocol.TercetError`."""
+"""Asks the fleet; yields the pieces of each event, and raises :class:`~tercet.protocol.TercetError`."""
 
 
 class ClientLoad:
-    """Runs clients and keeps their records. ``clock`` is in seconds from the begin of the run."""
+    """Runs clients and keeps their records. ``clock`` is in seconds from the beginning of the run."""
 
     def __init__(self, ask: Ask, clock: Callable[[], float], on_error: Callable[[str], object]) -> None:
         self.records: list[ClientRecord] = []
@@ -111,12 +111,12 @@ class ClientLoad:
             self._tasks.spawn(self._client(arrival))
 
     async def settle(self, seconds: float) -> None:
-        """Wait for every answer, for at most so long; what has not ended by then is left without an end."""
+        """Wait for every answer, for at most ``seconds``; unfinished ones stay without an end."""
         if not await self._tasks.wait(seconds):
             await self._tasks.close(seconds)
 
     async def ask_all(self, questions: Sequence[Question], program: str) -> dict[int, tuple[Piece, ...]]:
-        """Every question once, one after the other; raises the first :class:`~tercet.protocol.TercetError`."""
+        """Ask every question once, one after the other; raises the first :class:`~tercet.protocol.TercetError`."""
         found: dict[int, tuple[Piece, ...]] = {}
         for question in questions:
             arrival = Arrival(0.0, f"calm-{question.number}", question, program, None)
@@ -142,7 +142,7 @@ class ClientLoad:
         except TercetError as error:
             record.outcome, record.error, record.message = "failed", error.code, error.message
         except asyncio.CancelledError:
-            raise  # nobody waits for it any more, and it has no end
+            raise  # it is not awaited any more, and has no end
         except Exception as error:
             record.outcome, record.error, record.message = "failed", "unhandled", repr(error)
             self._on_error(f"a client of {record.name} got {error!r}")

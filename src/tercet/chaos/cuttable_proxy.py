@@ -1,4 +1,4 @@
-"""A TCP proxy between one engine and its front door that can stop to pass anything on."""
+"""A TCP proxy between one engine and its front door that can stop passing data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHUNK = 64 * 1024
 class CuttableProxy:
     """Passes connections on to ``host:target_port``, while entered, from :attr:`port`, which is any free one if 0.
 
-    The first of ``told`` is replaced by the second, of the same length, wherever it passes: so an engine that is told
-    where to connect back to is told another proxy's address. It must not be longer than what is written at once.
+    The first of ``told`` is replaced by the second, of the same length, in all data: so an engine gets another proxy's
+    address to connect back to. It must not be longer than one write.
     """
 
     def __init__(self, host: str, target_port: int, told: tuple[bytes, bytes], port: int = 0) -> None:
@@ -38,11 +38,11 @@ class CuttableProxy:
         await self._connections.close()
 
     def cut(self) -> None:
-        """Nothing passes any more, in either direction; no connection is closed, and new ones get no answer."""
+        """Stop passing data, in both directions; no connection is closed, and new ones get no answer."""
         self._passing.clear()
 
     def heal(self) -> None:
-        """Everything passes, what has waited first."""
+        """Pass data again, delayed data first."""
         self._passing.set()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +53,7 @@ class CuttableProxy:
             await self._passing.wait()
             far_reader, far_writer = await asyncio.open_connection(self._host, self._target_port)
         except OSError:
-            writer.transport.abort()  # as near as a proxy comes to a refused connection
+            writer.transport.abort()  # the closest that a proxy can come to a refused connection
             return
         except asyncio.CancelledError:
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Which processes an engine consists of, by their parents and command lines, and signals to them."""
+"""Finds the processes of an engine, by their parents and command lines, and sends signals to them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RunningProcess(NamedTuple):
 
 
 def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind, Sequence[int]]:
-    """The process ids of an engine by what they are; ``server`` is its API server's.
+    """The process ids of an engine by kind; ``server`` is its API server's.
 
-    The server starts the core, the core starts the workers, and each worker an agent. Python's own helper processes
-    stand beside them and are no part of the engine.
+    The server starts the core, the core starts the workers, and each worker an agent. Python's own helper processes are
+    siblings of them and not parts of the engine.
     """
     parents = {
         each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)
@@ -49,7 +49,7 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
 
 
 def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
-    """The processes of an engine that runs under the guard process, whose group they are; none if it is gone.
+    """The processes of an engine that runs under the guard process, whose group they are; none if it has ended.
 
     The server's parent is the guard, or the process that forked it, which is not in the group. The guard's watcher is
     in the group and no part of the engine.
@@ -67,7 +67,7 @@ def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
 
 
 def send_signal(pids: Sequence[int], number: int) -> int:
-    """Signal each; returns how many were still there."""
+    """Signal each; returns how many still existed."""
     reached = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -77,7 +77,7 @@ def send_signal(pids: Sequence[int], number: int) -> int:
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that have not ended; one that nobody has waited for has."""
+    """Those that have not ended; a zombie has."""
     return [pid for pid in pids if psutil.pid_exists(pid) and _runs(pid)]
 
 

@@ -1,4 +1,4 @@
-"""What happens to a fleet and when: a pure function of a seed and the fleet's shape, and a file that says the same."""
+"""Faults of a fleet and their times: a pure function of a seed and the fleet's shape, or read from a file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from tercet.settings.declaration import complaint
 FaultKind = Literal[
     "kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move", "slow_disk", "clock"
 ]  # fmt: skip
-"""
-- ``kill``: SIGKILL; a supervisor starts the engine anew after the fault's seconds.
+"""- ``kill``: SIGKILL; a supervisor restarts the engine after the fault's seconds.
 - ``stop``: SIGSTOP, and SIGCONT after that.
-- ``hang``: SIGSTOP for ever; after the fault's seconds a supervisor kills what hangs and starts it anew.
+- ``hang``: SIGSTOP for ever; after the fault's seconds a supervisor kills and restarts it.
 - ``cut``: no packet between the engine and its front door passes; connections survive, as with a lost route.
 - ``impostor``: the engine is killed, and an engine with another model listens at its address until it comes back.
-- ``full_kv``: reservations of a stranger pin all blocks that the engine lends.
-- ``drain``: the front door empties the engine, which is no fault, and picks it again after that.
-- ``restart``: no fault either: SIGTERM, and when it has ended the engine is started anew at once, as somebody else.
-- ``move``: nor that: whatever the engine generates during the fault's seconds is moved elsewhere, as often as it comes.
-- ``slow_disk``: somebody writes and syncs without end where the fleet's files are.
+- ``full_kv``: reservations of another client pin all blocks that the engine lends.
+- ``drain``: not a fault: the front door empties the engine, and picks it again after that.
+- ``restart``: no fault either: SIGTERM, and when it has ended the engine is restarted at once, with a new incarnation.
+- ``move``: not a fault: all sequences that the engine generates during the fault's seconds are moved elsewhere.
+- ``slow_disk``: a process writes and syncs without end on the disk of the fleet's files.
 - ``clock``: the engine's wall clock is wrong, by up to an hour, and then right again.
 """
 ProcessKind = Literal["engine", "api", "core", "worker", "agent"]
@@ -39,7 +38,7 @@ CLOCK_STEP_SECONDS = 3600.0
 class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """From second ``at`` on, for ``seconds``, to one ``engine``, or to one kind of ``process`` of it.
 
-    ``step`` is by how many seconds a clock is wrong.
+    ``step`` is the error of a clock in seconds.
     """
 
     at: float
@@ -55,11 +54,11 @@ class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is that faults can happen to.
+    """The parts of a fleet that can fail.
 
-    Faults last from ``shortest`` to ``longest`` seconds, short ones being as likely as long ones on a logarithmic
-    scale; what hangs does so for ``hang_seconds``, and that is a tenth of the engines at most, or one. ``recovery``
-    seconds after a fault's end its engine is left alone. ``spare`` engines are always without one.
+    Faults last from ``shortest`` to ``longest`` seconds, with equal probability on a logarithmic scale; a hang lasts
+    ``hang_seconds``, for a tenth of the engines at most, or one. For ``recovery`` seconds after a fault its engine gets
+    no other. ``spare`` engines are always without one.
     """
 
     engines: tuple[str, ...]
@@ -73,14 +72,14 @@ class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every fault of a run of so many seconds, in order."""
+    """Every fault of a run of ``seconds``, in order."""
 
     seed: int
     seconds: float
     faults: tuple[PlannedFault, ...]
 
     def to_json(self) -> bytes:
-        """As :func:`load_schedule` reads it; one fault a line."""
+        """In the format of :func:`load_schedule`; one fault per line."""
         lines = ",\n  ".join(msgspec.json.encode(fault).decode() for fault in self.faults)
         return f'{{"seed": {self.seed}, "seconds": {self.seconds}, "faults": [\n  {lines}\n]}}\n'.encode()
 
@@ -88,7 +87,7 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def plan_faults(
     seed: int, shape: FleetShape, minutes: float, per_minute: float, kinds: Sequence[FaultKind] | None = None
 ) -> FaultSchedule:
-    """Faults at random times, ``per_minute`` on average while enough engines are without one; the same for a seed.
+    """Faults at random times, ``per_minute`` on average while enough engines are without one; equal for a seed.
 
     ``kinds`` are those of the shape if not given. Raises :class:`~tercet.protocol.BadRequest` for one that the shape
     does not have, and for a fleet without an engine to spare.
@@ -129,7 +128,7 @@ def _fault(chance: random.Random, shape: FleetShape, at: float, kind: FaultKind,
 
 
 def load_schedule(path: Path) -> FaultSchedule:
-    """A schedule from a file; raises :class:`~tercet.protocol.BadRequest` that says what is wrong with it."""
+    """Load a schedule from a file; raises :class:`~tercet.protocol.BadRequest` that explains an error in it."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What clients saw and what a fleet held afterwards, and what must be true of it: functions that find violations."""
+"""Invariants of clients' answers and a fleet's resources after a run: functions that find violations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import msgspec
 from tercet.chaos.tricks import PlayedTrick
 
 Piece = int | str
-"""What answers are made of: tokens, or where clients are not told those, the text of one event."""
+"""Parts of answers: tokens, or the text of one event if clients do not get tokens."""
 Outcome = Literal["answered", "failed", "left", "pending"]
 
 
 class ClientRecord(msgspec.Struct, kw_only=True):
     """One request as its client saw it. Times are seconds from the run's begin.
 
-    ``question`` says which answer is right. ``received`` has the time of each event and what came with it. ``outcome``
-    is ``left`` for a client that went away by itself, ``pending`` while there is no end. ``error`` is a code.
+    ``question`` identifies the right answer. ``received`` has the time and content of each event. ``outcome`` is
+    ``left`` for a client that left by itself, ``pending`` without an end. ``error`` is a code.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 
     @property
     def answer(self) -> tuple[Piece, ...]:
-        """All that came, in the order in which it came; text as one piece."""
+        """All content in order; text as one piece."""
         pieces = tuple(piece for _, part in self.received for piece in part)
         return ("".join(map(str, pieces)),) if pieces and isinstance(pieces[0], str) else pieces
 
@@ -51,7 +51,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """``count`` things too many of a kind (blocks, leases, processes, ...) at ``holder`` when all was over."""
+    """``count`` extra things of a kind (blocks, leases, processes, ...) at ``holder`` at the end."""
 
     holder: str
     what: str
@@ -59,7 +59,7 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """What should never happen, and did: the ``rule``, whom it happened to, and what happened."""
+    """A violated invariant: the ``rule``, the affected client or holder, and the event."""
 
     rule: str
     subject: str
@@ -77,8 +77,8 @@ def violations_of(
 ) -> list[Violation]:
     """All violations of a run.
 
-    ``calm`` are the answers to every question when nothing went wrong, ``patience`` the seconds for which a client may
-    hear nothing.
+    ``calm`` are the answers to every question without faults, ``patience`` the longest allowed silence for a client, in
+    seconds.
     """
     return [
         *unanswered(records),
@@ -104,7 +104,7 @@ def unanswered(records: Sequence[ClientRecord]) -> Iterator[Violation]:
 
 
 def stalled(records: Sequence[ClientRecord], patience: float) -> Iterator[Violation]:
-    """No client waits longer than that for its first token, its next one, or the end."""
+    """No client waits longer than ``patience`` for its first token, its next one, or the end."""
     for record in records:
         wait = max(record.longest_gap, record.ttft if record.ttft is not None else (record.ended or 0.0) - record.began)
         if record.outcome != "pending" and wait > patience:
@@ -113,7 +113,7 @@ def stalled(records: Sequence[ClientRecord], patience: float) -> Iterator[Violat
 
 
 def wrong_answers(records: Sequence[ClientRecord], calm: Mapping[int, tuple[Piece, ...]]) -> Iterator[Violation]:
-    """Each token once, in order, and those of the calm run; of an answer that is not whole, as far as it goes."""
+    """Each token once, in order, and equal to the run without faults; of an incomplete answer, its part."""
     for record in records:
         found, expected = record.answer, calm[record.question]
         whole = record.outcome == "answered"
@@ -123,7 +123,7 @@ def wrong_answers(records: Sequence[ClientRecord], calm: Mapping[int, tuple[Piec
 
 
 def difference(found: tuple[Piece, ...], expected: tuple[Piece, ...], whole: bool) -> str | None:
-    """How an answer, or the begin of one, differs from the right one; None if it does not."""
+    """How an answer, or the beginning of one, differs from the right one; None if it does not."""
     if found and isinstance(found[0], str):
         return _difference("".join(map(str, found)), "".join(map(str, expected)), whole, "character")
     return _difference(found, expected, whole, "token")
@@ -146,7 +146,7 @@ def _difference(found: Sequence[Piece], expected: Sequence[Piece], whole: bool, 
 
 
 def left_behind(left: Sequence[Leftover]) -> Iterator[Violation]:
-    """What was taken is given back: no block, lease, pin, sequence, task, process or file descriptor is left."""
+    """All resources are given back: no block, lease, pin, sequence, task, process or file descriptor is left."""
     for each in left:
         yield Violation("nothing is left behind", each.holder, f"{each.what}: {each.count:g}")
 

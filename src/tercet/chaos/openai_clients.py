@@ -17,7 +17,7 @@ DATA = b"data: "
 
 
 class OpenAIClients:
-    """Asks the front door at ``url``; how long an answer may take is for those who read the records to judge."""
+    """Asks the front door at ``url``; time limits of answers are checked later, in the records."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session = session
@@ -25,7 +25,7 @@ class OpenAIClients:
         self._model = model
 
     async def ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
-        """The text of each event; raises :class:`~tercet.protocol.TercetError` for everything that goes wrong."""
+        """Yield the text of each event; raises :class:`~tercet.protocol.TercetError` for every failure."""
         question = arrival.question
         body = {
             "model": self._model, "prompt": list(question.prompt), "max_tokens": question.max_tokens, "stream": True,

@@ -32,13 +32,13 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineUnreachable, SequenceReport
 from tercet.router.moves import MoveRecord
 
-# More than there were: connections that are kept, logs, and what libraries open when they are used first.
+# Above the number at the start: connections that are kept, logs, and files that libraries open at first use.
 SPARE_DESCRIPTORS = 32
-# A server closes connections that were idle for 5 s, perhaps as the next request is on its way to it.
+# A server closes connections that were idle for 5 s, perhaps just when the next request is sent.
 IDLE_SECONDS = 2.0
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
-# These are no sign that something is still under way.
+# These do not mean that work is still running.
 DESCRIPTORS = "file descriptors"
 LASTING = re.compile(rf".*processes|{DESCRIPTORS}.*")
 
@@ -54,7 +54,7 @@ REAL_LOAD = LoadShape(
 
 
 def real_shape(config: UpConfig) -> FleetShape:
-    """What can happen to a fleet of this machine: a wrong clock where there is a C compiler."""
+    """Possible faults for a fleet of this machine: a wrong clock if there is a C compiler."""
     kinds: tuple[FaultKind, ...] = (
         "kill",
         "stop",
@@ -232,7 +232,7 @@ class RealArena(Arena):
 
 
 def is_owned(report: SequenceReport, owned: Sequence[str]) -> bool:
-    """Whether it is one of these, as the front door calls it at first, or after a retry or a move."""
+    """Whether it is one of these, by the front door's first id, or one after a retry or a move."""
     return any(report.seq_id == seq_id or report.seq_id.startswith(f"{seq_id}.") for seq_id in owned)
 
 

@@ -1,4 +1,4 @@
-"""Engines and a front door as processes of this machine, each engine behind a proxy, to be broken and started anew."""
+"""Engines and a front door as processes of this machine, each engine behind a proxy, to be broken and restarted."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import Role
 from tercet.settings import EngineAddress
 
-# Of the guard: a fleet that is broken on purpose is not given long to end by itself.
+# Grace period of the guard: a fleet that is broken on purpose gets little time to end by itself.
 GRACE_SECONDS = 5.0
 GONE_SECONDS = 30.0
-# One that is asked to end may empty itself first.
+# An engine may empty itself before it ends.
 TERMINATED_SECONDS = 90.0
 LOOK_SECONDS = 0.2
 IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
 
 
 class RealEngine:
-    """Implements :class:`~tercet.chaos.arena.BreakableEngine`: a command, its proxies, and what runs there now.
+    """Implements :class:`~tercet.chaos.arena.BreakableEngine`: a command, its proxies, and its present process.
 
     The front door knows it by its first proxy's address. ``seen`` are the ids of all processes that ran there.
     """
@@ -57,7 +57,7 @@ class RealEngine:
         self._frozen: Sequence[int] = ()
 
     def processes(self) -> Mapping[ProcessKind, Sequence[int]]:
-        """What runs there now."""
+        """The processes that run there now."""
         guard = self._process.pid if self._process is not None else None
         found: Mapping[ProcessKind, Sequence[int]] = {} if guard is None else processes_of(guard)
         self.seen.update(found.get("engine", ()))
@@ -67,7 +67,7 @@ class RealEngine:
         return bool(self.processes().get(process))
 
     async def launch(self, spec: EngineSpec | None = None) -> Process:
-        """Start it, or something else in its place, and return at once."""
+        """Start it, or an engine with another model in its place, and return at once."""
         self._starts += 1
         chosen = spec or self._spec
         env: dict[str, str | None] = {**engine_env(chosen), **(self._clock.env if self._clock is not None else {})}
@@ -100,7 +100,7 @@ class RealEngine:
         return [f"process {pid}" for pid in still]
 
     async def stop(self) -> None:
-        """End whatever runs there."""
+        """End all processes there."""
         process, self._process, self.is_up = self._process, None, False
         if process is not None:
             await process.stop()
@@ -190,7 +190,7 @@ async def running_fleet(
 
 @asynccontextmanager
 async def slow_disk(directory: Path) -> AsyncGenerator[None]:
-    """While entered, somebody writes and syncs there without end."""
+    """Write and sync there without end, in a process, while entered."""
     file = directory / "written-without-end"
     process = await asyncio.create_subprocess_exec(
         "dd", "if=/dev/zero", f"of={file}", "bs=4M", "count=100000", "oflag=dsync", "conv=notrunc",

@@ -1,8 +1,8 @@
 """A fleet in virtual time: the service, its clients of engines and their servers are real, the sockets virtual.
 
-What is not there is vLLM: engines are simulated, and clients talk to the front door's service and not to its HTTP port.
-One engine is one process here, with a server (``api``) and a core that can be frozen apart; nothing has a disk or reads
-the wall clock.
+Only vLLM is missing: engines are simulated, and clients call the front door's service and not its HTTP port. One engine
+is one process here, with a server (``api``) and a core that can be frozen apart; nothing has a disk or reads the wall
+clock.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ PROFILE = "llama-3.1-8b-h100-tp1"
 MODEL = "simulated"
 START_SECONDS = 10.0
 REST_SECONDS = 12
-# Idle HTTP connections that a client keeps for later are none too many; it takes one of them every few seconds.
+# Idle HTTP connections that a client keeps for later do not count; one of them is used every few seconds.
 POOLED = 8
 PROGRAMS = ("disaggregated", "balanced", "data_parallel")
 
 
 class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines by role, behind a front door with the settings that it has if nobody says otherwise.
+    """Engines by role, behind a front door with default settings.
 
-    ``blocks`` is the size of each one's KV cache, small enough that it is full at times.
+    ``blocks`` is the size of each one's KV cache, small enough to be full at times.
     """
 
     prefill: int = 40
@@ -73,7 +73,7 @@ class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
         return {f"{role}-{index}": role for role, count in counts for index in range(count)}
 
     def shape(self) -> FleetShape:
-        """What can happen to it."""
+        """Its possible faults."""
         return FleetShape(
             engines=tuple(self.roles),
             kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move"),
@@ -112,7 +112,7 @@ def run_simulated(
 
 
 def _end_all(loop: NetworkedLoop) -> None:
-    """Nothing of a run that failed goes on."""
+    """Cancel everything of a run that failed."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -123,7 +123,7 @@ def _end_all(loop: NetworkedLoop) -> None:
 
 @contextmanager
 def _virtual_clocks(loop: NetworkedLoop) -> Generator[None]:
-    """Code that measures time by the system's monotonic clock, as nearly all does, measures virtual time meanwhile."""
+    """Let code that uses the system's monotonic clock, as nearly all does, use virtual time while entered."""
     real: Any = time.monotonic
     connector: Any = aiohttp.connector
     time.monotonic = connector.monotonic = loop.time
@@ -135,7 +135,7 @@ def _virtual_clocks(loop: NetworkedLoop) -> Generator[None]:
 
 @contextmanager
 def _own_metrics() -> Generator[Metrics]:
-    """The service's metrics; they leave the registry again, so that another run can have its own."""
+    """The service's metrics; they are unregistered afterwards, so that another run can register its own."""
     registered: dict[Any, Any] = REGISTRY._collector_to_names  # pyright: ignore[reportPrivateUsage]
     before = set(registered)
     metrics = Metrics()
@@ -147,7 +147,7 @@ def _own_metrics() -> Generator[Metrics]:
 
 
 class _FailureLog(logging.Handler):
-    """Keeps what was logged with an exception: a failure that nobody expected."""
+    """Collects log records with an exception: unexpected failures."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -269,9 +269,9 @@ class SimulatedArena(Arena):
             self.complaints.append(f"the front door keeps {self._door.bytes_kept} bytes of bodies")
 
     async def _at_rest(self) -> Holdings:
-        await asyncio.sleep(self.leftover_seconds)  # connections that nobody uses are closed by then
-        # Each engine is asked how it is every few seconds, all of them at one time here, by a connection that is kept
-        # for a part of that: how many there are depends on the moment.
+        await asyncio.sleep(self.leftover_seconds)  # unused connections are closed by then
+        # Each engine is polled every few seconds, all of them at one time here, by a connection that is kept for a part
+        # of that: their number depends on the moment.
         most = Holdings()
         for _ in range(REST_SECONDS):
             most |= await self._holdings()

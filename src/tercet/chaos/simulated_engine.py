@@ -1,4 +1,4 @@
-"""One simulated engine's place in virtual time, with a server process that can be frozen, killed and started anew."""
+"""One simulated engine's place in virtual time, with a server process that can be frozen, killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.sim import SimEngine
 from tercet.sim.prompts import VOCABULARY, Prompt
 from tercet.sim.sim_server import ServerConfig, serving
 
-# Virtual seconds for what killed processes would have done at their end, which no real one does: it holds up nothing.
+# Virtual seconds for clean-up code of killed processes, which real ones do not run: it delays nothing.
 ENDS_WITHIN = 60.0
 
 
@@ -31,7 +31,7 @@ class OtherPrompt(Prompt):
 class SimulatedEngine:
     """Implements :class:`~tercet.chaos.arena.BreakableEngine`.
 
-    ``process`` and ``engine`` are what was started last. One engine is one process, whose core can be frozen apart.
+    ``process`` and ``engine`` are those of the last start. One engine is one process, whose core can be frozen apart.
     """
 
     process: VirtualProcess
@@ -92,7 +92,7 @@ class SimulatedEngine:
         raise ValueError("nothing reads a wall clock here")
 
     async def ended(self) -> None:
-        """Returns when no code of killed processes runs any more; for others they were gone long before."""
+        """Return when no code of killed processes runs any more; for others they ended long before."""
         await self._serving.wait(ENDS_WITHIN)
 
 

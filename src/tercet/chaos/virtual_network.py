@@ -1,9 +1,9 @@
-"""TCP in virtual time: the code that talks through sockets in production talks through this in a simulated run.
+"""TCP in virtual time: production code that uses sockets uses this in a simulated run.
 
-A :class:`VirtualProcess` stands for a server process at an address of its own. Whatever runs in its context
-(:meth:`VirtualProcess.enter`), with all tasks that this starts, listens and connects as that process. Processes are
-frozen, cut off and killed as real ones are: what is sent to a frozen or unreachable one waits, as in a kernel's buffers
-and its retransmissions, and the peers of a killed one get a reset, once it can reach them.
+A :class:`VirtualProcess` represents a server process at a separate address. All code that runs in its context
+(:meth:`VirtualProcess.enter`), with all tasks that it starts, listens and connects as that process. Processes are
+frozen, cut off and killed as real ones are: data for a frozen or unreachable one waits, as in a kernel's buffers and
+its retransmissions, and the peers of a killed one get a reset, once it can reach them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from tercet.sim.clock import VirtualLoop
 
 LATENCY_SECONDS = 0.0002
-# What the kernels on both ends take before a writer is told to wait.
+# Bytes that the kernels on both ends accept before a writer has to wait.
 KERNEL_BYTES = 512 * 1024
 HIGH_WATER = 64 * 1024
 FIRST_FREE_PORT = 40_000
@@ -31,7 +31,7 @@ _running_in: ContextVar[VirtualProcess] = ContextVar("_running_in")
 
 
 class VirtualProcess:
-    """One process and its address; a new one at the same address is what a restart brings."""
+    """One process and its address; a restart makes a new one at the same address."""
 
     def __init__(self, network: NetworkedLoop, address: str) -> None:
         self.address = address
@@ -43,7 +43,7 @@ class VirtualProcess:
 
     @contextmanager
     def enter(self) -> Generator[None]:
-        """What is called or started meanwhile runs in this process."""
+        """Run code in this process while entered."""
         token = _running_in.set(self)
         try:
             yield
@@ -51,17 +51,17 @@ class VirtualProcess:
             _running_in.reset(token)
 
     def freeze(self, frozen: bool = True) -> None:
-        """SIGSTOP, or SIGCONT: nothing is read, and nothing written, until then."""
+        """SIGSTOP, or SIGCONT: nothing is read or written until then."""
         self.frozen = frozen
         self._network.changed()
 
     def cut_off(self, unreachable: bool = True) -> None:
-        """No packet comes in or goes out, or again."""
+        """Drop all packets in and out, or pass them again."""
         self.unreachable = unreachable
         self._network.changed()
 
     def kill(self) -> None:
-        """SIGKILL: nothing that its code does from here on reaches anybody."""
+        """SIGKILL: its code has no effect on others from here on."""
         self.alive = False
         for server in list(self._network.listening.values()):
             if server.process is self:
@@ -73,7 +73,7 @@ class VirtualProcess:
 
 
 class VirtualServer:
-    """What ``create_server`` returns."""
+    """The result of ``create_server``."""
 
     def __init__(self, network: NetworkedLoop, process: VirtualProcess, port: int, factory: Factory) -> None:
         self.process = process
@@ -90,11 +90,11 @@ class VirtualServer:
         return self.process.address, self.port
 
     def is_serving(self) -> bool:
-        """Whether somebody may connect."""
+        """Whether it accepts connections."""
         return self._network.listening.get(self.getsockname()) is self
 
     def close(self) -> None:
-        """Listen no longer; connections stay."""
+        """Stop listening; connections stay."""
         if self.is_serving():
             del self._network.listening[self.getsockname()]
 
@@ -121,7 +121,7 @@ class VirtualTransport(asyncio.Transport):
         process.transports[self] = None
 
     def begin(self, protocol: asyncio.BaseProtocol, peer: VirtualTransport) -> None:
-        """Its protocol, and the other end."""
+        """Set its protocol, and the other end."""
         self._protocol = protocol
         self._peer = peer
 
@@ -132,14 +132,14 @@ class VirtualTransport(asyncio.Transport):
     # ---- arriving --------------------------------------------------------------------------------------------
 
     def arrive(self, item: bytes | Signal) -> None:
-        """Something is on its way here."""
+        """Data or a signal is on its way here."""
         if isinstance(item, bytes):
             self.unread += len(item)
         self._arriving.append(item)
         self.kick()
 
     def kick(self) -> None:
-        """Look soon whether what waits can be read now."""
+        """Check soon whether waiting data can be read now."""
         if self._timer is None and self._arriving:
             self._timer = self._network.call_later(LATENCY_SECONDS, self._read, context=self._context)
 
@@ -175,22 +175,22 @@ class VirtualTransport(asyncio.Transport):
         return self._reading or self._closing
 
     def _lose(self, error: Exception | None) -> None:
-        """It is over; the protocol hears of it once."""
+        """End the connection, and notify the protocol once."""
         self._closing = True
         if self.process.transports.pop(self, self) is not self:
             self._arriving.clear()
             self.call(self._protocol.connection_lost, error)
 
     def die(self) -> None:
-        """Its process was killed: what that has not sent is lost, and its peer gets a reset."""
+        """Its process was killed: unsent data is lost, and its peer gets a reset."""
         if not self._closing:
-            if self.process.frozen:  # what was never sent does not arrive
+            if self.process.frozen:  # data that was never sent does not arrive
                 self._peer.forget_unread()
             self._peer.arrive("reset")
         self._lose(None)
 
     def forget_unread(self) -> None:
-        """What was on its way here is lost."""
+        """Drop the data on its way here."""
         self._arriving.clear()
         self.unread = 0
 
@@ -213,7 +213,7 @@ class VirtualTransport(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def written(self) -> None:
-        """The other side has read something."""
+        """The other side has read data."""
         if self._writer_waits and self.get_write_buffer_size() <= HIGH_WATER // 4:
             self._writer_waits = False
             self.call(self._protocol.resume_writing)
@@ -264,7 +264,7 @@ class VirtualTransport(asyncio.Transport):
 
 
 class NetworkedLoop(VirtualLoop):
-    """Virtual time with TCP between virtual processes. Whatever connects or listens runs in one of them."""
+    """Virtual time with TCP between virtual processes. Code that connects or listens runs in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,17 +273,17 @@ class NetworkedLoop(VirtualLoop):
         self._addressed: dict[int, tuple[str, int]] = {}
         self._waiting: dict[asyncio.Future[None], None] = {}
         self.complaints: list[str] = []
-        # Ends to which something is on its way that cannot be read now. The other end may be closed, and nowhere else.
+        # Ends with incoming data that cannot be read now. The other end may be closed, and known nowhere else.
         self.blocked: dict[VirtualTransport, None] = {}
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Notes an exception that nobody takes, and goes on: in production the event loop would, too."""
+        """Record an unhandled exception, and continue: in production the event loop would, too."""
         self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     # ---- processes -------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """A process can do something again, or cannot: whoever waits looks again."""
+        """A process was resumed or stopped: waiting ends check again."""
         blocked, self.blocked = self.blocked, {}
         for transport in blocked:
             transport.kick()
@@ -319,7 +319,7 @@ class NetworkedLoop(VirtualLoop):
         return [(socket.AF_INET, type or socket.SOCK_STREAM, proto, "", (str(host), int(port)))]
 
     async def sock_connect(self, sock: socket.socket, address: Any) -> None:
-        """Notes where ``sock`` leads to; raises ``OSError`` as the kernel would."""
+        """Record the destination of ``sock``; raises ``OSError`` as the kernel would."""
         await self._reach((address[0], address[1]))
         self._addressed[id(sock)] = (address[0], address[1])
 
@@ -332,7 +332,7 @@ class NetworkedLoop(VirtualLoop):
             found = self.listening.get(where)
             if not here.frozen and not here.unreachable and (found is None or not found.process.unreachable):
                 if found is None:
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {where[0]}:{where[1]}")
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, f"no process listens at {where[0]}:{where[1]}")
                 return found
             again = self.create_future()
             self._waiting[again] = None
@@ -348,7 +348,7 @@ class NetworkedLoop(VirtualLoop):
             where = str(host), int(port)
         else:
             where = self._addressed.pop(id(sock))
-            sock.close()  # it was only ever a name
+            sock.close()  # it was only used as a name
         server = await self._reach(where)
         here = _running_in.get()
         self._free_port += 1

@@ -1,4 +1,4 @@
-"""A wall clock that is wrong for some processes only: a library that is loaded before the C library's own functions."""
+"""A wrong wall clock for some processes only: a library that is loaded before the C library's functions."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class WrongClock:
         self._page.close()
 
     def step(self, seconds: float) -> None:
-        """From now on the clock is that much ahead of the machine's; 0 makes it right."""
+        """Set how far the clock is ahead of the machine's; 0 makes it right."""
         self._page[:] = struct.pack("d", seconds)

@@ -1,4 +1,4 @@
-"""One child process: in a process group of its own, with its output in a log file, and never left behind."""
+"""One child process: in a separate process group, with its output in a log file, and never left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tercet.protocol import TercetError
 GRACE_SECONDS = 20.0
 HURRY_SECONDS = 5.0
 SHARED_MEMORY = "/dev/shm/"
-# What commands end with that do not take what they were given, vLLM's server among them.
+# Exit code of commands with invalid arguments, vLLM's server among them.
 REFUSED = 2
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
@@ -27,13 +27,13 @@ _ASK_SECONDS = 0.05
 
 
 class StartFailed(TercetError):
-    """A process of the fleet ended or did not become ready; the message has the tail of its log."""
+    """A process of the fleet ended or did not become ready; the message has the end of its log."""
 
     code = "start_failed"
 
 
 class StartRefused(StartFailed):
-    """A process does not take what it was given; the message has the tail of its log."""
+    """A process refused its arguments; the message has the end of its log."""
 
     @property
     def exit_code(self) -> int:
@@ -43,12 +43,11 @@ class StartRefused(StartFailed):
 class Process:
     """A child called ``name``. Use :meth:`start`, then :meth:`stop` on every exit.
 
-    ``env`` is beside what this process has, None takes one away. ``grace`` are the seconds that it gets to end by
-    itself when it is stopped. It runs under :mod:`tercet.cluster.guard`, which ends it and all of its children when
-    this process is gone, even killed outright.
-    Guard, command and children are one process group, so that each can be reached after the others' end.
-    A warm parent that listens at ``warm`` (see :mod:`tercet.cluster.warm_start`) forks it. It has the descriptors
-    ``inherited`` of this process.
+    ``env`` is added to this process's environment, None removes a variable. ``grace`` is the number of seconds that it
+    gets to end by itself when it is stopped. It runs under :mod:`tercet.cluster.guard`, which ends it and all of its
+    children when this process ends, even by SIGKILL. Guard, command and children are one process group, so that each
+    can be signalled after the others' end. A warm parent that listens at ``warm`` (see
+    :mod:`tercet.cluster.warm_start`) forks it. It inherits the descriptors ``inherited``.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class Process:
         self._sockets: str | None = None
 
     def again(self, log: Path) -> Process:
-        """Another start of the same command, with a log of its own."""
+        """Another start of the same command, with a separate log."""
         return Process(self.name, self._argv, self._env, log, self._grace, self._warm)
 
     async def start(self) -> None:
         """Start it; its output goes to the log."""
         guards_end, self._lifeline = os.pipe()
         try:
-            # vLLM leaves its sockets' files behind when it ends.
+            # vLLM does not remove its sockets' files when it ends.
             self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
             env = {**os.environ, guard.SOCKETS: self._sockets, **self._env}
             self.log.write_bytes(b"")
-            with self.log.open("ab") as log:  # appended to, so that it can be cut off while it is written
+            with self.log.open("ab") as log:  # appended to, so that it can be truncated while it is written
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
                     *(() if self._warm is None else (guard.FROM, str(self._warm))),
@@ -94,8 +93,8 @@ class Process:
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
                     env={name: value for name, value in env.items() if value is not None},
-                    # No session of its own: Linux's autogroup schedules each session as one, and a front door or an
-                    # engine core that wakes up in another one may wait until a prefill is over.
+                    # Not a separate session: Linux's autogroup schedules each session as one, and a front door or an
+                    # engine core in another session may wait until a prefill has ended.
                     process_group=0,
                     pass_fds=self._inherited,
                 )
@@ -125,11 +124,11 @@ class Process:
         return code
 
     def listens_at(self, port: int) -> bool:
-        """Whether it is this command, or a child of it, that has the port, and not somebody else's."""
+        """Whether this command, or a child of it, listens on the port, and not another process."""
         return self._process is not None and _listens(self._process.pid, port)
 
     def tail(self) -> str:
-        """The last lines of its log that say something."""
+        """The last lines with text in its log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
@@ -139,12 +138,12 @@ class Process:
         return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
     def failure(self, what: str) -> StartFailed:
-        """An error that says what happened, with the log's tail and place."""
+        """An error that tells what happened, with the end and the path of the log."""
         kind = StartRefused if self.returncode == REFUSED else StartFailed
         return kind("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
     async def stop(self) -> None:
-        """SIGTERM to its whole group, SIGKILL to what is left after the grace period."""
+        """Send SIGTERM to its whole group, and SIGKILL to what is left after the grace period."""
         process = self._process
         try:
             if process is None:
@@ -152,7 +151,7 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()  # the guard passes it on to the group
             try:
-                # wait_for would lose a cancellation that comes as the process ends (CPython 3.11).
+                # wait_for would lose a cancellation that comes when the process ends (CPython 3.11).
                 async with asyncio.timeout(self._grace):
                     await process.wait()
             except TimeoutError:
@@ -163,21 +162,21 @@ class Process:
             self._cut_lifeline()
 
     async def hurry(self) -> None:
-        """Have :meth:`stop`, which is under way, end soon: SIGTERM once more, and SIGKILL to what is left then."""
+        """Make a running :meth:`stop` end soon: SIGTERM once more, and SIGKILL to what is left then."""
         self._signal_group(signal.SIGTERM)
         await asyncio.sleep(HURRY_SECONDS)
         self._signal_group(signal.SIGKILL)
 
     def remember_shared_memory(self) -> None:
-        """Note what its group has in shared memory now: what is still there when all have ended is removed.
+        """Record its group's files in shared memory now: those that remain when all have ended are removed.
 
-        Each removes its own when it ends, but not when it is killed.
+        Each process removes its own when it ends, but not when it is killed.
         """
         if self._process is not None:
             self._shared_memory |= shared_memory_of(self._process.pid)
 
     async def _end_stragglers(self) -> None:
-        """After the command's own end: what stays in its group gets a moment, and then SIGKILL."""
+        """After the command's own end: processes that stay in its group get a moment, and then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal_group(number)
             if await self._group_ends():
@@ -213,13 +212,13 @@ class Process:
 def shared_memory_of(group: int) -> set[Path]:
     """Files of shared memory that processes of this group have mapped.
 
-    By their inodes: glibc makes a semaphore's file under another name than it has in the end.
+    Found by inodes: glibc creates a semaphore's file under another name than its final one.
     """
     import psutil
 
     mapped: set[int] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if os.getpgid(process.pid) == group:
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
                 mapped |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
@@ -228,11 +227,11 @@ def shared_memory_of(group: int) -> set[Path]:
 
 
 def _listens(group: int, port: int) -> bool:
-    """Whether a process of this group listens at the port; also where the system does not let one see that."""
+    """Whether a process of this group listens on the port; also true if the system does not show that."""
     import psutil
 
     for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended in the meantime
             if os.getpgid(process.pid) != group:
                 continue
             try:
@@ -245,13 +244,13 @@ def _listens(group: int, port: int) -> bool:
 
 
 def _any_alive(group: int) -> bool:
-    """Whether a process of this group still runs; an orphan that nobody has reaped yet does not."""
-    # Imported here: commands that start no process do without it.
+    """Whether a process of this group still runs; a zombie orphan does not count."""
+    # Imported here: commands that start no process do not need it.
     import psutil
 
     ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended in the meantime
             if os.getpgid(process.pid) == group and process.status() not in ended:
                 return True
     return False

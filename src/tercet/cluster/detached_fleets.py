@@ -1,4 +1,4 @@
-"""Fleets that run in the background: a small file for each in the cache says which process one is, while it runs."""
+"""Fleets that run in the background: a small file for each in the cache identifies its process, while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tercet.protocol.wire import UNREADABLE
 
 
 class DetachedFleet(msgspec.Struct, frozen=True):
-    """A fleet of one ``process``, whose front door has ``port``; ``stop_seconds`` is how long it may take to stop."""
+    """A fleet of one ``process``, whose front door has ``port``; ``stop_seconds`` is the longest time of a stop."""
 
     process: ProcessStart
     port: int
@@ -25,7 +25,7 @@ class DetachedFleet(msgspec.Struct, frozen=True):
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Id of its process."""
         return self.process.pid
 
     @property
@@ -36,7 +36,7 @@ class DetachedFleet(msgspec.Struct, frozen=True):
 
 @contextmanager
 def announced(fleet: DetachedFleet) -> Generator[None]:
-    """While entered, others find it."""
+    """Announce the fleet while entered, so that other commands find it."""
     file = _directory() / f"{fleet.port}-{fleet.pid}.json"  # at another address the port may be another fleet's
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -52,12 +52,12 @@ def announced(fleet: DetachedFleet) -> Generator[None]:
 
 
 def detached_fleets() -> list[DetachedFleet]:
-    """Those that run, by port; what killed ones have left is taken away."""
+    """Running fleets, by port; files of killed ones are removed."""
     found: list[DetachedFleet] = []
     for file in _directory().glob("*.json"):
         fleet = _read(file)
         if fleet is None:
-            continue  # another version's, or gone
+            continue  # of another version, or removed
         if fleet.runs:
             found.append(fleet)
         else:

@@ -1,4 +1,4 @@
-"""Which engine gets which devices of this machine, and what share of their memory. A pure function of what there is."""
+"""Assigns devices of this machine, and shares of their memory, to engines. A pure function of the devices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tercet.cluster.devices import Device
 from tercet.protocol import BadRequest
 
 GIB = 1 << 30
-# What one engine may take of a device, vLLM's own default; what is left is for CUDA graphs and fragments.
+# Largest share of a device for one engine, vLLM's default; the rest is for CUDA graphs and fragments.
 MOST = 0.92
-# Beside its share, the process that moves a worker's KV has a context of its own there, and buffers.
+# In addition to its share, the process that moves a worker's KV has a context and buffers there.
 BESIDE = GIB // 2
-# What vLLM's default leaves of a small device is less than that process and fragments take.
+# On a small device vLLM's default leaves less than that process and fragments need.
 LEFT = GIB
-# An engine with less than that has no room for weights and KV of any model.
+# With less memory an engine has no room for weights and KV of any model.
 LEAST = GIB
 
 
@@ -31,18 +31,18 @@ class DeviceShare(NamedTuple):
 def plan_devices(
     devices: Sequence[Device], engines: int, each: int = 1, given: float | None = None
 ) -> list[DeviceShare]:
-    """``each`` devices for every one of some engines: of their own if there are enough, else shared evenly.
+    """Assign ``each`` devices to every engine: exclusive ones if there are enough, else shared evenly.
 
-    ``given`` is the share of a device's memory that the caller has chosen for every engine. Of a device that others
-    use, too, an engine gets what is free. Engines with several ranks share none: their ranks wait for each other.
-    Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too little memory.
+    ``given`` is the share of a device's memory that the caller has chosen for every engine. Of a device that other
+    processes use, too, an engine gets the free memory. Engines with several ranks do not share devices: their ranks
+    wait for each other. Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too little memory.
     """
     if engines * each <= len(devices):
         return [_own(devices[index * each : (index + 1) * each], given) for index in range(engines)]
     if each > 1 or not devices:
         raise BadRequest(
             f"--prefill, --decode, --both: {engines} engines with {each} GPUs each need {engines * each}, "
-            f"{len(devices)} can be used; start fewer engines, or more GPUs in CUDA_VISIBLE_DEVICES",
+            f"and {len(devices)} can be used; start fewer engines, or more GPUs in CUDA_VISIBLE_DEVICES",
             "prefill",
         )
     on_each = Counter(index % len(devices) for index in range(engines))
@@ -53,7 +53,7 @@ def plan_devices(
 
 
 def pick_devices(devices: Sequence[Device], each: int = 1, given: float | None = None) -> DeviceShare:
-    """``each`` devices for one engine beside whatever runs here: those with the most free memory, the first of equals.
+    """Pick the ``each`` devices with the most free memory for one engine, the first of equal ones.
 
     Without that many, all of them are vLLM's to choose from. Raises :class:`~tercet.protocol.BadRequest` for too little
     memory.
@@ -64,13 +64,13 @@ def pick_devices(devices: Sequence[Device], each: int = 1, given: float | None =
 
 
 def _own(devices: Sequence[Device], given: float | None) -> DeviceShare:
-    """Devices that an engine shares with no other one of ours."""
+    """Share of devices that no other engine of this fleet uses."""
     shares = [share for device in devices if (share := _share(device, 1, given)) is not None]
     return DeviceShare(tuple(device.handle for device in devices), min(shares, default=None))
 
 
 def _share(device: Device, engines: int, given: float | None) -> float | None:
-    """What each of some engines gets of a device's memory; ``None`` if that is what vLLM takes, or the caller said."""
+    """Each engine's share of a device's memory; ``None`` if it is vLLM's default, or set by the caller."""
     if device.exclusive:
         raise BadRequest(
             f"CUDA_VISIBLE_DEVICES: device {device.handle} is in compute mode {device.exclusive}, and an engine has "
@@ -96,12 +96,12 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
         free = f"device {device.handle}, of which {device.free / GIB:.1f} GiB are free"
         if engines == 1:
             raise BadRequest(
-                f"CUDA_VISIBLE_DEVICES: an engine would have {free}; stop what else runs there (nvidia-smi), or name "
+                f"CUDA_VISIBLE_DEVICES: an engine would have {free}; stop other processes there (nvidia-smi), or name "
                 "another device",
                 "CUDA_VISIBLE_DEVICES",
             )
         raise BadRequest(
-            f"--prefill, --decode, --both: {engines} engines would share {free}; start fewer, or stop what else runs "
+            f"--prefill, --decode, --both: {engines} engines would share {free}; start fewer, or stop other processes "
             "there (nvidia-smi)",
             "prefill",
         )

@@ -1,4 +1,4 @@
-"""The accelerators of this machine, as NVIDIA's own tool lists them: no library is loaded, and no context made."""
+"""The accelerators of this machine, as NVIDIA's tool lists them: no library is loaded, and no context created."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import msgspec
 MIB = 1 << 20
 QUERY_SECONDS = 30.0
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_mode", "mig.mode.current")
-# How `nvidia-smi -L` names a GPU, and below it the instances that it is divided into.
+# Format of `nvidia-smi -L` for a GPU, and below it its instances.
 _GPU = re.compile(r"GPU (\d+): ")
 _INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
-# Where the daemon of CUDA's multi-process service listens; several processes go through it to a device of any mode.
+# Socket directory of the daemon of CUDA's multi-process service, through which several processes use a device of any
+# mode.
 _MPS_DIRECTORY, _MPS_DEFAULT = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 
 
 class Device(msgspec.Struct, frozen=True):
     """One GPU, or one instance of a divided one (MIG).
 
-    ``handle`` is what ``CUDA_VISIBLE_DEVICES`` calls it: a number, or its ``uuid``. ``memory`` are its bytes, and
-    ``free`` those that nobody uses now; both are 0 where nobody says. ``exclusive`` is its compute mode if one process
-    alone may use it, or none; empty otherwise. One that is ``divided`` is not used itself, but its instances are.
+    ``handle`` is its name in ``CUDA_VISIBLE_DEVICES``: a number, or its ``uuid``. ``memory`` is its size in bytes, and
+    ``free`` the unused part; both are 0 if unknown. ``exclusive`` is its compute mode if only one process, or none, may
+    use it; empty otherwise. A ``divided`` one is not used itself, but its instances are.
     """
 
     handle: str
@@ -51,12 +52,12 @@ def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
 
 
 def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
-    """Why :func:`list_devices` found none, in words."""
+    """Why :func:`list_devices` found none, as text."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _handles(named):
-        return f"CUDA_VISIBLE_DEVICES is {named!r}, which names none"
+        return f"CUDA_VISIBLE_DEVICES is {named!r}, which names no device"
     if shutil.which("nvidia-smi") is None:
-        return "there is no nvidia-smi, with which NVIDIA's driver comes"
+        return "there is no nvidia-smi, which is a part of NVIDIA's driver"
     listed = _listed()
     if listed.trouble:
         return listed.trouble
@@ -69,14 +70,14 @@ def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class _Listed(NamedTuple):
-    """What ``nvidia-smi`` lists; ``trouble`` is what it says instead, or why it says nothing."""
+    """Result of ``nvidia-smi``; ``trouble`` is its error message, or the reason why it has none."""
 
     devices: tuple[Device, ...] = ()
     trouble: str = ""
 
 
 def parse_devices(listed: str) -> tuple[Device, ...]:
-    """What ``nvidia-smi --query-gpu`` prints, a line for each device; lines that say something else are passed over."""
+    """Parse ``nvidia-smi --query-gpu``, one line per device; other lines are ignored."""
     found: list[Device] = []
     for line in listed.splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -89,7 +90,7 @@ def parse_devices(listed: str) -> tuple[Device, ...]:
 
 
 def parse_instances(listed: str, gpus: Sequence[Device]) -> Iterator[Device]:
-    """The instances of divided ``gpus`` that ``nvidia-smi -L`` prints; it does not say what of them is free."""
+    """The instances of divided ``gpus`` in ``nvidia-smi -L``; it does not report their free memory."""
     by_index, gpu = {each.handle: each for each in gpus}, None
     for line in listed.splitlines():
         if (begins := _GPU.match(line)) is not None:
@@ -111,24 +112,24 @@ def _listed() -> _Listed:
 
 
 def _ask(program: str, *args: str) -> tuple[str, str]:
-    """What it prints, which may be some devices and a complaint about others; and what it says if it fails."""
+    """Its output, which may have some devices and a complaint about others; and its error if it fails."""
     try:
         done = subprocess.run([program, *args], capture_output=True, text=True, timeout=QUERY_SECONDS)
     except subprocess.TimeoutExpired:
-        return "", f"nvidia-smi does not answer within {QUERY_SECONDS:.0f} s: dmesg may say what ails a device (Xid)"
+        return "", f"nvidia-smi does not answer within {QUERY_SECONDS:.0f} s: see dmesg for errors of a device (Xid)"
     except OSError as error:
         return "", f"nvidia-smi does not start: {error}"
     words = next((line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()), "nothing")
-    return done.stdout, f"nvidia-smi ends with {done.returncode} and says: {words}" if done.returncode else ""
+    return done.stdout, f"nvidia-smi ends with exit code {done.returncode}: {words}" if done.returncode else ""
 
 
 def _usable(listed: Sequence[Device]) -> tuple[Device, ...]:
-    """Each GPU, or the instances of one that is divided: CUDA sees no more than that of it."""
+    """Each GPU, or the instances of a divided one: CUDA sees only these."""
     return tuple(each for each in listed if not each.divided)
 
 
 def _handles(named: str) -> list[str]:
-    """The devices that a value of ``CUDA_VISIBLE_DEVICES`` names; CUDA passes over what follows one that is none."""
+    """The devices in a value of ``CUDA_VISIBLE_DEVICES``; CUDA ignores everything after an invalid one."""
     found: list[str] = []
     for each in map(str.strip, named.split(",")):
         if not each or each == "-1":
@@ -138,16 +139,16 @@ def _handles(named: str) -> list[str]:
 
 
 def _named(listed: Sequence[Device], handles: Sequence[str]) -> Iterator[Device]:
-    """The devices of these names, up to one that there is not, as CUDA takes them.
+    """The devices of these names, up to an unknown one, as CUDA uses them.
 
-    The beginning of a UUID, which is enough for CUDA, is not for vLLM. Where nothing is listed, all names are believed.
+    The beginning of a UUID, which CUDA accepts, is not enough for vLLM. If nothing is listed, all names are accepted.
     """
     for handle in handles:
         found = next((each for each in listed if _is_called(each, handle)), None)
         if found is not None and not found.divided:
             yield found if handle.isdigit() else msgspec.structs.replace(found, handle=found.uuid)
         elif found is not None or not listed or handle.startswith("MIG-"):
-            yield Device(handle)  # of a divided GPU, CUDA takes the first instance
+            yield Device(handle)  # of a divided GPU, CUDA uses the first instance
         else:
             return
 
@@ -157,11 +158,11 @@ def _is_called(device: Device, handle: str) -> bool:
 
 
 def _behind_mps(device: Device, environment: Mapping[str, str]) -> Device:
-    """A device that a daemon shares between processes is nobody's own."""
+    """A device that a daemon shares between processes is not exclusive."""
     there = Path(environment.get(_MPS_DIRECTORY, _MPS_DEFAULT)) / "control"
     return msgspec.structs.replace(device, exclusive="") if device.exclusive and there.exists() else device
 
 
 def _mib(text: str) -> int:
-    """Devices without memory of their own say so in words."""
+    """The number in MiB; devices without separate memory have a text instead."""
     return int(text) * MIB if text.isdigit() else 0

@@ -1,4 +1,4 @@
-"""The command of an engine, vLLM's or a simulated one's: a pure function from its description to what is run.
+"""The command of an engine, vLLM's or a simulated one's: a pure function of its description.
 
 And the flags that callers pass on to vLLM: which are set, and which are not theirs to set.
 """
@@ -26,29 +26,29 @@ from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
 from tercet.vllm_plugin.engine.server_access import require_key_beyond_loopback
 
 KV_TRANSFER = "--kv-transfer-config"
-# Tercet finds the server under these; as vLLM flags they would move it to where nobody looks.
+# Tercet uses these to find the server; as vLLM flags they would move it elsewhere.
 _TERCETS_OWN = ("--model", "--served-model-name", "--host", "--port")
 
 
 def check_flags(args: Sequence[str], where: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for what cannot be passed on; ``where`` says what they were given as.
+    """Raise :class:`~tercet.protocol.BadRequest` for flags that cannot be passed on; ``where`` names their source.
 
-    Everything else is vLLM's to judge.
+    vLLM checks everything else.
     """
     if args and not args[0].startswith("-"):
         raise BadRequest(f"{where}: {args[0]!r} is not a flag; vLLM's own flags begin with one", where)
     for flag, _ in _flags(args):
         if flag in _TERCETS_OWN:
-            raise BadRequest(f"{where}: {flag} is Tercet's own; give it before the --, or as a key of its own", where)
+            raise BadRequest(f"{where}: {flag} is Tercet's own; give it before the --, or as a separate key", where)
 
 
 def value_of(args: Sequence[str], *names: str) -> str | None:
-    """The last value that ``args`` give to a flag under any of its ``names``; ``""`` if it has none."""
+    """The last value of a flag under any of its ``names`` in ``args``; ``""`` if it has none."""
     return next((value for flag, value in reversed(list(_flags(args))) if flag in names), None)
 
 
 def without(args: Sequence[str], name: str) -> list[str]:
-    """``args`` less one flag that takes a value."""
+    """Return ``args`` without one flag that takes a value."""
     kept: list[str] = []
     skip = False
     for arg in args:
@@ -82,24 +82,24 @@ KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-# `--enforce-eager` leaves it to PyTorch to compile what samples tokens and ranks log probabilities, at the first use of
-# each, while the engine stands still for up to half a minute.
+# With `--enforce-eager`, PyTorch still compiles the code that samples tokens and ranks log probabilities, at the first
+# use of each, while the engine is blocked for up to half a minute.
 NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 KV_TRANSFER_CONFIG: Mapping[str, str] = {
     "kv_connector": "TercetConnector",
     "kv_connector_module_path": "tercet.vllm_plugin.connector",
     "kv_role": "kv_both",
 }
-# A verb waits for the step that is running, so on a CPU, where a step of 2048 tokens takes seconds, steps are short.
+# A verb waits for the running step, so on a CPU, where a step of 2048 tokens takes seconds, steps are short.
 CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
 GPU_MEMORY = "--gpu-memory-utilization"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
-# How vLLM starts its core and its workers. By its default it forks them, after this plugin has imported the worker's
-# code, whose libraries are many: one that calls CUDA when it is imported would leave the forked process without.
+# vLLM's start method of its core and its workers. By its default it forks them, after this plugin has imported the
+# worker's code with many libraries: if one of them calls CUDA when it is imported, the forked process cannot use CUDA.
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-# What Python says of vLLM's and PyTorch's own code, and of shared memory that its owner was killed over and that is
-# removed here; and what PyTorch's C++ says below an error.
+# Python's warnings about vLLM's and PyTorch's code, and about shared memory of a killed owner, which is removed here;
+# and PyTorch's C++ messages below errors.
 _QUIET: Mapping[str, str] = {
     "PYTHONWARNINGS": ",".join((
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:multiprocessing.resource_tracker",
@@ -107,20 +107,19 @@ _QUIET: Mapping[str, str] = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
 STAGES = ("--pipeline-parallel-size", "-pp")
-# On a CPU vLLM makes room for what a pipeline stage gets from the one before it when it warms up for compilation, which
-# `--enforce-eager` leaves out: such an engine ends with its first request. This compiles nothing, and warms up.
+# On a CPU vLLM allocates buffers for a pipeline stage's input when it warms up for compilation, which `--enforce-eager`
+# leaves out: such an engine ends at its first request. This compiles nothing, and warms up.
 EAGER_STAGES: Mapping[str, str] = {"--compilation-config": '{"mode":1,"backend":"eager"}'}
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``cores`` are empty where an accelerator computes; ``gpus`` are then its devices.
+    """One engine. ``cores`` are empty if an accelerator computes; ``gpus`` are then its devices.
 
-    ``gpu_memory`` is its share of their memory, vLLM's own choice if not given.
+    ``gpu_memory`` is its share of their memory, vLLM's default if not given.
 
-    ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` if not given, where that says one.
-    ``kv_cache_gib`` is the KV memory of a CPU engine. ``built_in``: the model is the small one that Tercet brings.
-    ``simulate``: the profile of a simulated engine, and ``options`` its own. ``prefill_hosts`` are who may be named to
-    prefill for it.
+    ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` by default, if that is not None. ``kv_cache_gib`` is the
+    KV memory of a CPU engine. ``built_in``: the model is Tercet's small one. ``simulate``: the profile of a simulated
+    engine, with its ``options``. ``prefill_hosts`` are the engines that may be named to prefill for it.
     """
 
     name: str
@@ -141,10 +140,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> list[str]:
-    """Arguments of the server process; the caller's own vLLM flags come last and win.
+    """Arguments of the server process; the caller's vLLM flags come last and have precedence.
 
-    It is the plain vLLM command, unless one import of vLLM can serve all processes of the engine.
-    Raises :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be joined with Tercet's.
+    It is the plain vLLM command, unless one import of vLLM can serve all processes of the engine. Raises
+    :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be merged with Tercet's.
     """
     argv = plain_argv(spec)
     return (
@@ -168,7 +167,7 @@ def plain_argv(spec: EngineSpec) -> list[str]:
     if (dtype := spec.dtype or default_dtype(cpu=bool(spec.cores))) is not None:
         defaults |= {"--dtype": dtype}
     if value_of(spec.extra_args, "--use-tqdm-on-load") is None:
-        defaults |= {"--no-use-tqdm-on-load": ""}  # a bar is no line of a log
+        defaults |= {"--no-use-tqdm-on-load": ""}  # a progress bar is not a log line
     if spec.cores:
         staged = value_of(spec.extra_args, *STAGES) not in (None, "1")
         defaults |= EAGER_STAGES if staged else {"--enforce-eager": ""}
@@ -187,9 +186,9 @@ def plain_argv(spec: EngineSpec) -> list[str]:
 
 
 def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
-    """Whether the engine is on cores that Tercet chose, and nothing is read at import that differs in its processes.
+    """Whether the engine runs on cores that Tercet chose, and all its processes read the same values at import.
 
-    That is so if it has no pipeline and compiles nothing, and if no other OpenMP than PyTorch's is asked for.
+    That is so if it has no pipeline and compiles nothing, and if no other OpenMP than PyTorch's is requested.
     """
     given = [flag for flag, _ in _flags(spec.extra_args)]
     several = {"--data-parallel-size", "-dp", "--nnodes", "--headless", "--api-server-count", "-asc",
@@ -206,9 +205,9 @@ def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
 
 
 def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` at once for what the engine would refuse once it has loaded its model.
+    """Raise :class:`~tercet.protocol.BadRequest` at once for what the engine would refuse after loading its model.
 
-    That is: verbs that strangers could call, and several API servers.
+    That is: verbs that other machines could call without a key, and several API servers.
     """
     given: dict[str, Any] = json.loads(kv_transfer_config(spec.extra_args)).get("kv_connector_extra_config") or {}
     keys = [key_of(inherited.get(name, ""), name) for name in (SECRET_VARIABLE, API_KEY_VARIABLE)]
@@ -242,8 +241,8 @@ def kv_transfer_config(args: Sequence[str]) -> str:
 def kv_events_flag(spec: EngineSpec) -> list[str]:
     """vLLM's KV events at ports that the system chooses; front doors find them in the engine's status.
 
-    None where the caller has settings of his own, where there are several data-parallel ranks, which need ports with
-    numbers, or where vLLM's publisher cannot listen: it wants an IPv4 address.
+    Not added if the caller configures them, with several data-parallel ranks, which need numbered ports, or if vLLM's
+    publisher cannot listen: it needs an IPv4 address.
     """
     host = _PUBLISHERS.get(spec.host, spec.host)
     own = any(value_of(spec.extra_args, flag) is not None for flag in (KV_EVENTS, "--data-parallel-size", "-dp"))
@@ -255,9 +254,9 @@ def kv_events_flag(spec: EngineSpec) -> list[str]:
 
 
 def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables of the server process, beside those that it inherits.
+    """Environment variables of the server process, in addition to those that it inherits.
 
-    Raises :class:`~tercet.protocol.BadRequest` for one of Tercet's own that cannot be used.
+    Raises :class:`~tercet.protocol.BadRequest` for an invalid one of Tercet's variables.
     """
     spin_seconds(inherited, on_cpu=bool(spec.cores))
     env = {"VLLM_PLUGINS": "tercet", ENGINE_NAME_VARIABLE: spec.name, "VLLM_NO_USAGE_STATS": "1"}
@@ -277,7 +276,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env[START_METHOD] = "spawn"
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-        if DEVICE_ORDER not in inherited:  # else CUDA counts the fastest first, and nvidia-smi does not
+        if DEVICE_ORDER not in inherited:  # otherwise CUDA numbers the fastest first, unlike nvidia-smi
             env[DEVICE_ORDER] = "PCI_BUS_ID"
     return env
 
@@ -296,7 +295,7 @@ def ranks_of(args: Sequence[str]) -> int:
 
 
 def gpu_memory_of(args: Sequence[str]) -> float | None:
-    """The share of a device's memory that these flags give an engine, if they say."""
+    """An engine's share of a device's memory in these flags, if set."""
     value = value_of(args, GPU_MEMORY)
     if value is None:
         return None
@@ -310,6 +309,6 @@ def gpu_memory_of(args: Sequence[str]) -> float | None:
 
 
 def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """The command as one would type it."""
+    """The command as a shell command line."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*variables, shlex.join(["python", *argv[1:]])])

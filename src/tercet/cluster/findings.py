@@ -1,4 +1,4 @@
-"""What a machine's parts mean for Tercet: what works, what a missing part costs, and what to do. No I/O."""
+"""Meaning of a machine's parts for Tercet: what works, what a missing part costs, and the remedy. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.cluster.compute import COMPUTE_WITH_BFLOAT16
 from tercet.cluster.machine import Machine
 
 GIB = 1 << 30
-# vLLM's processes talk through rings in shared memory; PyTorch and NCCL use it, too.
+# vLLM's processes communicate through rings in shared memory; PyTorch and NCCL use it, too.
 LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
 # Two CPU engines with the built-in model and a GiB of KV each, and a front door.
@@ -27,9 +27,9 @@ State = Literal["ok", "costs", "broken"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One part. ``costs`` says what its state costs, and ``do`` what would change that; empty where all is well.
+    """One part. ``costs`` is the effect of its state, and ``do`` the remedy; both are empty if all is well.
 
-    ``broken``: engines cannot be started. ``costs``: they can, with less than this machine could do.
+    ``broken``: engines cannot start. ``costs``: they can, with less performance than this machine could have.
     """
 
     part: str
@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings_of(machine: Machine) -> list[Finding]:
-    """Everything worth a line, in the order in which one would set a machine up."""
+    """All parts worth a line, in the order in which one would set a machine up."""
     return [
         *_vllm(machine),
         *_compute(machine),
@@ -57,7 +57,7 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
     build = "the CPU build" if machine.vllm_for_cpu else "the build for accelerators"
     if machine.vllm_for_cpu and machine.devices:
         yield Finding(
-            "vLLM", "costs", f"{machine.vllm}, {build}", "engines compute on cores, the devices below stand idle",
+            "vLLM", "costs", f"{machine.vllm}, {build}", "engines compute on cores, the devices below are idle",
             f"install vLLM's CUDA build in another environment: {INSTALL_FOR_GPUS}",
         )  # fmt: skip
     elif not machine.vllm_for_cpu and not machine.devices:
@@ -74,21 +74,21 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
     sides = (("engines", hooks.engine, "no engine starts"), ("front doors", hooks.frontend, "no front door starts"))
     for side, unmet, costs in sides:
         if unmet:
-            do = "install a version of vLLM that Tercet knows; python -m tercet.vllm_plugin.hooks has the whole table"
+            do = "install a version of vLLM that Tercet supports; python -m tercet.vllm_plugin.hooks lists all"
             yield Finding(f"hooks of {side}", "broken", _first_of(unmet), costs, do)
         else:
-            yield Finding(f"hooks of {side}", "ok", "all that Tercet relies on is there")
+            yield Finding(f"hooks of {side}", "ok", "all dependencies of Tercet match")
 
 
 def _remedy(error: str) -> str:
-    """What mends a vLLM that cannot be imported; the packages of ``MISMATCHED`` fail inside of ``torch``."""
+    """The remedy for a vLLM that cannot be imported; the packages of ``MISMATCHED`` fail inside of ``torch``."""
     if any(name in error for name in MISMATCHED):
         return f"pip uninstall -y {' '.join(MISMATCHED)}: their builds do not match a CPU torch, and text needs none"
     return f"install vLLM again: for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
 
 
 def _first_of(unmet: Sequence[str]) -> str:
-    """Some of what does not match, shortened: a vLLM of another version misses hundreds of things."""
+    """Some of the mismatches, shortened: a vLLM of another version has hundreds of them."""
     shown = [each if len(each) <= SHOWN_LENGTH else f"{each[:SHOWN_LENGTH]}..." for each in unmet[:SHOWN]]
     more = len(unmet) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
@@ -96,7 +96,7 @@ def _first_of(unmet: Sequence[str]) -> str:
 
 def _compute(machine: Machine) -> Iterator[Finding]:
     for device in machine.devices:
-        memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not told"
+        memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not reported"
         found = f"{device.name}, {memory}" + (f", driver {device.driver}" if device.driver else "")
         if device.exclusive:
             yield Finding(
@@ -106,7 +106,7 @@ def _compute(machine: Machine) -> Iterator[Finding]:
                 "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
             )  # fmt: skip
         elif device.memory and device.free < device.memory // 2:
-            do = "nvidia-smi shows who has it; engines take what is free"
+            do = "nvidia-smi shows its users; engines take what is free"
             yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
         else:
             yield Finding(f"device {device.handle}", "ok", found)
@@ -184,7 +184,10 @@ def _transports(machine: Machine) -> Iterator[Finding]:
     for device in machine.rdma:
         part = f"RDMA device {device.name}"
         if not device.active:
-            costs, do = "KV between machines goes over tcp", "bring its port up: ibstat, or ask whoever runs the fabric"
+            costs, do = (
+                "KV between machines goes over tcp",
+                "bring its port up: ibstat, or ask the fabric's administrator",
+            )
             yield Finding(part, "costs", "no port is active", costs, do)
         elif not device.usable:
             costs = "KV between machines goes over tcp"

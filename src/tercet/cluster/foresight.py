@@ -1,4 +1,4 @@
-"""What engines would find out only after minutes, each by itself: too little memory, too few cores."""
+"""Detects problems that engines would find only after minutes, each by itself: too little memory, too few cores."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 # With these the caller decides on KV memory, or on what is loaded.
 OWN_MEMORY = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--load-format")
 BYTES: Mapping[str, int] = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-# What an engine on CPUs maps before its weights and KV: PyTorch, vLLM, stacks of threads.
+# Memory that an engine on CPUs maps before its weights and KV: PyTorch, vLLM, stacks of threads.
 LIBRARIES = 5 * GIB // 2
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def require_memory(specs: Sequence[EngineSpec], available: int | None = None) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if CPU engines cannot have their weights and KV at once.
+    """Raise :class:`~tercet.protocol.BadRequest` if CPU engines cannot have their weights and KV together.
 
-    ``available`` are the bytes that are free; if not given, those of this machine and this control group.
+    ``available`` is the free memory in bytes; by default that of this machine and this control group.
     """
     needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
     _require_address_space(needs)
@@ -40,14 +40,14 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
     each = " each" if len(needs) > 1 else ""
     raise BadRequest(
         f"--kv-cache-gib: {engines} {weights / GIB:.1f} GiB of weights and {kv / GIB:.0f} GiB of KV{each} need "
-        f"{sum(map(sum, needs)) / GIB:.1f} GiB, {free / GIB:.1f} are free; choose a smaller --kv-cache-gib or model, "
-        "or fewer engines",
+        f"{sum(map(sum, needs)) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; choose a smaller --kv-cache-gib or "
+        "model, or fewer engines",
         "kv-cache-gib",
     )
 
 
 def _require_address_space(needs: Sequence[tuple[int, int]]) -> None:
-    """A process that may not map what it needs ends in ways of all kinds, some of them after minutes."""
+    """Check the address space: a process without enough of it fails in many ways, some of them after minutes."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     needed = LIBRARIES + max(map(sum, needs), default=0)
     if needs and allowed != resource.RLIM_INFINITY and allowed < needed:
@@ -59,7 +59,7 @@ def _require_address_space(needs: Sequence[tuple[int, int]]) -> None:
 
 
 def shared_cores(specs: Sequence[EngineSpec]) -> str | None:
-    """A sentence if workers have to share cores: then all of them are slower, and steps may take seconds."""
+    """A warning if workers have to share cores: then all of them are slower, and steps may take seconds."""
     workers = sum(ranks_of(spec.extra_args) for spec in specs if spec.cores)
     cores = len({core for spec in specs for core in spec.cores})
     if workers <= cores:
@@ -68,7 +68,7 @@ def shared_cores(specs: Sequence[EngineSpec]) -> str | None:
 
 
 def _needed(spec: EngineSpec) -> tuple[int, int] | None:
-    """Bytes of weights and of KV, at least; None if the caller has his own ways."""
+    """Bytes of weights and of KV, at least; None if the caller configures memory."""
     if any(value_of(spec.extra_args, flag) is not None for flag in OWN_MEMORY):
         return None
     checkpoint = Path(spec.model) if Path(spec.model).is_dir() else cached_snapshot(spec.model)
@@ -77,7 +77,7 @@ def _needed(spec: EngineSpec) -> tuple[int, int] | None:
 
 
 def _weights(checkpoint: Path, dtype: str | None) -> int:
-    """Bytes that they take in memory: one kind of files of a checkpoint, which may hold several."""
+    """Bytes that they take in memory: one kind of files of a checkpoint, which may contain several."""
     kinds = ([*checkpoint.glob(kind)] for kind in WEIGHTS)
     stored = next((files for files in kinds if files), list[Path]())
     size = sum(file.stat().st_size for file in stored)

@@ -1,12 +1,12 @@
 """Runs one command and never outlives its parent: ``python guard.py GRACE COMMAND...``, a pipe as standard input.
 
 With ``python guard.py GRACE --from SOCKET COMMAND...`` a warm parent (:mod:`tercet.cluster.warm_start`) that listens
-there forks the process of the command; without an answer of it the command is run as usual.
+there forks the process of the command; if it does not answer, the command is started as usual.
 
-The parent holds the other end of that pipe and writes nothing. When the parent ends, however it ends, the pipe closes
+The parent holds the other end of that pipe and writes nothing. When the parent ends, for any reason, the pipe closes
 and everything in this process group is stopped: the command, its children, and what they left behind, with SIGTERM, and
 after ``GRACE`` seconds with SIGKILL. A second process does that if this one is killed. SIGTERM to this process is
-passed on; the command's exit code is then its own. Needs the standard library alone, so that it starts at once and
+passed on; the command's exit code is then its own. It needs only the standard library, so that it starts at once and
 stays small.
 """
 
@@ -27,10 +27,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
-# After the command is gone its children may still give back shared memory.
+# After the command's end its children may still give back shared memory.
 STRAGGLER_SECONDS = 1.0
 PARENT = 0
-# Where vLLM makes the files of its sockets.
+# The directory of vLLM's socket files.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SOCKETS_PREFIX = "tercet-sockets-"
 PR_SET_PDEATHSIG = 1
@@ -41,12 +41,12 @@ FROM = "--from"
 
 
 class Child(Protocol):
-    """The command's process. ``ready`` are descriptors that become readable when :meth:`poll` may say something new."""
+    """The command's process. ``ready`` are descriptors that become readable when :meth:`poll` may have news."""
 
     ready: Sequence[int]
 
     def timeout(self) -> float | None:
-        """Seconds until :meth:`poll` has something to do in any case, if it ever does."""
+        """Seconds until :meth:`poll` must be called in any case, if ever."""
         ...
 
     def poll(self) -> int | None:
@@ -54,17 +54,17 @@ class Child(Protocol):
         ...
 
     def forget(self) -> bool:
-        """Whether it does not exist yet; then it never will."""
+        """Give the process up if it does not exist yet; returns whether that was so."""
         ...
 
 
 class Spawned:
-    """A child of this process; SIGCHLD says when it ends."""
+    """A child of this process; SIGCHLD signals its end."""
 
     ready: Sequence[int] = ()
 
     def __init__(self, command: Sequence[str]) -> None:
-        # What this process was given, such as a socket, is for the command alone. All else closes when it is executed.
+        # Inherited descriptors, such as a socket, are for the command only. All others close when it is executed.
         this = os.getpid()
         self._child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=lambda: _end_with(this)
@@ -84,7 +84,7 @@ class Spawned:
 class Forked:
     """A child of the warm parent at ``address``, in this process's group.
 
-    It may have to wait until the parent has imported. If the parent refuses, or is gone or does not answer within
+    It may have to wait until the parent has imported. If the parent refuses, has ended or does not answer within
     :data:`ANSWER_SECONDS`, the command is spawned. Raises :class:`OSError` if no parent listens.
     """
 
@@ -143,11 +143,11 @@ class Forked:
         elif self._is_awaited():
             self._spawn(rest or "the warm parent has ended")
         else:
-            self._channel.close()  # the warm parent is gone, and its children go on
+            self._channel.close()  # the warm parent has ended, and its children continue
             self.ready = (self._pidfd,)
 
     def _spawn(self, reason: str) -> None:
-        print(f"tercet: starts without shared imports: {reason}", flush=True)
+        print(f"tercet: starting without shared imports: {reason}", flush=True)
         self._channel.close()
         self.ready = ()
         self._spawned = Spawned(self._command)
@@ -155,22 +155,22 @@ class Forked:
 
 ANSWER_SECONDS = 120.0
 UNKNOWN = 1
-"""The exit code of a process whose parent has ended before it, so that it cannot say the code."""
+"""The exit code of a process whose parent ended first, so that its real code is unknown."""
 
 
 def start(command: list[str]) -> Child:
-    """The command's process, forked by a warm parent if there is one; raises :class:`OSError`."""
+    """Start the command's process, forked by a warm parent if there is one; raises :class:`OSError`."""
     if command[0] != FROM:
         return Spawned(command)
     try:
         return Forked(command[1], command[2:])
     except OSError as error:
-        print(f"tercet: starts without shared imports: {command[1]}: {error.strerror}", flush=True)
+        print(f"tercet: starting without shared imports: {command[1]}: {error.strerror}", flush=True)
         return Spawned(command[2:])
 
 
 class Guard:
-    """The command's process, and the signals that tell what is wanted of it."""
+    """The command's process, and the signals that control it."""
 
     def __init__(self, grace: float, command: list[str]) -> None:
         self._grace = grace
@@ -216,7 +216,7 @@ class Guard:
 
 
 def _remove_sockets() -> None:
-    """Those of vLLM, which nobody else removes once the parent is gone."""
+    """Remove vLLM's socket files, which no other process removes once the parent has ended."""
     place = os.environ.get(SOCKETS, "")
     if os.path.basename(place).startswith(SOCKETS_PREFIX):
         shutil.rmtree(place, ignore_errors=True)
@@ -230,9 +230,9 @@ def _end_what_is_left() -> None:
 
 
 def _watch_this_process(grace: float) -> int:
-    """Have a second process end the group if this one is killed, as it may be together with the parent.
+    """Start a second process that ends the group if this one is killed, perhaps together with the parent.
 
-    Returns what to write to when this process ends well.
+    Returns a descriptor to write to when this process ends well.
     """
     watched, held = os.pipe()
     child = os.fork()
@@ -242,7 +242,7 @@ def _watch_this_process(grace: float) -> int:
         return held
     os.close(held)
     _close_what_is_given()
-    if os.fork():  # the command shall be the only child
+    if os.fork():  # the command must be the only child
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the group gets them, and this process ends with the guard
@@ -255,22 +255,22 @@ def _watch_this_process(grace: float) -> int:
 
 
 def _close_what_is_given() -> None:
-    """What is for the command alone."""
+    """Close descriptors that are for the command only."""
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the one that lists them is closed by now
+        with suppress(OSError):  # the descriptor that was used to list them is closed by now
             if fd > 2 and os.get_inheritable(fd):
                 os.close(fd)
 
 
 def _end_with(guard: int) -> None:
-    """In the command: it is asked to end when the guard does, even if whoever watches the guard was killed as well."""
+    """In the command: end when the guard ends, even if the guard's watcher was killed as well."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != guard:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wake_on_signals() -> int:
-    """A file descriptor that becomes readable with every handled signal, a child's end included."""
+    """A file descriptor that becomes readable at every handled signal, a child's end included."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -29,7 +29,7 @@ from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declar
 from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
-# Engines serve the front door alone, and their control endpoints ask for no password.
+# Engines serve the front door only, and their control endpoints need no password.
 ENGINE_HOST = "127.0.0.1"
 TOLD = frozenset({"secret", "access-log", "log-format"})
 
@@ -40,11 +40,10 @@ async def local_fleet(
 ) -> AsyncGenerator[RunningFleet]:
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
-    Whoever has it keeps its engines alive by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The front
-    door is stopped first, and finishes what runs; once ``hurry`` is set it ends at once.
-    ``on_event(process, state)`` is told how each process gets on. Raises
-    :class:`~tercet.cluster.child_process.StartFailed` when one does not become ready, and
-    :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
+    The caller keeps its engines alive by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The front
+    door is stopped first, and finishes what runs; once ``hurry`` is set it ends at once. ``on_event(process, state)``
+    is called with each process's states. Raises :class:`~tercet.cluster.child_process.StartFailed` when one does not
+    become ready, and :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
     """
     specs = engine_specs(config, model)
     if config.port:
@@ -58,7 +57,7 @@ async def local_fleet(
     async with imports_for(specs, log_dir / "imports.log") as warm:
         fleet = fleet_of(config, model, specs, log_dir, warm)
         try:
-            # The front door loads beside the engines and waits for them.
+            # The front door loads in parallel to the engines and waits for them.
             queues = starting_queues(specs, fleet.engines)
             for process in (*(queue[0].process for queue in queues), fleet.router):
                 await process.start()
@@ -76,7 +75,7 @@ async def local_fleet(
 
 @asynccontextmanager
 async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[Path | None]:
-    """The warm parent of these engines: the one that a variable names, else one of their own; None if none can use it.
+    """The warm parent of these engines: the one in a variable, else a new one; None if none can use it.
 
     It is for engines with as many cores as the first one; others import for themselves.
     """
@@ -93,7 +92,7 @@ async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[
 def fleet_of(
     config: UpConfig, model: str, specs: Sequence[EngineSpec], log_dir: Path, warm: Path | None
 ) -> RunningFleet:
-    """The fleet that is to be started."""
+    """The fleet to start."""
     environment = shared_environment(config)
     engines: list[RunningEngine] = []
     for spec, (_, role) in zip(specs, config.roles, strict=True):
@@ -114,7 +113,7 @@ def fleet_of(
 
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
-    """What every engine is told by variables: the fleet's secret, and how to log. Its flags are vLLM's."""
+    """Variables for every engine: the fleet's secret, and the log settings. Its flags are vLLM's."""
     told = encode_settings(config)
     return {each.env: _as_text(told[each.key]) for each in declared(UpConfig) if each.key in TOLD and each.key in told}
 
@@ -124,9 +123,10 @@ def _as_text(value: Any) -> str:
 
 
 def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[list[T]]:
-    """Engines that start at once are first in their queues; those behind have the same devices as those before.
+    """Queues of engines: their first ones start at once; those after them have the same devices as those before.
 
-    vLLM looks at a device's free memory while it starts, and takes what another engine takes meanwhile for its own.
+    vLLM reads a device's free memory while it starts, and would count another engine's allocations at that time as its
+    own.
     """
     queues: dict[tuple[str, ...], list[T]] = {}
     alone: list[list[T]] = []
@@ -139,7 +139,7 @@ def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[l
 
 
 async def _until_all_ready(queue: Sequence[RunningEngine], on_event: OnEvent) -> None:
-    """Engines of one queue, of which the first has started, one after the other."""
+    """Start the engines of one queue, whose first one has started, one after the other."""
     for place, engine in enumerate(queue):
         if place:
             await engine.process.start()
@@ -181,16 +181,16 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
 
 
 def lora_flags(config: UpConfig) -> tuple[str, ...]:
-    """vLLM's flags by which every engine begins with the fleet's LoRA adapters."""
+    """vLLM's flags for the fleet's LoRA adapters, which every engine loads at start."""
     modules = [f"{name}={path}" for name, path in config.lora_modules.items()]
     return ("--enable-lora", "--lora-modules", *modules) if modules else ()
 
 
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
-    """The front door's settings: those of ``config`` that every front door has, and what is known of this one."""
+    """The front door's settings: those of ``config`` that every front door has, and those of this fleet."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
-    # Engines of this machine ask for the API key in their environment or flags, where there is no secret.
+    # Without a secret, engines of this machine require the API key in their environment or flags.
     fields["secret"] = (
         config.secret or value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
     )
@@ -199,7 +199,7 @@ def router_config(config: UpConfig, model: str, port: int, engines: Sequence[Eng
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
-    """The front door's command. Its settings, which may hold keys, are in a file that nobody else can read."""
+    """The front door's command. Its settings, which may contain keys, are in a file that only this user can read."""
     file = log_dir / "router.json"
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -208,6 +208,6 @@ def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
 
 
 def router_env(model: str) -> dict[str, str | None]:
-    """The front door's environment: no settings, since those of the file were made with the variables in mind."""
+    """The front door's environment without settings, since those of the file already include the variables."""
     env = {each.env: None for each in declared(RouterConfig)} | {"VLLM_NO_USAGE_STATS": "1"}
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env

@@ -1,4 +1,4 @@
-"""Where the logs of fleets go: a directory for each start in the cache, of which the newest are kept."""
+"""Directories of fleets' logs: one for each start in the cache; only the newest are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.cluster.detached_fleets import detached_fleets
 from tercet.cluster.model import cache_root
 from tercet.protocol import BadRequest
 
-# Of fleets that have ended.
+# Directories of ended fleets.
 KEPT = 20
 LOCK = ".in-use"
 _NAME = re.compile(r"\d{8}-\d{6}-\d+")
@@ -22,7 +22,7 @@ _held: list[int] = []
 
 
 def log_directory(chosen: str | None) -> Path:
-    """The one that was ``chosen``, or a new one in the cache, where old ones are then removed; made if need be.
+    """Make and return the ``chosen`` directory, or a new one in the cache, where old ones are then removed.
 
     Raises :class:`~tercet.protocol.BadRequest` if nothing can be written there.
     """
@@ -43,7 +43,7 @@ def log_directory(chosen: str | None) -> Path:
 
 
 def remove_old(logs: Path) -> None:
-    """Keep the newest of those that no fleet writes to any more; what is called otherwise is somebody else's."""
+    """Keep the newest of those that no fleet writes to any more; directories with other names are ignored."""
     in_use = {Path(fleet.log_dir) for fleet in detached_fleets()}
     ended = [
         each
@@ -55,10 +55,10 @@ def remove_old(logs: Path) -> None:
 
 
 def _hold(place: Path) -> None:
-    """While this process lives, nobody removes these logs: the kernel keeps the lock, and no clock is asked."""
+    """Protect these logs from removal while this process lives: the kernel keeps the lock, without a clock."""
     lock = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.append(lock)
-    with suppress(OSError):  # of file systems without locks
+    with suppress(OSError):  # on file systems without locks
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 

@@ -1,4 +1,4 @@
-"""Logs of processes that run for long: each has a bound, and the part before is kept next to it."""
+"""Rotates the logs of long-running processes: each has a size limit, and the previous part is kept next to it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 LARGEST = 64 * 1024 * 1024
-"""Bytes of a log; with the part before there are at most twice as many."""
+"""Largest size of a log in bytes; with the previous part there is at most twice as much."""
 LOOK_SECONDS = 5.0
 BEFORE = ".1"
 
 
 def rotate(log: Path, largest: int = LARGEST) -> bool:
-    """Move what a log has to ``LOG.1`` if it is larger than this; returns whether it was.
+    """Move a log's content to ``LOG.1`` if it is larger than ``largest``; returns whether it was.
 
-    Its writer goes on: it appends, and so at the new end. Lines that it writes while the log is copied may be lost.
+    Its writer continues: it appends, and so writes at the new end. Lines that it writes during the copy may be lost.
     """
     try:
         if log.stat().st_size <= largest:
@@ -36,7 +36,7 @@ def rotate(log: Path, largest: int = LARGEST) -> bool:
 
 
 async def rotate_logs(logs: Callable[[], Iterable[Path]]) -> None:
-    """Look at ``logs`` until cancelled."""
+    """Check ``logs`` at intervals until cancelled."""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         for log in list(logs()):

@@ -1,4 +1,4 @@
-"""What this machine has of what Tercet uses: looked up once, without loading what engines load."""
+"""The parts of this machine that Tercet uses: read once, without loading engines' libraries."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tercet.vllm_plugin.hooks import vllm_version
 RDMA = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-# Importing vLLM, so as to look at its code, takes so long at most; a cold disk included.
+# Timeout of importing vLLM to read its code, cold disk included.
 HOOKS_SECONDS = 180.0
-# Where `tercet up` and `tercet engine` listen if nobody says otherwise.
+# The default ports of `tercet up` and `tercet engine`.
 DEFAULT_PORTS = (8000, 8001)
 
 
@@ -43,7 +43,7 @@ class InfinibandDevice(msgspec.Struct, frozen=True):
 
 
 class HookReport(msgspec.Struct, frozen=True):
-    """What of vLLM is not as Tercet needs it, in an engine and in a front door; ``error`` if nobody could look."""
+    """Mismatches between vLLM and the hooks of engines and front doors; ``error`` if they are unknown."""
 
     engine: tuple[str, ...] = ()
     frontend: tuple[str, ...] = ()
@@ -51,13 +51,13 @@ class HookReport(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts, in bytes where not said otherwise; ``None`` for a limit that there is not.
+    """The facts, in bytes unless stated otherwise; ``None`` for a limit that does not exist.
 
-    ``no_devices`` says in words why there is no device, if there is none.
-    ``vllm`` is the version of the installed vLLM, empty without one, and ``vllm_for_cpu`` whether it is the CPU build.
-    ``cuda`` is the version of CUDA that PyTorch was built for, empty if for none.
-    ``sealed_files``, ``reads_processes``: whether memory files can be sealed, and whether this process may read the
-    memory of others of its user. ``ports_taken`` are those of Tercet's defaults that something else listens at.
+    ``no_devices`` is the reason as text if there is no device. ``vllm`` is the version of the installed vLLM, empty
+    without one, and ``vllm_for_cpu`` whether it is the CPU build. ``cuda`` is the version of CUDA that PyTorch was
+    built for, empty for no CUDA. ``sealed_files``, ``reads_processes``: whether memory files can be sealed, and whether
+    this process may read the memory of others of its user. ``ports_taken`` are those of Tercet's default ports that are
+    in use.
     """
 
     cores: int
@@ -84,7 +84,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look_at_machine() -> Machine:
-    """All of it; takes as long as importing vLLM does."""
+    """Read everything; takes as long as importing vLLM."""
     devices = list_devices()
     return Machine(
         cores=len(os.sched_getaffinity(0)),
@@ -127,7 +127,7 @@ def _vllm() -> str:
 
 
 def _cuda_of_torch() -> str:
-    """As the installed PyTorch has written it down; importing it takes seconds."""
+    """The version in the installed PyTorch's files; importing it takes seconds."""
     found = importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         with suppress(OSError):
@@ -142,13 +142,13 @@ def cuda_in(version_file: str) -> str:
 
 
 def _has_nixl(cuda: str) -> bool:
-    """Whether NIXL can be loaded: beside a PyTorch for CUDA it takes its build for that CUDA, and no other."""
+    """Whether NIXL can be loaded: with a PyTorch for CUDA it needs the build for that CUDA."""
     build = f"nixl_cu{cuda.partition('.')[0]}" if cuda else "nixl"
     return importlib.util.find_spec("nixl") is not None and importlib.util.find_spec(build) is not None
 
 
 def _hooks() -> HookReport:
-    """Looked at by a process of its own: a broken vLLM may end whoever imports it."""
+    """Check the hooks in a separate process: a broken vLLM may end the process that imports it."""
     command = [sys.executable, "-m", "tercet.vllm_plugin.hooks", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=HOOKS_SECONDS)
@@ -156,7 +156,7 @@ def _hooks() -> HookReport:
     except subprocess.TimeoutExpired:
         return HookReport(error=f"vLLM could not be imported within {HOOKS_SECONDS:.0f} s")
     except (OSError, IndexError, msgspec.DecodeError):
-        return HookReport(error="vLLM cannot be imported: python -c 'import vllm' says why")
+        return HookReport(error="vLLM cannot be imported: run python -c 'import vllm' to see why")
 
 
 def _rdma_devices() -> tuple[InfinibandDevice, ...]:
@@ -198,11 +198,11 @@ class _Span(ctypes.Structure):
 
 
 def _can_read_processes() -> bool:
-    """Whether ``process_vm_readv`` of a child works: what libraries copy by, on one machine (UCX calls it CMA)."""
+    """Whether ``process_vm_readv`` of a child works: libraries use it for copies on one machine (UCX calls it CMA)."""
     ready, theirs = os.pipe()
     word, room = ctypes.create_string_buffer(b"tercet"), ctypes.create_string_buffer(8)
     child = os.fork()
-    if child == 0:  # a copy of us, in which the word is at the same place
+    if child == 0:  # a copy of this process, with the word at the same address
         with suppress(BaseException):
             os.read(ready, 1)
         os._exit(0)

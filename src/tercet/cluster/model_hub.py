@@ -28,16 +28,16 @@ _MISSING = (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
 
 
 def find_model(name: str, on_progress: OnProgress) -> str:
-    """:func:`~tercet.cluster.model.resolve_model` for a model that is to be loaded: it has to be somewhere."""
+    """:func:`~tercet.cluster.model.resolve_model` for a model to load, which must exist."""
     model = resolve_model(name, on_progress)
     require_model(model)
     return model
 
 
 def known_model(name: str) -> str:
-    """What :func:`find_model` refuses is refused, and nothing is converted yet: give the result to ``resolve_model``.
+    """Refuse what :func:`find_model` refuses, without a conversion: pass the result to ``resolve_model``.
 
-    For commands that look at their ports before a conversion, which takes half a minute.
+    For commands that check their ports before a conversion, which takes half a minute.
     """
     return name if name == BUILT_IN else find_model(name, lambda _: None)
 
@@ -45,18 +45,18 @@ def known_model(name: str) -> str:
 def require_model(name: str) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` unless vLLM will find ``name``, as it was resolved.
 
-    Asks the hub, for at most some seconds, about a model that is not on this machine.
+    Asks the hub, with a timeout of some seconds, about a model that is not on this machine.
     """
     path = Path(name)
     if path.is_dir():
         if not _is_described(path) and not [*path.glob("*.gguf")]:
-            raise BadRequest(f"model: {path} is no checkpoint: it has no {DESCRIPTIONS[0]}", "model")
+            raise BadRequest(f"model: {path} is not a checkpoint: it has no {DESCRIPTIONS[0]}", "model")
     elif not path.exists() and not _is_elsewhere(name) and cached_snapshot(name) is None:
         _require_at_hub(name)
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """Where the hub's cache has the files of a model, if it has any."""
+    """Directory of a model's files in the hub's cache, if it has any."""
     snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
     found = [each for each in snapshots.glob("*") if _is_described(each)]
     return max(found, key=lambda each: each.stat().st_mtime, default=None)
@@ -67,13 +67,13 @@ def _is_described(checkpoint: Path) -> bool:
 
 
 def _is_elsewhere(name: str) -> bool:
-    """Names that are vLLM's to understand: URLs, files in a repository, another hub."""
+    """Whether only vLLM can interpret the name: URLs, files in a repository, another hub."""
     return "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
 
 
 def _require_at_hub(name: str) -> None:
     if not _ID.fullmatch(name):
-        raise _unknown(name, "it is no directory here, and no name that a model hub could have")
+        raise _unknown(name, "it is not a directory here, and not a valid name of a model hub")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise _unknown(name, f"it is neither a directory here nor in {_hub_cache()}, and HF_HUB_OFFLINE is set")
     hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
@@ -84,7 +84,7 @@ def _require_at_hub(name: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code in _MISSING:
             hint = "" if request.has_header("Authorization") else ", or none that it shows without HF_TOKEN"
-            raise _unknown(name, f"it is no directory here, and {hub} has no such model{hint}") from None
+            raise _unknown(name, f"it is not a directory here, and {hub} has no such model{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", None)
         reason = reason_of(cause if isinstance(cause, BaseException) else error)
@@ -97,7 +97,7 @@ def _token() -> dict[str, str]:
     token = os.environ.get("HF_TOKEN", "")
     with suppress(OSError):
         token = token or (home / "token").read_text()
-    token = "".join(token.split())  # with a line's end in it a complaint about the header would say it
+    token = "".join(token.split())  # with a line end in it an error about the header would show it
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

@@ -1,4 +1,4 @@
-"""Hosts and ports on this machine: URLs, what is free, what is not."""
+"""Hosts and ports on this machine: URLs, and free ports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL under which a server that listens at ``host`` is reached from this machine."""
+    """The URL under which a server that listens on ``host`` is reached from this machine."""
     return f"http://{host_and_port(_ANY.get(host, host), port)}"
 
 
 def require_free(host: str, port: int, setting: str = "port") -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` naming ``--host`` or the port's ``setting`` if nobody can listen."""
+    """Raise :class:`~tercet.protocol.BadRequest` naming ``--host`` or the port's ``setting`` if listening fails."""
     family, address = _resolve(host, port)
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +72,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise BadRequest(f"--host: {host!r} is no address of this machine: {_reason(error)}", "host") from error
+        raise BadRequest(f"--host: {host!r} is not an address of this machine: {_reason(error)}", "host") from error
     family, _, _, _, address = found[0]
     return family, (str(address[0]), *address[1:])  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Which process one is: its id, and its start by a clock that nobody sets, unlike that of the day."""
+"""Identity of a process: its id, and its start by a monotonic clock, which is never set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 PROC = Path("/proc")
 _BOOT = PROC / "sys/kernel/random/boot_id"
-# Of /proc/PID/stat, counted from the one after the command's name.
+# Fields of /proc/PID/stat, counted from the one after the command's name.
 _STATE, _START = 0, 19
 _ENDED = frozenset("ZX")
 
@@ -23,7 +23,7 @@ class ProcessStart(msgspec.Struct, frozen=True):
 
     @property
     def runs(self) -> bool:
-        """Whether it lives; another one that has its id now, or after a restart of the machine, is not it."""
+        """Whether it lives; another process with its id, now or after a restart of the machine, does not count."""
         fields = _fields_of(self.pid)
         return (
             fields is not None
@@ -40,7 +40,7 @@ def own_start() -> ProcessStart:
 
 
 def boot_id() -> str:
-    """Differs each time that the machine starts."""
+    """Differs at each start of the machine."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -48,9 +48,9 @@ def boot_id() -> str:
 
 
 def _fields_of(pid: int) -> list[str] | None:
-    """None for a process that is gone."""
+    """Fields, or None if the process has ended."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    return text[text.rindex(")") + 1 :].split()  # the name before it may hold anything
+    return text[text.rindex(")") + 1 :].split()  # the name before it may contain anything

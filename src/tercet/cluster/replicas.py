@@ -19,9 +19,9 @@ def is_group(args: Sequence[str]) -> bool:
 
 
 def rank_flags(args: Sequence[str], engines: int, host: str) -> list[tuple[str, ...]]:
-    """What each of a fleet's engines is told besides ``args``: its rank, and where the ranks meet; else nothing.
+    """Flags of each of a fleet's engines in addition to ``args``: its rank, and the ranks' meeting address.
 
-    vLLM calls it external load balancing: each rank has an API server, and who asks chooses. Raises
+    vLLM calls it external load balancing: each rank has an API server, and callers choose. Raises
     :class:`~tercet.protocol.BadRequest` if there are more or fewer engines than ranks.
     """
     size = value_of(args, *SIZE)
@@ -29,13 +29,13 @@ def rank_flags(args: Sequence[str], engines: int, host: str) -> list[tuple[str, 
         return [()] * engines
     if size != str(engines):
         raise BadRequest(
-            f"{ENGINE_ARGS}: --data-parallel-size is {size}, and this fleet has {engines} engines, which are "
-            "the ranks; give as many of --prefill, --decode and --both together",
+            f"{ENGINE_ARGS}: --data-parallel-size is {size}, and this fleet has {engines} engines, one per "
+            "rank; give that number of --prefill, --decode and --both together",
             ENGINE_ARGS,
         )
     if value_of(args, *RANK) is not None:
         raise BadRequest(
-            f"{ENGINE_ARGS}: every engine gets a --data-parallel-rank of its own; leave it out", ENGINE_ARGS
+            f"{ENGINE_ARGS}: every engine gets its --data-parallel-rank automatically; leave it out", ENGINE_ARGS
         )
     (port,) = free_ports(host, 1)
     meeting = ("--data-parallel-address", host, "--data-parallel-rpc-port", str(port))

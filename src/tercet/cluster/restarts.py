@@ -1,20 +1,19 @@
-"""Whether and when an engine that has ended is started anew. Decides without I/O."""
+"""Decides without I/O whether and when an engine that has ended is restarted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Seconds until the first start anew, until any at most, and for how long an engine serves before it counts as well.
+# Seconds until the first restart, the longest pause, and the time of serving after which an engine counts as well.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 LIVED_SECONDS = 60.0
 
 
 @dataclass
 class Restarts:
-    """One engine's starts anew, of which it gets ``limit``. Times are seconds of one clock.
+    """One engine's restarts, limited to ``limit``. Times are seconds of one clock.
 
-    Each waits twice as long as the one before. All are given back to an engine that has served for
-    :data:`LIVED_SECONDS`.
+    The pause doubles each time. An engine that has served for :data:`LIVED_SECONDS` gets all restarts back.
     """
 
     limit: int
@@ -22,11 +21,11 @@ class Restarts:
     _ready_at: float | None = None
 
     def ready(self, now: float) -> None:
-        """The engine serves."""
+        """Record that the engine serves."""
         self._ready_at = now
 
     def ended(self, now: float) -> float | None:
-        """The engine has ended: in how many seconds to start it anew; None if that is not done any more."""
+        """Record that the engine has ended; returns the seconds until its restart, or None without one."""
         ready_at, self._ready_at = self._ready_at, None
         if ready_at is not None and now - ready_at >= LIVED_SECONDS:
             self.used = 0

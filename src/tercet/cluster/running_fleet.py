@@ -1,4 +1,4 @@
-"""A fleet that runs on this machine: engines that die are started anew, and all of it is stopped in order."""
+"""A fleet that runs on this machine: engines that die are restarted, and everything is stopped in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OnEvent = Callable[[str, str], None]
 
 @dataclass
 class RunningEngine:
-    """An engine at ``url``; ``process`` is its last start, of which each has a log of its own."""
+    """An engine at ``url``; ``process`` is its last start. Each start has a separate log."""
 
     name: str
     role: Role
@@ -48,34 +48,34 @@ class RunningEngine:
         self.restarts.ready(time.monotonic())
 
     async def until_it_stays_dead(self, on_event: OnEvent) -> str:
-        """Start it anew when it ends, as often as it may be; returns how it ended the last time.
+        """Restart it when it ends, up to its limit; returns how it ended the last time.
 
-        Raises :class:`~tercet.cluster.child_process.StartFailed` if it cannot even be tried.
+        Raises :class:`~tercet.cluster.child_process.StartFailed` if a restart cannot even be tried.
         """
         while True:
             how = describe_exit(await self.process.ended())
             pause = self.restarts.ended(time.monotonic())
             if pause is None:
                 return how
-            count = f"start anew {self.restarts.used} of {self.restarts.limit} in {pause:g} s"
+            count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s"
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
             await asyncio.sleep(pause)
             await self._start_anew(on_event)
 
     async def _start_anew(self, on_event: OnEvent) -> None:
-        """At the same address, where the front door finds it; what becomes of it tells its end."""
+        """Restart it at the same address, where the front door finds it; its result is seen at its end."""
         dead, self.starts = self.process, self.starts + 1
         self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
         await dead.stop()
         try:
             await self.process.start()
         except OSError as error:
-            raise StartFailed(f"{self.name} cannot be started anew: {error}") from error
+            raise StartFailed(f"{self.name} cannot be restarted: {error}") from error
         on_event(self.name, LOADING)
         try:
             await self.until_ready(on_event)
         except StartFailed:
-            await self.process.stop()  # it has ended, or has had its time
+            await self.process.stop()  # it has ended, or its time is over
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class RunningFleet:
     log_dir: Path
 
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Start engines anew until the front door ends, or the last engine that may be.
+        """Restart engines until the front door ends, or the last engine that may be restarted.
 
-        Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` hears of
-        every end and every start, and of the events that the front door logs meanwhile, from warnings on.
+        Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` receives every
+        end and every start, and the front door's log events of level warning or above.
         """
         door = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
@@ -106,20 +106,20 @@ class RunningFleet:
                     engine, how = kept.pop(task), task.result()
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
-                    on_event(engine.name, f"{how}; it is not started anew; log: {engine.process.log}")
+                    on_event(engine.name, f"{how}; it is not restarted; log: {engine.process.log}")
         finally:
             for task in (door, reading, rotating, *kept):
                 task.cancel()
             await asyncio.gather(door, reading, rotating, *kept, return_exceptions=True)
 
     def logs(self) -> Sequence[Path]:
-        """Those that are written now."""
+        """The logs that are being written."""
         return [self.router.log, *(engine.process.log for engine in self.engines)]
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
-        """The front door first, which finishes what runs, or does not once ``hurry`` is set; then the engines.
+        """Stop the front door, which finishes running requests unless ``hurry`` is set; then the engines.
 
-        Once it is set whatever does not end within seconds is killed.
+        Once ``hurry`` is set, processes that do not end within seconds are killed.
         """
         engines = [engine.process for engine in self.engines]
         try:
@@ -132,7 +132,7 @@ class RunningFleet:
 
 @contextlib.contextmanager
 def _beside(*coroutines: Coroutine[Any, Any, None]) -> Generator[None]:
-    """While entered, these run."""
+    """Run these while entered."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
         yield
@@ -147,7 +147,7 @@ async def _hurry(processes: Sequence[Process], hurry: asyncio.Event) -> None:
 
 
 async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
-    """A front door that shuts down says so where it is asked for its health."""
+    """Report what is left: a front door that shuts down tells it in its health answer."""
     said = ""
     async with _asking() as session:
         while True:
@@ -161,12 +161,12 @@ async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
 
 
 def _asking() -> aiohttp.ClientSession:
-    """To ask processes of our own on this machine, whoever has signed their certificates."""
+    """Session for requests to our own processes on this machine, without checking their certificates."""
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), connector=aiohttp.TCPConnector(ssl=False))
 
 
 async def read_events(log: Path, say: Callable[[str], object]) -> None:
-    """Say the events of warnings and errors that come into a log from now on, until cancelled."""
+    """Pass on events of warnings and errors in a log from now on, until cancelled."""
     with log.open("rb") as lines:
         lines.seek(0, os.SEEK_END)
         begun = b""
@@ -185,7 +185,7 @@ async def read_events(log: Path, say: Callable[[str], object]) -> None:
 async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
     """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long.
 
-    ``on_event`` hears of each stage that it comes to: :data:`LOADING` with its name.
+    ``on_event`` receives each stage that it reaches: :data:`LOADING` with its name.
     """
     progress = StartProgress(process.log)
     port, somebody_else = urlsplit(url).port or 80, False
@@ -193,9 +193,9 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
         while progress.seconds < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
-            with contextlib.suppress(aiohttp.ClientError, OSError):  # a timeout is one, too
+            with contextlib.suppress(aiohttp.ClientError, OSError):  # includes timeouts
                 async with session.get(f"{url}/health") as response:
-                    # Of two fleets that start at one port, the one that comes too late asks the other's front door.
+                    # Of two fleets that start on one port, the later one would poll the other's front door.
                     somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
                     if response.status == 200 and not somebody_else:
                         progress.look()

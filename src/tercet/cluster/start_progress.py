@@ -1,4 +1,4 @@
-"""How far a server that starts has come: the stages that it tells in its log, and how long each took."""
+"""Progress of a starting server: the stages in its log, and the time of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tercet.vllm_plugin.engine.loading_stages import MARK
 
 STARTING = "starting"
-# Stages that are over sooner are not told.
+# Shorter stages are not reported.
 SHORT_SECONDS = 1.0
 
 
@@ -24,18 +24,18 @@ class StartProgress:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since it began."""
         return time.monotonic() - self._began
 
     def look(self) -> bool:
-        """Read on in the log; returns whether it has come to another stage."""
+        """Read new lines of the log; returns whether there is a new stage."""
         found = [line.partition(MARK)[2].strip() for line in self._new_lines() if MARK in line]
         for stage in found:
             self._enter(stage)
         return bool(found)
 
     def summary(self) -> str:
-        """The whole time, and that of the stages that took long: ``31 s (starting 22 s, weights 3 s)``."""
+        """The whole time, and that of long stages: ``31 s (starting 22 s, weights 3 s)``."""
         self._enter(self.stage)
         slow = [f"{stage} {took:.0f} s" for stage, took in self._took.items() if took >= SHORT_SECONDS]
         return f"{self.seconds:.0f} s" + (f" ({', '.join(slow)})" if len(self._took) > 1 and slow else "")
@@ -46,7 +46,7 @@ class StartProgress:
         self.stage, self._since = stage, now
 
     def _new_lines(self) -> list[str]:
-        """Whole lines that were written since the last look."""
+        """Whole lines that were written since the last call."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._read)

@@ -1,4 +1,4 @@
-"""What `tercet up` shall start."""
+"""Settings of `tercet up`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class UpConfig(FrontDoorConfig, frozen=True):
         if self.prefill + self.decode + self.both == 0:
             raise BadRequest("--prefill, --decode and --both are all 0: there is no engine to start", "prefill")
         if self.options and self.simulate is None:
-            raise BadRequest("options: go with simulate", "options")
+            raise BadRequest("options: require simulate", "options")
         if self.lora_modules and self.simulate is not None:
-            raise BadRequest("lora-modules: with simulate there is nothing to load", "lora-modules")
+            raise BadRequest("lora-modules: cannot be combined with simulate", "lora-modules")
         if self.engine_args and self.simulate is not None:
-            raise BadRequest("engine-args: with simulate there is no vLLM engine that they could go to", "engine-args")
+            raise BadRequest("engine-args: cannot be combined with simulate", "engine-args")
         if self.openai_layer == "small" and self.simulate is None:
-            raise BadRequest("openai-layer: small goes with simulate; vLLM engines need vLLM's layer", "openai-layer")
+            raise BadRequest("openai-layer: small requires simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_beside(self.port)
         check_flags(self.engine_args, "engine-args")
         for read in (ranks_of, gpu_memory_of, kv_transfer_config):
@@ -70,7 +70,7 @@ class UpConfig(FrontDoorConfig, frozen=True):
 
     @property
     def serves_without_vllm(self) -> bool:
-        """Simulated engines need no vLLM, and so, unless it is asked for, nor does the router before them."""
+        """Whether vLLM is not needed: for simulated engines, unless the router's layer of vLLM is requested."""
         return self.openai_layer == "small" or (
             self.openai_layer == "auto" and self.simulate is not None and self.workers == 1 and not self.vllm_args
         )

@@ -1,9 +1,10 @@
 """One import of vLLM for all processes of a fleet on this machine: ``python -m tercet.cluster.warm_start FD``.
 
 The process that runs this imports what engines on CPU cores and routers need, and forks each of them on request of its
-guard (:mod:`tercet.cluster.guard`), which waits meanwhile. A fork begins as the command would: with its arguments,
-environment, directory and output. What the interpreter and libraries read while they are loaded cannot be changed any
-more, so a fork that wants another value of such a variable runs its command instead, and imports for itself.
+guard (:mod:`tercet.cluster.guard`), which waits in the meantime. A fork begins as the command would: with its
+arguments, environment, directory and output. Variables that the interpreter and libraries read while they are loaded
+cannot be changed any more, so a fork that needs another value of such a variable runs its command instead, and imports
+for itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tercet.cluster.engine_command import WITH_ONE_IMPORT
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
 PRELOAD = "LD_PRELOAD"
 COMMAND_LINE = "tercet.cli"
-# What a router imports beyond what engines do.
+# Modules that a router imports in addition to engines' modules.
 OF_ROUTER = (
     "tercet.cli.app",
     "tercet.router.server",
@@ -41,7 +42,7 @@ OF_ROUTER = (
     "tercet.vllm_plugin.frontend.openai_server",
     "uvloop",
 )
-# Libraries start their threads when they are imported, and no thread survives a fork: so they start none.
+# Libraries start their threads when they are imported, and no thread survives a fork: so they must not start any.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 READ_LATE = frozenset({
     "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
@@ -50,16 +51,16 @@ READ_LATE = frozenset({
 })  # fmt: skip
 """Variables that are read after a fork; those that begin with ``TERCET_`` are, too.
 
-``LD_PRELOAD`` is here since the warm parent has the one that a command has, with PyTorch's OpenMP in addition.
+``LD_PRELOAD`` is here since the warm parent has that of a command, and PyTorch's OpenMP in addition.
 """
 OF_ENGINES = frozenset({
     "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "TORCH_CPP_LOG_LEVEL",
 })  # fmt: skip
-"""Variables that engines are given and that make no difference to a router, which computes nothing."""
+"""Variables for engines that do not matter to a router, which computes nothing."""
 
 
 class ForkedCommand(msgspec.Struct, frozen=True):
-    """What a guard asks for: arguments with the interpreter's, environment and working directory."""
+    """A guard's request: arguments with the interpreter's, environment and working directory."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -68,9 +69,9 @@ class ForkedCommand(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Import, then fork until ended."""
-    import setproctitle  # vLLM's: where it is not installed nothing is imported for engines
+    import setproctitle  # vLLM's dependency: without it nothing is imported for engines
 
-    setproctitle.getproctitle()  # it looks for its place where the environment begins, before that is changed
+    setproctitle.getproctitle()  # it searches the beginning of the environment, before that is changed
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         from tercet.vllm_plugin.log_noise import without_noise
         from tercet.vllm_plugin.server import import_engine
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
-    """Be the command of a request, in a fork of a process that ``began_with`` these variables.
+    """Become the command of a request, in a fork of a process that ``began_with`` these variables.
 
     The descriptors are the request and the standard streams.
     """
@@ -98,7 +99,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == COMMAND_LINE else READ_LATE)
     os.chdir(command.cwd)
     if others:
-        print(f"tercet: starts without shared imports: its own {', '.join(others)}", flush=True)
+        print(f"tercet: starting without shared imports: it sets {', '.join(others)}", flush=True)
         os.execve(command.argv[0], command.argv, command.env)
     set_by_imports = {name: value for name, value in os.environ.items() if began_with.get(name) != value}
     os.environ.clear()
@@ -118,7 +119,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
 
 def can_fork(argv: Sequence[str]) -> bool:
-    """Whether the command is one that a warm parent has imported."""
+    """Whether the command is one whose modules a warm parent has imported."""
     return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", COMMAND_LINE])
 
 
@@ -130,9 +131,9 @@ def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: 
 
 @asynccontextmanager
 async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerator[Path]:
-    """The socket of a warm parent that has the environment ``env`` of the engines that it is for.
+    """The socket of a warm parent with the environment ``env`` of its engines.
 
-    Requests may come at once: they are answered when it has imported. Raises :class:`OSError`.
+    Requests may be sent at once: they are answered when it has imported. Raises :class:`OSError`.
     """
     with listening_for_guards() as (address, listening):
         fd = listening.fileno()
@@ -149,9 +150,9 @@ async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerato
 def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
     """A socket that guards can connect to, for a warm parent to inherit.
 
-    The caller closes its own, so that guards see when the parent has ended.
+    The caller closes its own copy, so that guards see when the parent has ended.
     """
-    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # this user's alone: who may connect may run commands
+    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # for this user only: clients may run commands
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(str(directory / "socket"))
@@ -162,7 +163,7 @@ def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
 
 
 def loaded_with() -> dict[str, str]:
-    """What a warm parent's environment has beyond that of its engines."""
+    """Variables of a warm parent's environment beyond those of its engines."""
     from tercet.vllm_plugin.server import openmp, with_openmp
 
     return {**ONE_THREAD, PRELOAD: with_openmp(os.environ.get(PRELOAD, ""), openmp())}

@@ -1,7 +1,7 @@
-"""LoRA adapters of a simulated engine: which ones its batch may use, and what it costs to put one there.
+"""LoRA adapters of a simulated engine: those that its batch may use, and the cost of loading one.
 
-As in vLLM: a batch uses so many adapters at most. A sequence that asks for a further one waits, and others overtake it.
-An adapter that nobody in the batch uses keeps its place until another one needs it.
+As in vLLM, the number of adapters in a batch is limited. A sequence that needs a further one waits, and others overtake
+it. An adapter that no sequence in the batch uses keeps its slot until another one needs it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tercet.protocol import AdapterLoad
 
 
 class AdapterSlots:
-    """``most`` places, each of which takes ``load_seconds`` to fill. Users are whatever tells two sequences apart."""
+    """``most`` slots, each of which takes ``load_seconds`` to fill. Users are any values that distinguish sequences."""
 
     def __init__(self, most: int, load_seconds: float) -> None:
         self.most = most
         self.loads = 0
         self._load_seconds = load_seconds
-        self._filled: OrderedDict[str, None] = OrderedDict()  # the one used last is the last
+        self._filled: OrderedDict[str, None] = OrderedDict()  # the most recently used one is the last
         self._used: dict[Hashable, str] = {}
         self._users: Counter[str] = Counter()
         self._owed = 0.0
@@ -29,7 +29,7 @@ class AdapterSlots:
         return adapter is None or adapter in self._users or len(self._users) < self.most
 
     def join(self, user: Hashable, adapter: str | None) -> None:
-        """A sequence that is admitted joins the batch."""
+        """Record that an admitted sequence joins the batch."""
         if adapter is None or user in self._used:
             return
         self._used[user] = adapter
@@ -43,7 +43,7 @@ class AdapterSlots:
         self._filled.move_to_end(adapter)
 
     def leave(self, user: Hashable) -> None:
-        """A sequence is no more in the batch; one that was not there is fine."""
+        """Record that a sequence left the batch; one that was not there is ignored."""
         adapter = self._used.pop(user, None)
         if adapter is not None:
             self._users[adapter] -= 1
@@ -51,12 +51,12 @@ class AdapterSlots:
                 del self._users[adapter]
 
     def owed(self) -> float:
-        """The seconds that the next step takes longer, since adapters are put in their places first; once."""
+        """Extra seconds of the next step, for adapters that are loaded first; returned once."""
         owed, self._owed = self._owed, 0.0
         return owed
 
     def load(self, waiting: Iterable[str | None]) -> AdapterLoad | None:
-        """What the engine reports; ``waiting`` are the adapters of its queue. None if it serves none."""
+        """The engine's report; ``waiting`` are the adapters of its queue. None if it serves none."""
         if not self.most:
             return None
         queued = tuple(sorted({adapter for adapter in waiting if adapter is not None}))

@@ -1,4 +1,4 @@
-"""KV blocks of a simulated engine: how many are free, and the prefix cache with who holds what of it."""
+"""KV blocks of a simulated engine: the free ones, and the prefix cache with the holders of its parts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tercet.sim.prompts import Prompt
 
 
 class SimObserver(Protocol):
-    """Hears of one engine. Blocks are named by hashes that cover everything before them and the cache salt."""
+    """Observes one engine. Blocks are named by hashes that cover everything before them and the cache salt."""
 
     def load(self, load: EngineLoad) -> None:
-        """How busy it is now."""
+        """Its load now."""
 
     def stored(self, hashes: Sequence[int]) -> None:
-        """These blocks can be found in its cache now."""
+        """These blocks are in its cache now."""
 
     def dropped(self, hashes: Sequence[int]) -> None:
-        """These cannot any more."""
+        """These blocks are no longer in its cache."""
 
     def cleared(self) -> None:
-        """Its cache is empty, or will be told anew."""
+        """Its cache is empty, or will be reported again."""
 
 
 class Holding(msgspec.Struct, eq=False):
-    """What one holder pins: ``cached`` blocks, the last ones in ``run``, and behind them ``plain`` ones."""
+    """Blocks that one holder pins: ``cached`` ones, the last of them in ``run``, and after them ``plain`` ones."""
 
     run: Run | None = None
     cached: int = 0
@@ -43,10 +43,10 @@ class Holding(msgspec.Struct, eq=False):
 
 
 class BlockPool:
-    """``total`` blocks, of which ``free`` can be taken now, cached ones that nobody pins included.
+    """``total`` blocks, of which ``free`` can be taken now, including cached ones that are not pinned.
 
-    ``evicted`` counts the cached ones that were taken back, ``observer`` hears of cached ones. Without ``caching``
-    nothing is found again.
+    ``evicted`` counts cached blocks that were reused, ``observer`` is notified of cached ones. Without ``caching`` no
+    block is found again.
     """
 
     __slots__ = (
@@ -61,18 +61,18 @@ class BlockPool:
         self._block_size = block_size
         self._caching = caching
         self._tree = PrefixTree(block_size)
-        # Those that nobody pins, in the order in which they were let go. (The first key of a plain dict that loses its
-        # first keys is found by walking over all that were lost.)
+        # Runs that are not pinned, in the order in which they were unpinned. (The first key of a plain dict that loses
+        # its first keys is found by walking over all lost ones.)
         self._idle = OrderedDict[Run, None]()
         self._idle_blocks = 0
 
     @property
     def cached(self) -> int:
-        """How many blocks can be found again."""
+        """Number of blocks that can be found again."""
         return sum(run.blocks for run in self._tree)
 
     def observe(self, observer: SimObserver) -> None:
-        """Tell ``observer`` which blocks can be found, now and from now on."""
+        """Notify ``observer`` of the blocks that can be found, now and from now on."""
         self.observer = observer
         for run in self._tree:
             observer.stored(self._tree.names(run))
@@ -100,10 +100,10 @@ class BlockPool:
         self._pin(holding.run)
 
     def _pin(self, run: Run, above: Run | None = None) -> None:
-        """One more holder of a run and of all before it, as far as ``above``."""
+        """Count one more holder of a run and of all before it, as far as ``above``."""
         while run.blocks and run is not above:
             if not run.pins:
-                self._idle.pop(run, None)  # the first part of one is not among them
+                self._idle.pop(run, None)  # the first part of a run is not among them
                 self._idle_blocks -= run.blocks
                 self.free -= run.blocks
             run.pins += 1
@@ -115,15 +115,15 @@ class BlockPool:
         self.take_plain(count)
 
     def take_plain(self, count: int) -> None:
-        """Pin ``count`` plain blocks that the caller accounts for itself."""
+        """Pin ``count`` plain blocks that the caller counts itself."""
         if count > self.free:
-            raise AssertionError(f"{count} blocks were taken and {self.free} are free")
+            raise AssertionError(f"{count} blocks were requested and {self.free} are free")
         self.free -= count
         if self._idle_blocks > self.free:
             self._evict(self._idle_blocks - self.free)
 
     def _evict(self, count: int) -> None:
-        """Take this many blocks that nobody pins, those first that were let go first, and of a run the last ones."""
+        """Reuse ``count`` blocks that are not pinned: the first unpinned first, and of a run the last ones."""
         self._idle_blocks -= count
         self.evicted += count
         while count:
@@ -137,14 +137,14 @@ class BlockPool:
             count -= gone
 
     def publish(self, holding: Holding, prompt: Prompt, blocks: int) -> None:
-        """Have the first ``blocks`` blocks of a prompt with its output found, as far as the holder has them."""
+        """Make the first ``blocks`` blocks of a prompt with its output available, as far as the holder has them."""
         begin, end = holding.cached, min(blocks, holding.blocks)
         if begin >= end or not self._caching:
             return
         run = holding.run or self._tree.root(prompt.cache_salt, prompt.adapter)
         match = self._tree.match(run, begin, prompt, end)
         if match.blocks > begin:
-            # Somebody else has these blocks: they are shared from now on, and the copies given back.
+            # Another holder has these blocks: they are shared from now on, and the copies given back.
             above, run = run, self._tree.cut(match)
             self._pin(run, above)
             self.free += match.blocks - begin
@@ -157,7 +157,7 @@ class BlockPool:
         holding.plain -= end - begin
 
     def give_back(self, holding: Holding) -> None:
-        """Unpin all that a holder has; what is published stays cached until its room is needed."""
+        """Unpin all blocks of a holder; published ones stay cached until they are needed."""
         run, self.free = holding.run, self.free + holding.plain
         while run is not None and run.blocks:
             run.pins -= 1
@@ -169,7 +169,7 @@ class BlockPool:
         holding.run, holding.cached, holding.plain = None, 0, 0
 
     def close(self) -> None:
-        """Forget what is cached, at the end of a simulation: nothing is left for the garbage collector to look for."""
+        """Forget the cache, at the end of a simulation: nothing is left for the garbage collector."""
         self._idle.clear()
         self._tree.clear()
 

@@ -1,8 +1,7 @@
 """An asyncio event loop in virtual time: when nothing is ready, the clock jumps to the next timer.
 
-The loop runs callbacks, timers, tasks and async generators, in an order that depends on nothing but the program. It
-has no sockets, threads, processes or signals: what would wait for the real world is refused, since virtual time would
-run past it.
+The loop runs callbacks, timers, tasks and async generators, in an order that depends on the program only. It has no
+sockets, threads, processes or signals: they would wait for the real world, while virtual time jumps ahead.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import msgspec
 from tercet.protocol import EngineError
 
 T = TypeVar("T")
-# Cancelled timers stay until they are due, or until they are more than this, and than half as many as moments.
+# Cancelled timers stay until they are due, or until there are more than this, and more than half the number of moments.
 FEW_TIMERS = 1024
 
 
 class _Callback(msgspec.Struct, eq=False):
-    """A callback, ready now or at ``due``: an :class:`asyncio.TimerHandle` without what that does to help debugging.
+    """A callback, ready now or at ``due``: an :class:`asyncio.TimerHandle` without its debugging help.
 
-    ``loop`` is the one in which it waits for its time.
+    ``loop`` is set while it waits for its time.
     """
 
     due: float
@@ -56,7 +55,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._ready: deque[_Callback] = deque()
-        # A heap of numbers alone: comparing tuples took more than all else that is done for a timer.
+        # A heap of numbers only: comparing tuples took more time than all other work for a timer.
         self._moments: list[float] = []
         self._timers: dict[float, list[_Callback]] = {}
         self._cancelled_timers = 0
@@ -95,11 +94,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def timer_cancelled(self) -> None:
-        """One of those that wait for their time was cancelled."""
+        """Count a waiting timer that was cancelled."""
         self._cancelled_timers += 1
         if self._cancelled_timers > FEW_TIMERS and self._cancelled_timers * 2 > len(self._moments):
             left = {when: [each for each in timers if not each.is_cancelled] for when, timers in self._timers.items()}
-            # What goes away with a timer that is dropped may cancel others, and get here: it finds nothing to do.
+            # Objects that are freed with a dropped timer may cancel others, and call this: it finds nothing to do.
             self._cancelled_timers = 0
             self._timers = {when: timers for when, timers in left.items() if timers}
             self._moments = list(self._timers)
@@ -118,7 +117,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_until_complete(self, future: Any) -> Any:
         """Run until a future or coroutine is done; returns its result or raises its exception.
 
-        Raises :class:`~tercet.protocol.EngineError` when all wait and no timer is set.
+        Raises :class:`~tercet.protocol.EngineError` when every task waits and no timer is set.
         """
         task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
         ready, hooks = self._ready, sys.get_asyncgen_hooks()
@@ -140,11 +139,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task.result()
 
     def _jump(self) -> None:
-        """Go on to the next time that anything is to happen, and make ready all that is due by then."""
+        """Advance to the next time of any timer, and make all callbacks that are due then ready."""
         ready = self._ready
         while self._moments and (not ready or self._moments[0] <= self._now):
             when = heappop(self._moments)
-            # In a function of its own: what goes away with cancelled ones may set others, before time moves on.
+            # In a separate function: objects that are freed with cancelled ones may set others, before time advances.
             self._make_ready(self._timers.pop(when))
             if ready and when > self._now:
                 self._now = when
@@ -153,7 +152,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _make_ready(self, timers: list[_Callback]) -> None:
         for timer in timers:
-            timer.loop = None  # whoever cancels it from now on takes nothing from those that wait
+            timer.loop = None  # cancelling it from now on does not count
             if timer.is_cancelled:
                 self._cancelled_timers -= 1
             else:
@@ -172,11 +171,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # ---- errors ----------------------------------------------------------------------------------------------
 
-    # False, as ``bool()`` is: each future and task asks, which then calls nothing that is written in Python.
+    # False, as ``bool()`` is: each future and task calls it, and so no Python code runs.
     get_debug = staticmethod(bool)  # pyright: ignore[reportAssignmentType]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An exception that nobody awaits ends the run: a simulation that goes on after one cannot be trusted."""
+        """An exception that no task awaits ends the run: a simulation that continues after it cannot be trusted."""
         error = context.get("exception")
         self._failure = error if isinstance(error, BaseException) else RuntimeError(str(context.get("message")))
 
@@ -200,7 +199,7 @@ for _name in _REAL:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in virtual time from second 0; what it left running is cancelled before this returns."""
+    """Run a coroutine in virtual time from second 0; tasks that it left running are cancelled before this returns."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(main)

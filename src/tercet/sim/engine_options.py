@@ -1,4 +1,4 @@
-"""How a simulated engine schedules, caches and fails, and what it refuses."""
+"""Options of a simulated engine's scheduling, caching and failures, and checks of its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.sim.step_times import Profile
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine's settings; what has a name in vLLM has it here.
+    """One engine's settings, with vLLM's names where they exist.
 
     - ``schedule``: ``chunked`` runs decodes and chunks of prompts in one step, as vLLM does; ``prefill_first`` runs
       steps of prompts alone while there are any, as MLC-LLM does.
@@ -49,10 +49,10 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     lora_load: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
         for field in ("max_num_batched_tokens", "max_num_seqs", "max_loras"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        # Every running decode has its token in each step, which keeps equal steps equal.
+        # Every running decode has a token in each step, which keeps equal steps equal.
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         _require(seqs <= tokens, "max_num_seqs", seqs, f"at most max_num_batched_tokens, {tokens}")
         _require(self.total_blocks is None or self.total_blocks >= 1, "total_blocks", self.total_blocks, "at least 1")
@@ -88,7 +88,7 @@ MAX_TOKENS = 16
 
 
 def max_tokens_of(request: Request) -> int:
-    """How many tokens are wanted; raises :class:`~tercet.protocol.BadRequest`."""
+    """Number of requested output tokens; raises :class:`~tercet.protocol.BadRequest`."""
     wanted = request.sampling_params.get("max_tokens", MAX_TOKENS)
     if not isinstance(wanted, int) or wanted < 1:
         raise BadRequest(
@@ -99,14 +99,14 @@ def max_tokens_of(request: Request) -> int:
 
 
 def tokens_to_produce(request: Request, given: int, profile: Profile, total_blocks: int) -> int:
-    """How many tokens are wanted beyond the ``given`` ones, cut at the model's length.
+    """Number of output tokens beyond the ``given`` ones, limited by the model's length.
 
     Raises :class:`~tercet.protocol.BadRequest` if there is no room for one, or they never fit in ``total_blocks``.
     """
     wanted = max_tokens_of(request)
     if wanted <= given:
         raise BadRequest(
-            f"sampling_params.max_tokens: {wanted} is reached by the {given} tokens of output already",
+            f"sampling_params.max_tokens: {wanted} is already reached by the {given} tokens of output",
             "sampling_params.max_tokens",
         )
     room = profile.max_model_len - request.num_tokens
@@ -143,7 +143,7 @@ def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
 def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, room: int) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` unless the reservation has room for ``[begin, end)``.
 
-    And is for the same adapter, and this engine's whole KV cache, of ``room`` tokens, has room for ``end`` of them.
+    Also unless it is for the same adapter, and this engine's whole KV cache, of ``room`` tokens, can hold ``end``.
     """
     if end > room:
         raise BadRequest(f"prompt: {end} tokens do not fit in the whole KV cache of {room}", "prompt")
@@ -161,10 +161,10 @@ def check_same(lease: Lease, request: Request, output: Sequence[int], end: int |
     """Raise :class:`~tercet.protocol.BadRequest` unless the lease was taken for this sequence, and its cache salt."""
     reserved = lease.prompt.tokens
     if lease.prompt.adapter != request.adapter:
-        raise BadRequest("adapter: differs from what prep_recv was given for this sequence", "adapter")
+        raise BadRequest("adapter: differs from that of prep_recv for this sequence", "adapter")
     if not lease.prompt.has_salt(request.cache_salt):
-        raise BadRequest("cache_salt: differs from what prep_recv was given for this sequence", "cache_salt")
+        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence", "cache_salt")
     if reserved is request.prompt and (end is None or end >= lease.end):
         return
     if (*request.prompt, *output)[:end][: lease.end] != reserved[: lease.end]:
-        raise BadRequest("prompt: differs from what prep_recv reserved", "prompt")
+        raise BadRequest("prompt: differs from the prompt of prep_recv", "prompt")

@@ -1,4 +1,4 @@
-"""From measured steps to the terms of the step model: non-negative least squares on relative errors."""
+"""Fits the terms of the step model to measured steps: non-negative least squares on relative errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step that computed ``tokens`` prompt tokens behind ``cached`` ones, in ``seconds``."""
+    """A step that computed ``tokens`` prompt tokens after ``cached`` ones, in ``seconds``."""
 
     tokens: int
     cached: int
@@ -69,14 +69,14 @@ def _row(knots: Sequence[int], tokens: int, pairs: float, contexts: float, seque
     rises = [1.0]
     for index, (low, high) in enumerate(pairwise(knots)):
         share = (tokens - low) / (high - low)
-        # Beyond the last knot its slope goes on.
+        # Beyond the last knot its slope continues.
         rises.append(max(0.0, share if index == len(knots) - 2 else min(share, 1.0)))
     return [*rises, pairs, contexts, sequences]
 
 
 def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
     """``x >= 0`` that minimizes ``|matrix @ x - target|``."""
-    # Imported here: SciPy takes 0.4 s to load, and every command of the CLI would wait for it.
+    # Imported here: SciPy takes 0.4 s to load, which would delay every command of the CLI.
     from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
     # Columns differ by ten orders of magnitude; a tolerance for one would be noise for another.

@@ -1,11 +1,11 @@
-"""Time on a machine that several engines share: while they compute at once, each one's steps take longer.
+"""Time on a machine that several engines share: while they compute together, each one's steps take longer.
 
-An engine's core keeps its own time, in which a step takes as long as on an idle machine. For a lone engine that is the
+An engine's core has its own time, in which a step takes as long as on an idle machine. For a lone engine that is the
 loop's time. On a shared :class:`Host` it runs slower while others compute: a second of it takes ``1 + sum(factor - 1)``
-seconds, summed over the other engines that compute, where a factor says how much longer a kind of step takes beside one
-engine that runs another kind of step. The time changes its speed when somebody begins or ends to compute, so a step
-that runs beside another for a part of its time is slowed for that part alone. Engines that have just computed may
-linger, and slow the others for a while longer.
+seconds, summed over the other engines that compute; a factor tells how much longer a kind of step takes next to one
+engine that runs another kind of step. The speed changes when an engine begins or ends to compute, so a step that
+overlaps with another for a part of its time is slowed for that part only. Engines that have just computed may linger,
+and slow the others for a while longer.
 
 With two engines the sum is what was measured; with more it is an assumption.
 """
@@ -21,7 +21,7 @@ from tercet.protocol import BadRequest
 from tercet.sim.step_times import HostSharing, Profile
 
 Kind = Literal["prefill", "decode"]
-"""What an engine computes: steps with prompt tokens, whatever else is in them, or steps of decodes alone."""
+"""What an engine computes: steps with prompt tokens (and perhaps decodes), or steps of decodes only."""
 State = Literal["prefill", "decode", "linger"]
 
 
@@ -32,18 +32,18 @@ class LoopTime:
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        # The loop's own methods: a thousand engines pay nothing for a host that they do not have.
+        # The loop's own methods: a thousand engines without a host pay nothing for one.
         self.time = loop.time
         self.call_at = loop.call_at
 
     on_loop = staticmethod(float)
-    """When that is in the loop's time, if nobody begins or ends to compute until then: here, the same number."""
+    """Convert to the loop's time, if no engine begins or ends to compute until then: here, the same number."""
 
     def compute(self, kind: Kind | None) -> None:
-        """Another kind of step is computed from now on, or nothing."""
+        """Record that another kind of step is computed from now on, or nothing."""
 
     def end(self) -> None:
-        """The engine is gone, and computes nothing."""
+        """Record that the engine is gone, and computes nothing."""
 
 
 class Host:
@@ -54,13 +54,13 @@ class Host:
         self._engines: dict[State, int] = dict.fromkeys(get_args(State), 0)
 
     def join(self, sharing: HostSharing) -> SharedTime:
-        """The time of one more engine, which slows down as ``sharing`` says."""
+        """Return the time of one more engine, which slows down according to ``sharing``."""
         time = SharedTime(self, sharing)
         self._times.append(time)
         return time
 
     def change(self, before: State | None, after: State | None) -> None:
-        """Count an engine that changed what it does, and let all of them run at their new speeds."""
+        """Count an engine's change of state, and let all engines run at their new speeds."""
         if before is not None:
             self._engines[before] -= 1
         if after is not None:
@@ -83,7 +83,7 @@ class SharedTime:
         self._state: State | None = None
         self._sleep: asyncio.TimerHandle | None = None
         self._slowdown = 1.0
-        # The two times ran from here on at the present speed.
+        # The two times advance from here on at the present speed.
         self._since = self._since_on_loop = self._loop.time()
         self._alarm: _Alarm | None = None
 
@@ -121,7 +121,7 @@ class SharedTime:
         self._host.change(before, state)
 
     def adapt(self, engines: Mapping[State, int]) -> None:
-        """Run at the speed that is left while so many engines, this one included, are in each state."""
+        """Set the speed for these numbers of engines, this one included, in each state."""
         slowdown = self._slowdown_beside(engines)
         if slowdown == self._slowdown:
             return
@@ -141,7 +141,7 @@ class SharedTime:
 
 @dataclass(eq=False, slots=True)
 class _Alarm:
-    """A callback at a moment of a shared time, whose moment on the loop moves."""
+    """A callback at a moment of a shared time, whose moment on the loop changes."""
 
     when: float
     callback: Callable[..., object]
@@ -165,13 +165,13 @@ Alarm = asyncio.TimerHandle | _Alarm
 def time_on(host: Host | None, profile: Profile) -> EngineTime:
     """The time of an engine, which may share a host.
 
-    Raises :class:`~tercet.protocol.BadRequest` if its profile does not say how.
+    Raises :class:`~tercet.protocol.BadRequest` if its profile has no data on sharing.
     """
     if host is None:
         return LoopTime()
     if profile.sharing is None:
         raise BadRequest(
-            f"host: profile {profile.name} does not say what engines of one host do to one another; measure one with "
+            f"host: profile {profile.name} has no data on engines that share a host; measure one with "
             "two --engine of the same host",
             "host",
         )

@@ -14,7 +14,7 @@ from tercet.sim.prompts import Prompt
 class Lease:
     """One reservation: blocks for the first ``end`` tokens of ``prompt``, of which ``matched`` were cached here.
 
-    ``received`` are the ranges whose KV is in place. It ends ``ttl`` seconds after the last sign of life.
+    ``received`` are the ranges whose KV is in place. It ends ``ttl`` seconds after the last activity.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Lease:
 
     @property
     def valid_end(self) -> int:
-        """How far the KV is there without a gap."""
+        """How far the KV has arrived without a gap."""
         reached = self.matched
         for begin, end in sorted(self.received):
             if begin > reached:
@@ -53,17 +53,17 @@ class Leases:
         return len(self._by_name)
 
     def check(self, end: int) -> None:
-        """Raises ``NoSpace`` for more than a lease can ever have."""
+        """Raise ``NoSpace`` for more than a lease can ever have."""
         needed = self.blocks_for(end)
         if needed > self._max_blocks:
             raise NoSpace(f"{needed} blocks exceed max_lease_share ({self._max_blocks} blocks)")
 
     def blocks_for(self, end: int) -> int:
-        """How many blocks a lease for ``end`` tokens holds: one token more has room, so that decoding can begin."""
+        """Number of blocks of a lease for ``end`` tokens: there is room for one more token, to begin decoding."""
         return end // self._block_size + 1
 
     def within_share(self, end: int) -> bool:
-        """Whether a lease for ``end`` tokens more is within what leases may pin together."""
+        """Whether one more lease for ``end`` tokens is within the limit of all leases."""
         return self._pinned + self.blocks_for(end) <= self._max_blocks
 
     def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int, margin: int) -> Lease:
@@ -82,7 +82,7 @@ class Leases:
         return lease
 
     def extend(self, lease: Lease, prompt: Prompt, end: int, margin: int) -> None:
-        """Pin more for an open lease, up to ``end`` of ``prompt``, which begins with its own.
+        """Pin more for an open lease, up to ``end`` of ``prompt``, which begins with its prompt.
 
         Raises ``NoSpace``, and then takes nothing.
         """
@@ -96,26 +96,26 @@ class Leases:
         lease.prompt, lease.end = prompt, end
 
     def find(self, name: str) -> Lease | None:
-        """The lease, while it lasts."""
+        """The lease, if it is open."""
         return self._by_name.get(name)
 
     def of(self, seq_id: str) -> Lease | None:
-        """The sequence's lease, while it lasts."""
+        """The sequence's lease, if it is open."""
         return self._by_seq.get(seq_id)
 
     def end(self, lease: Lease) -> None:
-        """Take a lease off the books; its blocks are now the caller's to hand over or give back."""
+        """Remove a lease; its blocks now belong to the caller, to hand over or give back."""
         if lease.timer is not None:
             lease.timer.cancel()
         del self._by_name[lease.name], self._by_seq[lease.seq_id]
         self._pinned -= lease.holding.blocks
 
     def publish(self, lease: Lease) -> None:
-        """Make what arrived findable; between steps."""
+        """Make received KV available; between steps."""
         self._pool.publish(lease.holding, lease.prompt, lease.valid_end // self._block_size)
 
     def give_back(self, lease: Lease) -> None:
-        """Free an ended lease's blocks; what arrived stays cached. Between steps."""
+        """Free an ended lease's blocks; received KV stays cached. Between steps."""
         self.publish(lease)
         self._pool.give_back(lease.holding)
 

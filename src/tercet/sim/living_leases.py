@@ -1,4 +1,4 @@
-"""A simulated engine's leases as time passes: each ends by itself, and what arrives under it is found between steps."""
+"""A simulated engine's leases over time: each ends by itself, and received KV becomes available between steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tercet.sim.scheduler import SimScheduler
 
 
 class Address(NamedTuple):
-    """What senders are told of an engine: its name, where it is reached, and how its KV lies."""
+    """An engine's data for senders: its name, its address, and its KV layout."""
 
     engine: str
     url: str
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
 
 class LivingLeases:
-    """Takes leases, keeps them alive and ends them. ``numbers`` make their names, each of which is used once."""
+    """Makes, renews and ends leases. ``numbers`` make their names, each of which is used once."""
 
     def __init__(self, address: Address, leases: Leases, scheduler: SimScheduler, numbers: Iterator[int]) -> None:
         self._address = address
@@ -51,11 +51,11 @@ class LivingLeases:
         return Reservation(KVAddrInfo(*said, adapter=lease.prompt.adapter or ""), matched)
 
     def reserve(self, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
-        """A lease, now or in its turn; between steps. Raises ``NoSpace`` for what never fits, and ``Conflict``."""
+        """Make a lease, now or in turn; between steps. Raises ``NoSpace`` if it can never fit, and ``Conflict``."""
         return self.queue.reserve(f"{self._address.engine}:{next(self._numbers)}", seq_id, prompt, end)
 
     async def granted(self, asked: AskedReservation, ttl: float, until: float) -> Lease:
-        """The lease when it has its blocks, which ends ``ttl`` seconds after the last sign of life.
+        """Return the lease when it has its blocks; it ends ``ttl`` seconds after the last activity.
 
         It waits for its turn until a time of the loop. Raises ``NoSpace``, and nothing stays taken then, or on
         cancellation.
@@ -79,21 +79,21 @@ class LivingLeases:
         return lease
 
     def forget(self, asked: AskedReservation) -> None:
-        """Nobody waits for a reservation any more; what it has goes back."""
+        """Drop a reservation that is not awaited any more; its blocks are given back."""
         if asked.lease is not None:
             self.end(asked.lease)
         else:
             self._scheduler.between_steps(partial(self._drop, asked))
 
     def _drop(self, asked: AskedReservation, error: TercetError | None = None) -> None:
-        """End a reservation that waits, or has got its blocks since that was asked for."""
+        """End a reservation that waits, or has got its blocks in the meantime."""
         if asked.lease is not None:
             self.end(asked.lease)
         else:
             self.queue.give_up(asked, error)
 
     def abort(self, seq_id: str) -> None:
-        """End what a sequence has reserved, or waits for."""
+        """End the sequence's lease, or its waiting reservation."""
         lease, asked = self._leases.of(seq_id), self.queue.of(seq_id)
         if lease is not None:
             self.end(lease)
@@ -102,7 +102,7 @@ class LivingLeases:
             self._scheduler.between_steps(partial(self._drop, asked, error))
 
     def extend(self, name: str, request: Request, prompt: Prompt, end: int) -> Lease:
-        """Have an open lease reach up to ``end`` of ``prompt``, the request's.
+        """Extend an open lease up to ``end`` of ``prompt``, the request's.
 
         Raises ``NoSpace``, ``UnknownSequence`` and ``BadRequest``, and then takes nothing.
         """
@@ -125,16 +125,16 @@ class LivingLeases:
         self.queue.admit()
 
     def refusal(self, found: Lease | None, same: bool) -> str | None:
-        """Why KV is not taken in under a lease, which has ended if None is ``found``; if it is, a sign of life."""
+        """Why a lease does not accept KV (None ``found``: it has ended); acceptance counts as activity."""
         if found is None:
             return "the lease has ended"
         if not same:
-            return f"the KV is of other tokens, or under another cache salt, than lease {found.name} was taken for"
+            return f"the KV is of other tokens, or under another cache salt, than those of lease {found.name}"
         self._renew(found)
         return None
 
     def take_in(self, name: str, begin: int, end: int) -> None:
-        """KV of ``[begin, end)``, which the lease does not refuse, is there."""
+        """Record KV of ``[begin, end)`` that the lease has accepted."""
         found = self._leases.find(name)
         if found is not None:
             found.received.append((begin, end))
@@ -145,7 +145,7 @@ class LivingLeases:
             self._leases.publish(lease)
 
     def _renew(self, lease: Lease) -> None:
-        """Its time to live counts from the last sign of life."""
+        """Restart its time to live, at an activity."""
         if lease.timer is not None:
             lease.timer.cancel()
         lease.timer = self._loop.call_later(lease.ttl, self.end, lease)

@@ -1,4 +1,4 @@
-"""What a simulated engine reports of its load, as real ones do with their token streams."""
+"""Load reports of a simulated engine, like those in real engines' token streams."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from tercet.protocol import EngineLoad
 
 REPORT_SECONDS = 0.1
-"""Between two reports of load, as real engines' token streams have it."""
+"""Shortest interval of load reports, as in real engines' token streams."""
 
 
 class LoadReports:
-    """Tells ``tell`` the load after changes, once in :data:`REPORT_SECONDS` at most; an engine at rest costs nothing.
+    """Calls ``tell`` with the load after changes, at most once per :data:`REPORT_SECONDS`; idle engines cost nothing.
 
-    So the last report is never older than the load by more than that, however long ago it came.
+    So the last report is never behind the load by more than that, however old it is.
     """
 
     def __init__(self, load: Callable[[], EngineLoad], tell: Callable[[EngineLoad], None]) -> None:
@@ -25,7 +25,7 @@ class LoadReports:
         self._timer: asyncio.TimerHandle | None = None
 
     def changed(self) -> None:
-        """Something changed."""
+        """Record a change."""
         if self._timer is None:
             if self._loop.time() >= self._due:
                 self._report()

@@ -1,7 +1,7 @@
-"""KV on its way between the engines of one simulation: sends, and the links that their chunks book.
+"""KV transfers between the engines of one simulation: sends, and the links that their chunks use.
 
-Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share an
-end wait for each other. Layers leave while their step computes: a transfer may start when the first layer is done, and
+Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share an end
+wait for each other. Layers are sent while their step computes: a transfer may start when the first layer is done, and
 ends no earlier than the last layer's bytes need after the step.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SendTarget(Protocol):
-    """The other end of a send: an engine of this process, or of another one."""
+    """The receiver of a send: an engine of this process, or of another one."""
 
     @property
     def name(self) -> str:
@@ -29,25 +29,25 @@ class SendTarget(Protocol):
 
     @property
     def transfer(self) -> Transfer:
-        """How fast KV reaches it."""
+        """Speed of KV transfers to it."""
         ...
 
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
-        """Why KV of these tokens, up to ``end``, is not accepted under this lease, as far as is known here.
+        """Why this lease does not accept KV of these tokens, up to ``end``, as far as known here.
 
-        If it is, this is a sign of life: the lease's time to live counts from now.
+        Acceptance counts as activity: the lease's time to live restarts.
         """
         ...
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
-        """KV of the tokens ``[begin, end)`` is there; ``answer`` is told, at once or later, why it is refused if so."""
+        """Receive KV of the tokens ``[begin, end)``; ``answer`` is called, at once or later, with a refusal or None."""
         ...
 
 
 class Send:
-    """KV of ``prompt[begin:end)`` on its way from ``sender`` into a lease of ``receiver``.
+    """KV of ``prompt[begin:end)`` that ``sender`` sends into a lease of ``receiver``.
 
-    If it fails, what has arrived by then is the receiver's all the same, a computed chunk at a time.
+    If it fails, the receiver keeps what has arrived by then, by computed chunks.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Send:
         self._end = end
         self._arrives = 0.0
         self._left = begin
-        self._under_way: list[tuple[int, int, float]] = []  # and when it arrives
+        self._under_way: list[tuple[int, int, float]] = []  # and its arrival time
         self._timer: asyncio.TimerHandle | None = None
         self.done: asyncio.Future[None] = self._loop.create_future()
         self.bytes = 0
         self.chunks = 0
 
     def chunk(self, begin: int, end: int, from_time: float, to_time: float) -> None:
-        """A step from ``from_time`` to ``to_time`` has the KV of ``[begin, end)``; equal times: it is there already.
+        """Send the KV of ``[begin, end)``, which a step computes between these times; equal times: it exists already.
 
-        What has left is not sent again if a sequence that was preempted computes it once more.
+        KV that was sent is not sent again if a preempted sequence recomputes it.
         """
         begin, end = max(begin, self._left), min(end, self._end)
         tokens = end - begin
@@ -92,7 +92,7 @@ class Send:
         self.chunks += model.layers
 
     def computed(self) -> None:
-        """All of it has left, or waits for its link."""
+        """All of it was sent, or waits for its link."""
         if not self.done.done():
             self._timer = self._loop.call_at(max(self._arrives, self._loop.time()), self._arrived)
 
@@ -128,7 +128,7 @@ class Send:
 
 
 class Network:
-    """Engines by name, and their links. ``prompt`` makes what their model answers, of tokens, salt and adapter."""
+    """Engines by name, and their links. ``prompt`` returns their model's answer, given tokens, salt and adapter."""
 
     def __init__(self) -> None:
         self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
@@ -144,20 +144,20 @@ class Network:
         self._engines[engine.name] = engine
 
     def close(self) -> None:
-        """Part from the engines, which know it, at the end of a simulation."""
+        """Disconnect the engines, which refer to it, at the end of a simulation."""
         for engine in self._engines.values():
             engine.pool.close()
         self._engines.clear()
 
     def find(self, info: KVAddrInfo) -> SendTarget:
-        """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` if there is none."""
+        """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` without one."""
         found = self._engines.get(info.engine)
         if found is None:
             raise TransferFailed(f"no engine of this simulation is called {info.engine}", "kv_addr_info")
         return found
 
     def book(self, sender: SimEngine, receiver: SendTarget, size: int, first: float, last: float) -> float:
-        """Reserve the links for ``size`` bytes; returns when the last of them is acknowledged.
+        """Reserve the links for ``size`` bytes; returns when the last byte is acknowledged.
 
         The first layer is ready at ``first``, the last one at ``last``, both in seconds of virtual time.
         """

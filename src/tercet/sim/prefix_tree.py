@@ -1,8 +1,8 @@
-"""A prefix cache as a tree of runs, each a stretch of blocks that came at once.
+"""A prefix cache as a tree of runs, each of which is a sequence of blocks that were added together.
 
-So a prompt that shares nothing with any other is found, pinned, let go and evicted as one thing, however long it is. A
-run is split where a prompt leaves it that goes on otherwise. Tokens are compared and not hashed: blocks have names only
-for those who ask.
+So a prompt that shares nothing with any other is found, pinned, unpinned and evicted as one object, however long it is.
+A run is split at the point where a prompt continues differently. Tokens are compared and not hashed: blocks have names
+only if they are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tercet.sim.prompts import Prompt
 class Run:
     """The first ``blocks`` blocks of ``tokens``, which follow those of ``parent``. A root has none, and is its parent.
 
-    ``pins`` counts who holds them, and with them all that is before. ``children`` follow it, by hashes of their first
+    ``pins`` counts the holders of them, and of all blocks before. ``children`` follow it, by hashes of their first
     blocks; there are none while it is a leaf, as most are.
     """
 
@@ -42,7 +42,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class PrefixTree:
-    """Runs by what they follow. Prompts with different cache salts, or for different adapters, share nothing."""
+    """Runs by their parents. Prompts with different cache salts, or for different adapters, share nothing."""
 
     __slots__ = ("_block_size", "_roots")
 
@@ -51,7 +51,7 @@ class PrefixTree:
         self._roots: dict[tuple[str | None, str | None], Run] = {}
 
     def __iter__(self) -> Iterator[Run]:
-        """Every run, each after those that it follows."""
+        """Every run, each after its parents."""
         left = list(self._roots.values())
         while left:
             run = left.pop()
@@ -60,7 +60,7 @@ class PrefixTree:
             left += (run.children or {}).values()
 
     def root(self, salt: str | None, adapter: str | None = None) -> Run:
-        """What prompts with this cache salt follow, for this adapter."""
+        """The parent of prompts with this cache salt and adapter."""
         found = self._roots.get((salt, adapter))
         if found is None:
             found = self._roots[salt, adapter] = Run(None, (), 0)
@@ -68,7 +68,7 @@ class PrefixTree:
         return found
 
     def match(self, run: Run, blocks: int, prompt: Prompt, limit: int) -> Match:
-        """How far the first ``limit`` blocks of a prompt are there; ``blocks`` of them are, and end with ``run``."""
+        """How far the first ``limit`` blocks of a prompt are cached, given that ``blocks`` of them are, to ``run``."""
         size, part = self._block_size, run.blocks
         while blocks < limit and part == run.blocks:
             begin, children = blocks * size, run.children
@@ -81,7 +81,7 @@ class PrefixTree:
         return Match(run, part, blocks)
 
     def _alike(self, run: Run, tokens: tuple[int, ...]) -> int:
-        """How many blocks a run has in common with tokens whose first block is its own, and which are no more."""
+        """Number of blocks that a run has in common with tokens that begin with its first block and are not longer."""
         size, own = self._block_size, run.tokens
         alike, other = 1, len(tokens) // size + 1
         middle = other - 1  # mostly, all are the same
@@ -94,13 +94,13 @@ class PrefixTree:
         return alike
 
     def cut(self, match: Match) -> Run:
-        """The run that ends where a match does: the one that was found, or one made of the first part of it."""
+        """The run that ends where a match does: the one that was found, or a new one from its first part."""
         run, part = match.run, match.part
         if part == run.blocks:
             return run
         size = self._block_size
         upper = Run(run.parent, run.tokens[: part * size], part, run.pins)
-        # Whoever holds the run goes on holding what is its rest now, and with it what is before.
+        # Holders of the run keep holding its rest, and with it what is before.
         run.tokens, run.blocks, run.parent = run.tokens[part * size :], run.blocks - part, upper
         self._put(upper)
         self._put(run)
@@ -109,25 +109,25 @@ class PrefixTree:
         return upper
 
     def add(self, parent: Run, tokens: tuple[int, ...]) -> Run:
-        """A run of full blocks that are not there, with one holder."""
+        """Add a run of full blocks that are not cached, with one holder."""
         run = Run(parent, tokens, len(tokens) // self._block_size, pins=1)
         self._put(run)
         return run
 
     def _put(self, run: Run) -> None:
-        """Have it found from what it follows."""
+        """Add it to its parent's children."""
         if run.parent.children is None:
             run.parent.children = {}
         run.parent.children[hash(run.tokens[: self._block_size])] = run
 
     def shorten(self, run: Run, blocks: int) -> None:
-        """Take its last ``blocks`` from a run that nothing follows."""
+        """Remove the last ``blocks`` from a run that nothing follows."""
         run.blocks -= blocks
         if not run.blocks and run.parent.children:
             del run.parent.children[hash(run.tokens[: self._block_size])]
 
     def clear(self) -> None:
-        """Forget all of it. Runs know what they follow and what follows them, which only this ends."""
+        """Forget everything. Runs refer to parents and children, and only this ends the cycles."""
         left = list(self._roots.values())
         self._roots.clear()
         while left:

@@ -1,4 +1,4 @@
-"""What a simulated model says, which follows from the prompt alone.
+"""Answers of a simulated model, which follow from the prompt only.
 
 So two engines agree on a sequence's tokens wherever it runs, as real ones do at temperature zero.
 """
@@ -10,9 +10,9 @@ from array import array
 
 from tercet.protocol import Content, cache_key, content_of, packed
 
-# Output tokens are a walk through one fixed table: a batch of them is a slice, made only when somebody reads it.
+# Output tokens are a walk through one fixed table: a batch of them is a slice, made only when it is read.
 _CYCLE = 8192
-# Where it begins follows from the length of the prompt and its last tokens.
+# The start follows from the length of the prompt and its last tokens.
 _READ = 64
 VOCABULARY = 32_000
 
@@ -29,7 +29,7 @@ _TOKENS = _table() * 2
 
 
 class Prompt:
-    """A prompt's token ids, and what follows from them under an adapter, or without one."""
+    """A prompt's token ids, and its output under an adapter, or without one."""
 
     __slots__ = ("_contents", "_start", "adapter", "cache_salt", "tokens")
 
@@ -58,7 +58,7 @@ class Prompt:
         return self.tokens[begin:] + self.output(max(0, begin - length), end - length)
 
     def has_salt(self, cache_salt: str | None) -> bool:
-        """Whether it is under this cache salt; an empty one is none."""
+        """Whether it has this cache salt; an empty one means none."""
         return (self.cache_salt or None) == (cache_salt or None)
 
     def begins_like(self, other: Prompt, end: int) -> bool:
@@ -67,7 +67,7 @@ class Prompt:
         return alike and self.has_salt(other.cache_salt) and self.adapter == other.adapter
 
     def content(self, end: int) -> Content:
-        """What KV of the first ``end`` tokens is of; of fewer, if the prompt has no more."""
+        """Content of KV of the first ``end`` tokens, or of fewer if the prompt is shorter."""
         known = self._contents = self._contents or {}
         if end not in known:
             known[end] = content_of(packed(self.tokens[:end]), cache_key(self.cache_salt, self.adapter or ""))

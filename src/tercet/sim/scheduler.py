@@ -1,8 +1,8 @@
-"""One engine's scheduler: which tokens each step computes, and what that does to sequences and blocks.
+"""One engine's scheduler: the tokens of each step, and the effects on sequences and blocks.
 
-Steps are explicit while prompts are computed. When only decodes are left, steps differ by the growth of their
-contexts alone, and a whole run of them is one timer; whatever arrives cuts the run at the end of the step that is
-under way. All that touches blocks happens between steps, as on a real engine.
+Steps are explicit while prompts are computed. When only decodes are left, steps differ by the growth of their contexts
+alone, and a whole run of them is one timer; an arrival cuts the run at the end of the present step. Blocks change only
+between steps, as on a real engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SimScheduler(StepSelection):
 
     @property
     def idle(self) -> bool:
-        """Whether no step is under way."""
+        """Whether no step is running."""
         return self._timer is None
 
     @property
@@ -59,18 +59,18 @@ class SimScheduler(StepSelection):
 
     @property
     def told(self) -> dict[str, int]:
-        """What the engine's status says of what it has done."""
+        """Counters for the engine's status."""
         counters, evicted = self.counters, self.pool.evicted
         done = {"steps": counters.steps, "preemptions": counters.preemptions, "evicted": evicted}
         return {**done, "adapter_loads": self.slots.loads}
 
     def holding(self, work: Work) -> tuple[int, int]:
-        """How many tokens a sequence has now, and how many blocks it holds, within the current run of steps."""
+        """Number of tokens and blocks of a sequence now, within the current run of steps."""
         if work.state != "decoding":
             return work.known, work.holding.blocks
         run, now = self._run, self._frozen_since
         begun = 0 if run is None else run.steps_at(self._time.time() if now is None else now)
-        # A step takes its blocks as it begins, and has its token at its end.
+        # A step takes its blocks when it begins, and has its token at its end.
         return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
 
     def load(self) -> EngineLoad:
@@ -87,7 +87,7 @@ class SimScheduler(StepSelection):
         )
 
     def submit(self, work: Work) -> None:
-        """Queue a sequence; it may join at the end of the step that is under way."""
+        """Queue a sequence; it may join at the end of the present step."""
         self._waiting.add(work)
         if self._timer is None:
             self._boundary(self._time.time())
@@ -97,7 +97,7 @@ class SimScheduler(StepSelection):
             self.on_change()
 
     def between_steps(self, action: Callable[[], None]) -> None:
-        """Do something when no step is under way: now, or at the end of the current step."""
+        """Run a function when no step is running: now, or at the end of the current step."""
         if self._timer is None:
             action()
             self._boundary(self._time.time())
@@ -106,18 +106,18 @@ class SimScheduler(StepSelection):
             self._cut()
 
     def settle(self, work: Work) -> None:
-        """Bring a sequence's counts up to now; to be called between steps."""
+        """Update a sequence's counts to now; call this between steps."""
         if work.state == "decoding":
             self._decoding.settle(work)
 
     def catch_up(self, work: Work) -> None:
-        """Hand over the tokens of a sequence whose steps are over; what is under way goes on as it was planned."""
+        """Deliver the tokens of a sequence whose steps have ended; the running step continues as planned."""
         ahead = self.holding(work)[0] - work.known
         if work.produced + ahead > work.delivered:
             work.deliver(ahead)
 
     def follow(self, work: Work) -> None:
-        """Hand over each of a sequence's tokens as it comes, from now on; to be called between steps."""
+        """Deliver each of a sequence's tokens as it is produced, from now on; call this between steps."""
         work.each_token = True
         self.catch_up(work)
         if work.state == "decoding":
@@ -125,7 +125,7 @@ class SimScheduler(StepSelection):
             self._decoding.wake(work, 1)
 
     def drop(self, work: Work) -> None:
-        """Forget a sequence and free its blocks; to be called between steps."""
+        """Forget a sequence and free its blocks; call this between steps."""
         if work.state == "left":
             return
         if work.state == "decoding":
@@ -161,7 +161,7 @@ class SimScheduler(StepSelection):
                 work.stream.fail(error)
 
     def _count_until_now(self) -> None:
-        """Count what a run of steps has done, and how long its engine was busy: the step under way is lost."""
+        """Count the results of a run of steps, and the busy time of its engine: the running step is lost."""
         now = self._time.time() if self._frozen_since is None else self._frozen_since
         self.counters.busy += max(0.0, self._time.on_loop(min(now, self._ends)) - self._step_began)
         if self._run is not None:
@@ -171,30 +171,30 @@ class SimScheduler(StepSelection):
 
     @property
     def frozen(self) -> bool:
-        """Whether it was told to :meth:`freeze`."""
+        """Whether :meth:`freeze` was called."""
         return self._frozen_since is not None
 
     def freeze(self) -> None:
-        """Stand still, as a process does that got SIGSTOP: the step under way, and all that is asked, goes on later."""
+        """Stop as a process does after SIGSTOP: the running step, and all calls, continue later."""
         if self._frozen_since is None:
             now = self._frozen_since = self._time.time()
             if self._timer is None:
                 self._ends, self._step_began = now, self._time.on_loop(now)
-                self._timer = self._time.call_at(now, self._step_over, now)  # what is asked waits for its end
+                self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for its end
             self._timer.cancel()
 
     def thaw(self) -> None:
-        """Go on where :meth:`freeze` stopped it."""
+        """Continue where :meth:`freeze` stopped it."""
         since, self._frozen_since = self._frozen_since, None
         if since is not None:
             passed = self._time.time() - since
             if self._run is not None:
                 self._run.begin += passed
             self._end_at(self._ends + passed)
-            self._cut()  # somebody may have come meanwhile
+            self._cut()  # others may have arrived in the meantime
 
     def _cut(self) -> None:
-        """End the current run of steps with the step that is under way."""
+        """End the current run of steps with the running step."""
         run = self._run
         if run is None or self._frozen_since is not None:
             return
@@ -208,7 +208,10 @@ class SimScheduler(StepSelection):
     # ---- the loop --------------------------------------------------------------------------------------------
 
     def _step_over(self, ended: float) -> None:
-        """In real time this is late. The next step begins when this one should have ended, so delays do not add up."""
+        """End a step.
+
+        In real time this is late: the next step begins when this one should have ended, so delays do not add up.
+        """
         self._timer = None
         self.counters.busy += self._time.on_loop(ended) - self._step_began
         self._advance()
@@ -229,7 +232,7 @@ class SimScheduler(StepSelection):
         if self.reservations:
             self.reservations.admit(self._decoding.blocks_for(1) if decodes else 0)
         kind = "prefill" if chunks else "decode" if decodes else None
-        if kind != self._computes:  # how fast this engine's time runs from here on is settled before a step is timed
+        if kind != self._computes:  # the speed of this engine's time from here on must be known before a step is timed
             self._computes = kind
             self._time.compute(kind)
         if self.slots.most:
@@ -271,7 +274,7 @@ class SimScheduler(StepSelection):
         self._timer = self._time.call_at(end, self._step_over, end)
 
     def _advance(self) -> None:
-        """Account for the step, or the run of steps, that is over."""
+        """Account for the step, or the run of steps, that has ended."""
         decoding, ticks = self._decoding, self._ticks
         chunks, self._chunks = self._chunks, []
         if self._run is not None:

@@ -1,9 +1,9 @@
-"""One sequence's work on one engine, and the sequences that decode in lock step, kept by counts.
+"""One sequence's work on one engine, and the sequences that decode in lock step, represented by counts.
 
 A run of equal steps costs what one step costs. Time is counted in ticks; at each tick every sequence gains a token. A
-sequence notes the tick at which it joined, and its tokens, context and blocks follow from the ticks since. Blocks are
-counted by phase: a sequence needs a new block every ``block_size`` ticks, so all that is asked of a tick is how many
-sequences have its remainder.
+sequence records the tick at which it joined; its tokens, context and blocks follow from the ticks since then. Blocks
+are counted by phase: a sequence needs a new block every ``block_size`` ticks, so only the number of sequences with a
+tick's remainder is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tercet.sim.prompts import Prompt
 class Work(msgspec.Struct, eq=False):
     """Tokens to compute and tokens to produce.
 
-    ``length`` prompt tokens and ``given`` output tokens exist when it comes; ``goal`` more are wanted. ``known``
+    ``length`` prompt tokens and ``given`` output tokens exist when it arrives; ``goal`` more are wanted. ``known``
     tokens exist now, ``computed`` of them have KV here. While the work decodes, both lag behind the clock of
     :class:`~tercet.sim.sequence_work.DecodingBatch` until it settles them. Outputs go into ``stream``, if there is one.
-    ``arrived`` is a time of the event loop; ``arrival`` and ``admitted`` count who came, and who was admitted, before.
+    ``arrived`` is a time of the event loop; ``arrival`` and ``admitted`` count earlier arrivals and admissions.
     """
 
     prompt: Prompt
@@ -52,7 +52,7 @@ class Work(msgspec.Struct, eq=False):
 
     @property
     def known(self) -> int:
-        """Tokens that exist: prompt, given output, and what was produced here."""
+        """Existing tokens: prompt, given output, and output that was produced here."""
         return self.length + self.given + self.produced
 
     @property
@@ -71,9 +71,9 @@ class Work(msgspec.Struct, eq=False):
         )
 
     def deliver(self, ahead: int = 0) -> None:
-        """Hand over what was produced since the last time, with a finish reason if that was all.
+        """Deliver new output, with a finish reason if it is complete.
 
-        ``ahead`` of what is accounted for so many tokens more were produced.
+        ``ahead`` tokens more than the accounted ones were produced.
         """
         produced = self.produced + ahead
         begin, end = self.given + self.delivered, self.given + produced
@@ -85,7 +85,7 @@ class Work(msgspec.Struct, eq=False):
 
 
 def has_computed(source: Work, request: Request, work: Work) -> bool:
-    """Whether a sequence has the KV of all that ``work`` knows of a request, which goes on with its output."""
+    """Whether a sequence has the KV of all known tokens of ``work``, a request that continues with its output."""
     end, length = work.known, source.length
     return source.computed >= end and source.prompt.output(0, end - length) == request.prompt[length:end]
 
@@ -121,7 +121,7 @@ class DecodingBatch:
     def join(self, work: Work, wake_after: int) -> None:
         """Let a sequence decode from the next tick on, and be due after ``wake_after`` ticks.
 
-        All its known tokens but the last are computed, and it holds just the blocks that those need.
+        All its known tokens except the last are computed, and it holds just the blocks that those need.
         """
         work.state = "decoding"
         work.joined = self.tick
@@ -140,7 +140,7 @@ class DecodingBatch:
         heapq.heappush(self._due, (self.tick + ticks, self._count, work))
 
     def leave(self, work: Work) -> None:
-        """Take a sequence out, with its tokens and blocks as of now."""
+        """Remove a sequence, with its tokens and blocks as of now."""
         self.settle(work)
         del self._works[id(work)]
         self.size -= 1
@@ -149,18 +149,18 @@ class DecodingBatch:
         work.state = "left"
 
     def settle(self, work: Work) -> None:
-        """Bring a sequence's own counts up to now."""
+        """Update a sequence's counts to now."""
         ticks = self.tick - work.joined
         if not ticks:
             return
         work.holding.plain += self._hits(work.joined, self.tick, work.phase)
         work.produced += ticks
         work.computed += ticks
-        # Joined anew, with the same remainder and the same contribution to the context.
+        # As if it joined now, with the same remainder and the same contribution to the context.
         work.joined = self.tick
 
     def after(self, work: Work, ticks: int) -> tuple[int, int]:
-        """A decoding sequence's known tokens, and the blocks that it holds, ``ticks`` from now."""
+        """A decoding sequence's known tokens, and its number of blocks, ``ticks`` from now."""
         tick = self.tick + ticks
         return work.known + tick - work.joined, work.holding.blocks + self._hits(work.joined, tick, work.phase)
 
@@ -209,7 +209,7 @@ class DecodingBatch:
 
 
 def _valid(entry: tuple[int, int, Work]) -> bool:
-    """Whether an entry is its sequence's last one: who left, or is due at another time, has older ones."""
+    """Whether an entry is its sequence's latest; older ones are left after a leave or another due time."""
     _, number, work = entry
     return work.state == "decoding" and work.wake == number
 
@@ -223,11 +223,11 @@ class DecodeRun(msgspec.Struct, eq=False):
     growth: float
 
     def after(self, steps: int) -> float:
-        """When that many steps are over."""
+        """When ``steps`` steps have ended."""
         return self.begin + steps * self.first + self.growth * steps * (steps - 1) / 2
 
     def steps_at(self, now: float) -> int:
-        """The steps that are over when the one that runs at ``now`` ends; at least one, at most all."""
+        """Number of steps that have ended when the one running at ``now`` ends; at least one, at most all."""
         elapsed, half = now - self.begin, self.growth / 2
         if elapsed <= 0:
             return 1

@@ -58,11 +58,11 @@ T = TypeVar("T")
 
 
 class SimEngine:
-    """One engine in virtual (or real) time. What it decides at random follows from ``seed`` and its name.
+    """One engine in virtual (or real) time. Its random decisions follow from ``seed`` and its name.
 
-    Must be made inside a running event loop, whose time it uses. ``address`` is where other processes reach it.
-    With a ``host`` that others compute on, too, its steps take longer, as its profile says; raises
-    :class:`~tercet.protocol.BadRequest` if the profile does not say.
+    Must be made inside a running event loop, whose time it uses. ``address`` is its address for other processes. On a
+    ``host`` that others share, its steps take longer, according to its profile; raises
+    :class:`~tercet.protocol.BadRequest` if the profile has no data on that.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SimEngine:
         self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
-        self._lease_numbers = count(1)  # goes on after a failure: what is late for a lease of before meets none
+        self._lease_numbers = count(1)  # continues after a failure: late messages for an earlier lease match none
         self._told_by = Address(name, address or f"sim://{name}", self._layout)
         self._down = False
         self._observer: SimObserver | None = None
@@ -113,12 +113,12 @@ class SimEngine:
             self.pool.observe(self._block_observer)
 
     def observe_blocks(self, observer: SimObserver) -> None:
-        """Tell ``observer`` what is in this engine's cache, from now on."""
+        """Notify ``observer`` of this engine's cache, from now on."""
         self._block_observer = observer
         self.pool.observe(observer)
 
     def observe(self, observer: SimObserver) -> None:
-        """Tell ``observer`` this engine's load, and when it has lost its cache, from now on."""
+        """Notify ``observer`` of this engine's load, and of a lost cache, from now on."""
         self._observer = observer
         self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
         self._scheduler.on_change()
@@ -143,7 +143,7 @@ class SimEngine:
         return extended
 
     async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
-        """As :meth:`extend_recv`, by the lease's name; its time to live (seconds), too."""
+        """As :meth:`extend_recv`, by the lease's name; also returns its time to live (seconds)."""
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
@@ -196,10 +196,10 @@ class SimEngine:
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
 
     def _send_known(self, work: Work, request: Request, send: Send) -> bool:
-        """Send KV that is cached in full, or that a sequence has which is generated here; whether there is such."""
+        """Send KV that is fully cached, or that a running sequence has; returns whether there was any."""
         source = next((each for each in self._generating.values() if each.may_be(request)), None)
         if source is not None:
-            self._scheduler.follow(source)  # who sends what runs here wants to know how far it is
+            self._scheduler.follow(source)  # a sender of running KV needs to know how far it is
         if not self._scheduler.pin_cached(work) and not (source is not None and has_computed(source, request, work)):
             return False
         now = self._loop.time()
@@ -222,7 +222,7 @@ class SimEngine:
             scheduler.submit(work)
             await stream.until_over()
         finally:
-            # Another producer may go on with the stream while this work waits to be dropped.
+            # Another producer may continue the stream while this work waits to be dropped.
             work.stream = stream.held_back = None
             self._generating.pop(request.seq_id, None)
             if work.state != "left":
@@ -245,7 +245,7 @@ class SimEngine:
                 work.stream.put(Output((), "abort"))
 
     async def release(self, lease: str) -> int:
-        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it is over already."""
+        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it has ended already."""
         await self._reach()
         found = self._leases.find(lease)
         if found is None:
@@ -255,13 +255,13 @@ class SimEngine:
 
     @property
     def fingerprint(self) -> str:
-        """What its weights are known by."""
+        """Fingerprint of its weights."""
         return self._layout.model
 
     async def status(self) -> EngineStatus:
         await self._reach()
         if self._scheduler.frozen:
-            await self._between_steps(lambda: None)  # a frozen core tells nothing
+            await self._between_steps(lambda: None)  # a frozen core reports nothing
         total, free = self.pool.total, self._scheduler.free_blocks
         return EngineStatus(
             engine=self.name,
@@ -286,12 +286,12 @@ class SimEngine:
         )
 
     async def sequences(self) -> list[SequenceReport]:
-        """What is generated here; an engine does not know itself whom its tokens go to."""
+        """The sequences that are generated here; an engine does not know the front doors of their tokens."""
         await self._reach()
         return self.reports()
 
     def reports(self) -> list[SequenceReport]:
-        """The same, of an engine that may be out of reach."""
+        """The same, for an engine that may be unreachable."""
         return [self._report(seq_id, work) for seq_id, work in self._generating.items()]
 
     def _report(self, seq_id: str, work: Work) -> SequenceReport:
@@ -300,7 +300,7 @@ class SimEngine:
         return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
 
     def load(self) -> EngineLoad:
-        """How busy the engine is now, as it reports it to front doors."""
+        """The engine's load now, as reported to front doors."""
         return self._scheduler.load()
 
     # ---- the other side of a send ----------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class SimEngine:
         return self._living_leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
 
     def refuses_content(self, lease: str, content: Content) -> str | None:
-        """As :meth:`refuses`, by what a sender in another process says of its tokens."""
+        """As :meth:`refuses`, given a content from a sender in another process."""
         found = self._open_lease(lease)
         return self._living_leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
 
@@ -323,18 +323,18 @@ class SimEngine:
         answer(self.refuses(lease, prompt, end) or self.take_in(lease, begin, end))
 
     def take_in(self, lease: str, begin: int, end: int) -> None:
-        """KV of ``[begin, end)``, which the lease does not refuse, is there."""
+        """Record KV of ``[begin, end)`` that the lease has accepted."""
         self._living_leases.take_in(lease, begin, end)
 
     def loses_a_transfer(self) -> bool:
-        """Whether chance has it that this engine's transfer is lost."""
+        """Whether this engine's transfer is lost, at random."""
         rate = self.options.transfer_failures
         return rate > 0 and self._random.random() < rate
 
     # ---- failures --------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """Die: everything that runs here ends in ``EngineUnreachable``, KV and leases are lost."""
+        """Die: everything that runs here ends with ``EngineUnreachable``, KV and leases are lost."""
         self._down = True
         self._catch_up()
         error = EngineUnreachable(f"{self.name} went down")
@@ -355,31 +355,31 @@ class SimEngine:
             self._down = False
 
     def freeze(self) -> None:
-        """The core's process gets SIGSTOP: no step ends and no call is answered; the server goes on."""
+        """Stop the core's process as by SIGSTOP: no step ends and no call is answered; the server continues."""
         self._catch_up()
         self._scheduler.freeze()
 
     def _catch_up(self) -> None:
-        """What was produced by now was sent by now."""
+        """Deliver what was produced by now."""
         for work in list(self._generating.values()):
             self._scheduler.catch_up(work)
 
     def thaw(self) -> None:
-        """It gets SIGCONT."""
+        """Continue the core's process as by SIGCONT."""
         self._scheduler.thaw()
 
     @property
     def counters(self) -> Counters:
-        """What the engine did since it was started."""
+        """Counters since the engine's last start."""
         return self._scheduler.counters
 
     @property
     def all_counters(self) -> Counters:
-        """What it did in all its lives."""
+        """Counters of all its starts."""
         return self._before.plus(self._scheduler.counters, self.pool.evicted)
 
     def require_exchange(self, other: SimEngine) -> None:
-        """Raise :class:`~tercet.protocol.LayoutMismatch` unless KV can go between the two."""
+        """Raise :class:`~tercet.protocol.LayoutMismatch` unless the two engines can exchange KV."""
         self._layout.require_mappable(other._layout, other.name)
 
     @property
@@ -389,7 +389,7 @@ class SimEngine:
 
     @property
     def computes(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is running."""
         return not self._scheduler.idle
 
     @property
@@ -423,7 +423,7 @@ class SimEngine:
         return work
 
     def _adopt(self, lease: Lease, work: Work) -> None:
-        """Hand a lease's blocks over; one under which nothing is valid goes back, as in the plugin."""
+        """Hand a lease's blocks over; a lease without valid KV is given back, as in the plugin."""
         if lease.valid_end == 0:
             self._living_leases.end(lease)
             return
@@ -434,7 +434,7 @@ class SimEngine:
         work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
 
     async def _arrive(self, request: Request) -> None:
-        """Wait as long as a call takes to get here, and refuse what no engine would take."""
+        """Wait for the latency of a call, and refuse calls that no engine accepts."""
         if self.profile.call or self._down:
             await self._reach()
         check_prompt(request, self.profile.max_model_len)
@@ -447,7 +447,7 @@ class SimEngine:
             raise EngineUnreachable(f"{self.name} is down")
 
     async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """The result of an action that must run between steps; ``undo`` takes it back if nobody waits any more."""
+        """Run an action between steps and return its result; ``undo`` reverts it if the caller was cancelled."""
         if self._scheduler.idle:
             result: list[T] = []
             self._scheduler.between_steps(lambda: result.append(action()))

@@ -1,4 +1,4 @@
-"""A simulated engine as a server process: as much of an OpenAI server as a lone engine needs to be measured."""
+"""A simulated engine as a server process: the part of an OpenAI server that measuring a lone engine needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tercet.sim.sim_engine import SimEngine
 from tercet.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json, event_stream, json_of, text_of, together, tokens_of
 from tercet.sim.step_times import Profile
 
-# As vLLM names them, so that what reads a real engine's load reads this one's.
+# vLLM's names, so that code that reads a real engine's load can read this one's.
 GAUGES = {
     "vllm:num_requests_running": ("Sequences that run.", "running"),
     "vllm:num_requests_waiting": ("Sequences that wait.", "waiting"),
@@ -47,16 +47,16 @@ GAUGES = {
 }
 COUNTERS = {
     "steps": "Steps so far.",
-    "preemptions": "Sequences that gave their blocks back while they ran.",
-    "adapter_loads": "LoRA adapters that were put into their place in a batch.",
-    "evicted": "Cached blocks that were given to others.",
+    "preemptions": "Sequences that lost their blocks while they ran.",
+    "adapter_loads": "LoRA adapters that were loaded into a batch.",
+    "evicted": "Cached blocks that were reused.",
 }
 # Prompts of a million tokens are a few megabytes of JSON.
 LONGEST_BODY = 64 * 1024 * 1024
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``include_usage``: whether a last chunk tells the number of tokens."""
+    """``include_usage``: whether a last chunk has the number of tokens."""
 
     include_usage: bool = False
 
@@ -68,7 +68,7 @@ class TokenizeCall(msgspec.Struct, frozen=True):
 
 
 class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /v1/completions``. What a model that only counts ignores (temperature, ...) may be there too."""
+    """Body of ``POST /v1/completions``. Options that this model ignores (temperature, ...) are allowed."""
 
     prompt: str | list[TokenId]
     model: str | None = None
@@ -82,7 +82,7 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAI:
-    """Handlers for one engine; ``model`` is its public name, ``root`` where its tokenizer is, if there is one.
+    """Handlers for one engine; ``model`` is its public name, ``root`` the path of its tokenizer, if there is one.
 
     Engines of ``allowed`` may be named to prefill, by ``remote``.
     """
@@ -98,7 +98,7 @@ class OpenAI:
         self._numbers = itertools.count()
 
     def routes(self) -> list[web.RouteDef]:
-        """Where each handler is found."""
+        """The routes of all handlers."""
         return [
             web.post("/v1/completions", self.completions),
             web.post("/tokenize", self.tokenize),
@@ -109,10 +109,10 @@ class OpenAI:
         ]
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        """Generate, on this engine, after others have prefilled if the header names any."""
+        """Generate on this engine, after others have prefilled if the header names any."""
         call = decode_call(await http.read(), CompletionCall)
         if call.model not in (None, self._model):
-            raise BadRequest(f"model: there is no {call.model!r} here; this is {self._model}", "model")
+            raise BadRequest(f"model: there is no {call.model!r} here; use {self._model}", "model")
         name = f"cmpl-{next(self._numbers)}"
         request = Request(
             seq_id=name,
@@ -138,7 +138,7 @@ class OpenAI:
         return json_of({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids)), **answer.traced()})
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
-        """The tokens of a text, as vLLM's server tells them."""
+        """The tokens of a text, in the form of vLLM's server."""
         tokens = tokens_of(decode_call(await http.read(), TokenizeCall).prompt)
         length = self._engine.profile.max_model_len
         return json_of({"count": len(tokens), "max_model_len": length, "tokens": tokens})
@@ -188,7 +188,7 @@ class _CompletionAnswer:
         return {**self._head, "choices": [choice]}
 
     def traced(self) -> dict[str, Any]:
-        """What the request went through, if its client asked for that."""
+        """The request's trace, if its client asked for it."""
         return {} if self.trace is None else {"tercet": self.trace}
 
     def usage(self, tokens: int) -> dict[str, int]:
@@ -215,11 +215,11 @@ class _StatusMetrics(Collector):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated engine and where it listens.
+    """One simulated engine and its listening address.
 
-    ``url`` is where other engines reach it. ``model`` is the name in the OpenAI API, ``root`` a checkpoint whose
-    tokenizer clients may use, if there is one. ``prefill_hosts`` are who may be named to prefill, ``prefill_budget``
-    how long they may take. ``secret`` is the fleet's, that of the environment if not given.
+    ``url`` is its URL for other engines. ``model`` is the name in the OpenAI API, ``root`` a checkpoint whose tokenizer
+    clients may use, if there is one. ``prefill_hosts`` are the engines that may be named to prefill, ``prefill_budget``
+    their time limits. ``secret`` is the fleet's, by default that of the environment.
     """
 
     name: str
@@ -237,8 +237,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
-    """Serve while entered; raises ``OSError`` when the address is taken."""
-    # What a call costs is what it costs here.
+    """Serve while entered; raises ``OSError`` when the address is in use."""
+    # The real latency of a call replaces the profile's.
     profile = msgspec.structs.replace(config.profile, call=0.0)
     allowed = AllowedPrefillers(config.prefill_hosts, "prefill-hosts")
 
@@ -256,7 +256,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
         app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
-        # A client that goes away cancels its handler, which gives back what it took.
+        # When a client disconnects, its handler is cancelled, and gives back what it took.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:

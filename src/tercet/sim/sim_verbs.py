@@ -1,7 +1,7 @@
 """The verbs of one simulated engine over HTTP; calls, answers and errors are those of the vLLM plugin.
 
-Between simulated engines of different processes no KV travels, only the news that it would be there. A sender's link
-out is booked as in one process. The receiver's link in is not: senders in different processes do not wait for each
+Between simulated engines of different processes no KV is sent, only a message that it would have arrived. A sender's
+link out is used as in one process. The receiver's link in is not: senders in different processes do not wait for each
 other there.
 """
 
@@ -60,15 +60,15 @@ from tercet.streams import FrontDoors, StreamRelay, propose_move
 DELIVER = f"{PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
 UNAUTHORIZED = 401
-ASKS_FOR_A_KEY = "this engine asks for its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
-# The answer needs no engine step, so a peer that takes this long is gone.
+ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
+# The answer needs no engine step, so a peer that takes this long is dead.
 ANSWER = aiohttp.ClientTimeout(total=10.0)
 
 
 class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/sim/deliver``: the KV of ``[begin, end)`` would be under this lease now.
 
-    ``content`` says whose KV it is. The answer is why the lease did not take it, null if it did.
+    ``content`` identifies the KV. The answer is the lease's reason for a refusal, or null.
     """
 
     lease: str
@@ -77,25 +77,25 @@ class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HttpNetwork(Network):
-    """The network of one engine in a process of its own; reaches all others by the address in their reservations."""
+    """The network of one engine in a separate process; reaches all others by the address in their reservations."""
 
     def __init__(self, transfer: Transfer, session: aiohttp.ClientSession, secret: str = "") -> None:
         super().__init__()
         self._secret = secret
         self._provers: dict[str, Prover] = {}
-        self.transfer = transfer  # peers are taken to be as fast as this engine
+        self.transfer = transfer  # peers are assumed to be as fast as this engine
         self.posting = TaskSet()
         self._session = session
 
     def find(self, info: KVAddrInfo) -> SendTarget:
-        """See :meth:`tercet.sim.network.Network.find`; raises ``BadRequest`` for what no simulated engine returned."""
+        """See :meth:`tercet.sim.network.Network.find`; raises ``BadRequest`` for an address of no simulated engine."""
         addresses = [address for rank in info.ranks for address in rank.addresses]
         if info.transport != "sim" or len(addresses) != 1 or not ADDRESS.fullmatch(addresses[0]):
             raise BadRequest("kv_addr_info: not one that prep_recv of a simulated engine returned", "kv_addr_info")
         return RemoteEngine(info.engine, addresses[0], self)
 
     def post(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
-        """Tell a peer in the background; ``answer`` is also told when it cannot be reached."""
+        """Send a delivery to a peer in the background; ``answer`` is also called if it cannot be reached."""
         self.posting.spawn(self._deliver(url, delivery, answer))
 
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
@@ -138,24 +138,24 @@ class RemoteEngine:
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# What a model that only counts cannot answer.
+# Options that this model cannot serve.
 REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
 
 
 def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
-    """Token ids as they are; of text, one for each word."""
+    """Token ids unchanged; for text, one token per word."""
     if isinstance(prompt, str):
         return tuple(zlib.crc32(word.encode()) % VOCABULARY for word in prompt.split())
     return tuple(prompt)
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What these tokens are called."""
+    """Names of these tokens, as text."""
     return "".join(f" w{token}" for token in tokens)
 
 
 class Verbs:
-    """Handlers for one engine, for those who prove or show one of its ``keys``, if it has any.
+    """Handlers for one engine, for callers that prove or show one of its ``keys``, if it has any.
 
     Its log names the model ``model``.
     """
@@ -167,7 +167,7 @@ class Verbs:
         self.relay = StreamRelay(FrontDoors(engine.name, engine.incarnation, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
-        """Where each verb is found."""
+        """The routes of all verbs."""
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
             *(web.post(f"{PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
@@ -186,7 +186,7 @@ class Verbs:
         return self._admitted(checked)
 
     def _admitted(self, handler: Handler) -> Handler:
-        """As a real engine's: not for strangers, and where no key is asked, not for web pages."""
+        """Check callers as a real engine does: members only, and if no key is required, no web pages."""
 
         async def admitted(http: web.Request) -> web.StreamResponse:
             if not self._callers:
@@ -220,7 +220,7 @@ class Verbs:
         return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
 
     async def remote_send(self, http: web.Request) -> web.StreamResponse:
-        """Prefill, and tell the receiver when the KV would have arrived."""
+        """Prefill, and notify the receiver when the KV would have arrived."""
         call = decode_call(await http.read(), RemoteSendCall, http.content_type)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         with self._logged("remote_send", call, http):
@@ -276,7 +276,7 @@ class Verbs:
         return json_of(await self._engine.status())
 
     async def sequences(self, http: web.Request) -> web.StreamResponse:
-        """What is generated here, for whomever."""
+        """The sequences that are generated here, for all callers."""
         senders = self.relay.senders
         return json_of(
             [
@@ -288,14 +288,14 @@ class Verbs:
         )
 
     async def propose_move(self, http: web.Request) -> web.StreamResponse:
-        """Pass on, to the front door that runs a sequence, that another engine should go on with it."""
+        """Pass a proposal to move a sequence on to the front door that runs it."""
         call = decode_call(await http.read(), MoveCall)
         senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
         propose_move(senders, http.match_info["seq_id"], call)
         return json_of({"accepted": True}, 202)
 
     async def deliver(self, http: web.Request) -> web.StreamResponse:
-        """News from a sender in another process."""
+        """Delivery from a sender in another process."""
         news = decode_call(await http.read(), Delivery)
         refusal = self._engine.refuses_content(news.lease, news.content)
         if refusal is None:
@@ -304,11 +304,13 @@ class Verbs:
 
 
 def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
-    """What the engine is asked for; raises :class:`~tercet.protocol.BadRequest` for what it cannot do."""
+    """The request of a call; raises :class:`~tercet.protocol.BadRequest` for unsupported options."""
     sampling: Mapping[str, Any] = {} if isinstance(call, PrepRecvCall) else call.sampling_params
     for name in REFUSED:
         if sampling.get(name) is not None:
-            raise BadRequest(f"sampling_params.{name}: a simulated engine has none", f"sampling_params.{name}")
+            raise BadRequest(
+                f"sampling_params.{name}: a simulated engine does not support it", f"sampling_params.{name}"
+            )
     prompt = tokens_of(call.prompt)
     return Request(
         seq_id=call.seq_id,
@@ -328,7 +330,7 @@ def json_of(value: Any, status: int = 200) -> web.Response:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns errors of the protocol into their HTTP form."""
+    """Convert errors of the protocol to their HTTP form."""
     try:
         return await handler(request)
     except TercetError as error:
@@ -336,9 +338,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:
-    """Values as server-sent events, then ``end``; an error that comes after the first value is the last event.
+    """Values as server-sent events, then ``end``; an error after the first value is the last event.
 
-    The first value is awaited before the status line goes out, so that bad input is still a 4xx.
+    The first value is awaited before the status line is sent, so that invalid input is still a 4xx.
     """
     first = await anext(values)
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
@@ -358,7 +360,7 @@ def _event(value: Any) -> bytes:
 
 
 async def together(outputs: OutputStream) -> Output:
-    """All outputs as one."""
+    """Collect all outputs into one."""
     found = [output async for output in outputs]
     tokens = tuple(token for output in found for token in output.token_ids)
     return Output(tokens, found[-1].finish_reason, usage=found[0].usage)

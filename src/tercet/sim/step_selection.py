@@ -1,8 +1,8 @@
-"""Which tokens a simulated engine's next step computes, and what they do to sequences and blocks.
+"""Selects the tokens of a simulated engine's next step, and applies their effects on sequences and blocks.
 
-Who gets tokens and blocks is decided as in vLLM's scheduler with the plugin: those that run, in the order in which they
-were admitted; then those that wait on the blocks of a lease; then those that wait without, first come first served. A
-prompt takes blocks chunk by chunk, and is admitted when all of it would fit now.
+Tokens and blocks are assigned as in vLLM's scheduler with the plugin: first to running sequences, in the order of
+admission; then to those that wait with the blocks of a lease; then to those that wait without, first come first served.
+A prompt takes blocks chunk by chunk, and is admitted when all of it would fit now.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Chunk = tuple[Work, int]
 class Counters:
     """What an engine did since it started: steps, tokens, and seconds in which a step ran.
 
-    ``evicted`` cached blocks are counted by the block pool, and here only for lives that are over.
+    ``evicted`` cached blocks are counted by the block pool, and here only for earlier starts.
     """
 
     steps: int = 0
@@ -36,7 +36,7 @@ class Counters:
     evicted: int = 0
 
     def plus(self, later: Counters, evicted: int) -> Counters:
-        """The sum of two lives; in the later one so many cached blocks were ``evicted``."""
+        """The sum of two starts' counters; the later one ``evicted`` this number of cached blocks."""
         return Counters(
             self.steps + later.steps,
             self.prefill_tokens + later.prefill_tokens,
@@ -50,7 +50,7 @@ class Counters:
 class StepSelection:
     """The sequences of one engine, between its steps."""
 
-    # Slots, as in all that a thousand engines have each: less memory is walked from one engine's step to another's.
+    # Slots, as in all objects that each of a thousand engines has: less memory is walked between two engines' steps.
     __slots__ = (
         "_admitted", "_block_size", "_decoding", "_options", "_prefilling", "_time", "_waiting", "counters", "pool",
         "reservations", "slots",
@@ -71,7 +71,7 @@ class StepSelection:
 
     @property
     def running(self) -> int:
-        """Sequences that were admitted and are not done."""
+        """Sequences that were admitted and have not ended."""
         return len(self._prefilling) + self._decoding.size
 
     @property
@@ -93,11 +93,11 @@ class StepSelection:
         return needed
 
     def _missing(self, work: Work) -> int:
-        """Blocks that a sequence needs, for its known tokens, on top of those that it has."""
+        """Blocks that a sequence still needs for its known tokens."""
         return max(0, -(-work.known // self._block_size) - work.holding.blocks)
 
     def pin_cached(self, work: Work) -> bool:
-        """Pin the blocks of a sequence that is cached in full, if it is; between steps."""
+        """Pin the blocks of a sequence that is fully cached, if it is; between steps."""
         match = self.pool.match(work.prompt, work.known // self._block_size)
         if match.blocks * self._block_size < work.known:
             return False
@@ -109,13 +109,13 @@ class StepSelection:
     # ---- scheduling ------------------------------------------------------------------------------------------
 
     def _select(self) -> tuple[list[Chunk], bool]:
-        """The prompt tokens of the next step, and whether those that decode have one each."""
+        """The prompt tokens of the next step, and whether decoding sequences have a token each."""
         while True:
             preemptions = self.counters.preemptions
             chunks, decodes = self._select_once()
             if chunks or decodes or not self._waiting:
                 return chunks, decodes
-            # A step that preempts admits nobody; one that is empty for that takes no time.
+            # A step that preempts admits none; one that is empty because of that takes no time.
             if self.counters.preemptions == preemptions and not self._give_way():
                 return chunks, decodes
 
@@ -130,7 +130,7 @@ class StepSelection:
         return chunks, self._decoding.size > 0
 
     def _schedule(self, mixed: bool, admits: bool) -> list[Chunk]:
-        """The prompt tokens of the next step: prompts under way first, then new ones while there is room."""
+        """The prompt tokens of the next step: running prompts first, then new ones while there is room."""
         budget = self._options.max_num_batched_tokens - (self._decoding.size if mixed else 0)
         chunks: list[Chunk] = []
         for work in self._prefilling[:]:  # the last one was admitted last, and only that one is cut short
@@ -168,18 +168,18 @@ class StepSelection:
         return chunks
 
     def _held_back(self, work: Work) -> bool:
-        """Whether a reservation that came before a sequence without blocks waits for those that are free."""
+        """Whether a reservation that arrived before a sequence without blocks waits for the free ones."""
         if not self.reservations or work.holding.blocks:
             return False
         free = self.pool.free - self._decoding.blocks_for(1)
         return self.reservations.holds_back(work, self._missing(work), free)
 
     def _admit(self, work: Work) -> bool:
-        """Match a sequence's prefix and pin it; False if the blocks for the rest of it are not to be had now."""
+        """Match a sequence's prefix and pin it; False if the blocks for its rest are not available now."""
         pool, holding, known = self.pool, work.holding, work.known
         margin = self._decoding.blocks_for(1)
         if holding.blocks == 0:
-            # One token must be computed if one is to be produced.
+            # One token must be computed to produce one.
             match = pool.match(work.prompt, (known - 1) // self._block_size)
             if not pool.fits(match, self._missing(work) - match.blocks + margin):
                 return False
@@ -207,7 +207,7 @@ class StepSelection:
         return count
 
     def _take(self, work: Work, count: int) -> bool:
-        """Take the blocks for ``count`` more tokens of a prompt, if they are to be had."""
+        """Take the blocks for ``count`` more tokens of a prompt, if they are available."""
         more = -(-(work.computed + count) // self._block_size) - work.holding.blocks
         if more > 0:
             if more + self._decoding.blocks_for(1) > self.pool.free:
@@ -216,7 +216,7 @@ class StepSelection:
         return True
 
     def _make_room(self) -> bool:
-        """Preempt until those that decode have the blocks for one more token each; whether anybody was preempted."""
+        """Preempt until decoding sequences have the blocks for one more token each; returns whether any was."""
         decoding, preemptions = self._decoding, self.counters.preemptions
         if decoding.size <= self.pool.free:  # none takes more than one block in a step
             return False
@@ -240,9 +240,9 @@ class StepSelection:
         self._waiting.put_back(work)
 
     def _give_way(self) -> bool:
-        """Where nobody runs, have the last one that waits on a lease's blocks give them back, if the first lacks some.
+        """If none runs and the first waiting one lacks blocks, let the last holder of a lease's blocks give them back.
 
-        Each of those that hold blocks may lack others, since a lease may be for a part of a prompt.
+        Each holder of blocks may lack others, since a lease may cover only a part of a prompt.
         """
         holding = self._waiting.holding
         if len(holding) < 2:

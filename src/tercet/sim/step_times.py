@@ -1,4 +1,4 @@
-"""Step-time profiles: what one engine is, how long its forward passes take, how fast its KV travels.
+"""Step-time profiles: an engine's properties, the times of its forward passes, and the speed of its KV transfers.
 
 A profile is a JSON file with its provenance. The step model has five terms, all in seconds. A step that runs ``P``
 prompt tokens and decodes ``B`` sequences takes
@@ -49,18 +49,18 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How KV leaves and reaches an engine: bytes per second in each direction, and seconds from last byte to ack."""
+    """Speed of KV transfers: bytes per second in each direction, and seconds from the last byte to the answer."""
 
     bytes_per_second: float
     latency: float
 
 
 class HostSharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many times as long a step takes while another engine of the same machine keeps it busy.
+    """Factors by which a step takes longer while another engine of the same machine is busy.
 
-    A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is what a prefill's time is multiplied
-    by while the other one decodes. An engine that has nothing to do any more may linger for ``linger`` seconds before
-    it sleeps: vLLM's processes look for work without a pause for as long as that.
+    A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is the factor of a prefill while the
+    other engine decodes. An idle engine may linger for ``linger`` seconds before it sleeps: vLLM's processes poll
+    without a pause for that time.
     """
 
     prefill_beside_prefill: float
@@ -73,7 +73,7 @@ class HostSharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the numbers are from. ``fit_error`` is the mean absolute relative error of the fit, by kind of step."""
+    """Source of the numbers. ``fit_error`` is the mean absolute relative error of the fit, by kind of step."""
 
     source: str
     date: str
@@ -85,8 +85,9 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One engine's profile.
 
-    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``front_door`` is what a front
-    door adds to a request, and ``sharing`` what engines of one machine do to one another, where those were measured.
+    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``front_door`` is the time that a
+    front door adds to a request, and ``sharing`` has the factors of engines that share a machine, if they were
+    measured.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     sharing: HostSharing | None = None
 
     def layout(self) -> KVLayout:
-        """What engines must agree on before they exchange KV."""
+        """Properties that engines must agree on before they exchange KV."""
         model = self.model
         heads_per_rank = max(1, model.kv_heads // self.tp_size)
         return KVLayout(
@@ -122,9 +123,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class StepModel:
-    """A profile's step times, ready to be asked often; ``prefill_scale`` and ``decode_scale`` multiply its two parts.
+    """A profile's step times, prepared for frequent use; ``prefill_scale`` and ``decode_scale`` multiply its two parts.
 
-    The decode part of a step is what the step would take without its prompt tokens, the prefill part is the rest.
+    The decode part of a step is its time without its prompt tokens, the prefill part is the rest.
     """
 
     def __init__(self, times: StepTimes, prefill_scale: float = 1.0, decode_scale: float = 1.0) -> None:
@@ -136,7 +137,7 @@ class StepModel:
         self.per_context = times.context * decode_scale
 
     def linear(self, tokens: int) -> float:
-        """Seconds of the parts that depend on the number of tokens alone."""
+        """Seconds of the parts that depend on the number of tokens only."""
         knots = self._times.knots
         if tokens <= 0:
             return 0.0
@@ -147,7 +148,7 @@ class StepModel:
         return at_low + (tokens - low) * (at_high - at_low) / (high - low)
 
     def decode_base(self, batch: int) -> float:
-        """Seconds of a step that decodes ``batch`` sequences, but for the ``per_context`` seconds per KV token."""
+        """Seconds of a step that decodes ``batch`` sequences, except the ``per_context`` seconds per KV token."""
         found = self._decode_base.get(batch)
         if found is None:
             times = self._times
@@ -193,7 +194,7 @@ def shipped_profiles() -> list[str]:
 
 
 def parse_profile(data: bytes, name: str) -> Profile:
-    """A checked profile from JSON; ``name`` is for the message of :class:`~tercet.protocol.BadRequest`."""
+    """Return a checked profile from JSON; ``name`` is for the message of :class:`~tercet.protocol.BadRequest`."""
     try:
         profile = msgspec.json.decode(data, type=Profile)
     except msgspec.MsgspecError as error:
@@ -213,7 +214,7 @@ def _first_wrong(profile: Profile) -> str | None:
         if not getattr(steps, field) >= 0:
             return f"steps.{field} is {getattr(steps, field)}, and must not be negative"
     if len(steps.knots) < 2:
-        return "steps.knots needs two points at least"
+        return "steps.knots needs at least two points"
     rising = zip(steps.knots, steps.knots[1:], strict=False)
     if steps.knots[0][0] < 1 or steps.knots[0][1] <= 0 or any(a[0] >= b[0] or a[1] > b[1] for a, b in rising):
         return "steps.knots must rise in tokens, start at 1 or more, and never fall in seconds"

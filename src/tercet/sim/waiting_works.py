@@ -1,4 +1,4 @@
-"""Sequences of one engine that wait for a place in its steps, in the order in which they get one."""
+"""Sequences of one engine that wait for admission, in the order in which they are admitted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tercet.sim.sequence_work import Work
 
 
 class WaitingWorks:
-    """Two queues, as vLLM has them: ``holding`` are sequences that have a lease's blocks, ``plain`` have none.
+    """Two queues, as in vLLM: ``holding`` are sequences that have a lease's blocks, ``plain`` have none.
 
-    Those that hold blocks come first. Behind a sequence that needs blocks, one that holds them would wait for ever.
+    Those that hold blocks come first. After a sequence that needs blocks, one that holds them would wait for ever.
     """
 
     __slots__ = ("_arrivals", "holding", "plain")
@@ -32,7 +32,7 @@ class WaitingWorks:
         return work in self.plain or work in self.holding
 
     def arrival(self) -> int:
-        """The place of who arrives now among all arrivals."""
+        """Number of an arrival now, among all arrivals."""
         self._arrivals += 1
         return self._arrivals
 
@@ -42,22 +42,22 @@ class WaitingWorks:
         self.queue_of(work).append(work)
 
     def put_back(self, work: Work) -> None:
-        """A sequence without blocks goes before all others that have none."""
+        """Put a sequence without blocks before all others that have none."""
         self.plain.appendleft(work)
 
     def remove(self, work: Work) -> None:
-        """A sequence that waits leaves."""
+        """Remove a waiting sequence."""
         self.queue_of(work).remove(work)
 
     def queue_of(self, work: Work) -> deque[Work]:
-        """Where it waits."""
+        """The queue that it waits in."""
         return self.holding if work.holding.blocks else self.plain
 
     def next_queue(self) -> deque[Work] | None:
-        """The queue whose first sequence is next, None if nobody waits."""
+        """The queue whose first sequence is next, None if none waits."""
         return self.holding or self.plain or None
 
     def clear(self) -> None:
-        """Everybody leaves."""
+        """Remove all."""
         self.holding.clear()
         self.plain.clear()

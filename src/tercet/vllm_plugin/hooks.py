@@ -80,7 +80,7 @@ def require_hooks(side: Side) -> None:
         raise UnsupportedVLLM(f"vLLM {found} is not supported; {_versions(side)}")
     if unmet := _unmet(side):
         lines = "\n  ".join(unmet)
-        raise UnsupportedVLLM(f"vLLM {found} does not match Tercet's requirements; {_versions(side)}\n  {lines}")
+        raise UnsupportedVLLM(f"vLLM {found} is not as Tercet needs it; {_versions(side)}\n  {lines}")
 
 
 def _unmet(side: Side) -> list[str]:

@@ -278,7 +278,7 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("compare --request-rate 1 --program a", "two or more to compare"),
         ("compare --request-rate 1 --program a --program a", "two have the same name"),
         ("compare --request-rate 1 --program a --program b --baseline c", "baseline: is c, and none of a, b"),
-        ("compare --request-rate 1 --program a --also peer=here", "also: peer=here is no NAME=URL"),
+        ("compare --request-rate 1 --program a --also peer=here", "also: peer=here is not NAME=URL"),
         ("report /nowhere.json", "/nowhere.json: No such file"),
         ("report x.json --figure x.gif", "must end with one of .png"),
         ("report", "Missing argument 'FILE...'"),

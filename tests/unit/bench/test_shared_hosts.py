@@ -76,7 +76,7 @@ def test_hosts_with_one_engine_each_change_nothing(shared: str) -> None:
 
 
 def test_a_profile_that_says_nothing_of_shared_hosts_is_refused() -> None:
-    with pytest.raises(BadRequest, match=f"host: profile {KNOWN} does not say"):
+    with pytest.raises(BadRequest, match=f"host: profile {KNOWN} has no data on"):
         simulation("both=2@here", KNOWN).point(4)
 
 

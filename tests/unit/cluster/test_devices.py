@@ -90,7 +90,7 @@ def test_a_tool_that_fails_lists_none(machine: Path) -> None:
 def test_why_there_are_none(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_VISIBLE_DEVICES is ''" in why_no_devices({"CUDA_VISIBLE_DEVICES": ""})
     machine.write_text("#!/bin/sh\nexit 9\n")
-    assert why_no_devices({}) == "nvidia-smi ends with 9 and says: nothing"
+    assert why_no_devices({}) == "nvidia-smi ends with exit code 9: nothing"
     machine.write_text(TOOL)
     assert why_no_devices({"CUDA_VISIBLE_DEVICES": "7"}) == "CUDA_VISIBLE_DEVICES is '7', and nvidia-smi lists 0, 1"
     machine.write_text("#!/bin/sh\n")
@@ -121,7 +121,7 @@ def test_why_there_are_none(machine: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_what_the_tool_complains_of_is_passed_on(machine: Path, code: int, out: str, err: str) -> None:
     machine.write_text(f"#!/bin/sh\ncat <<'END'\n{out}END\ncat >&2 <<'END'\n{err}END\nexit {code}\n")
     assert list_devices({}) == ()
-    assert why_no_devices({}) == f"nvidia-smi ends with {code} and says: {(out + err).strip().splitlines()[0]}"
+    assert why_no_devices({}) == f"nvidia-smi ends with exit code {code}: {(out + err).strip().splitlines()[0]}"
 
 
 def test_devices_beside_one_that_is_lost(machine: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_server_that_speaks_no_http_is_no_hub(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadRequest, match=r"empty is no checkpoint: it has no config\.json"):
+    with pytest.raises(BadRequest, match=r"empty is not a checkpoint: it has no config\.json"):
         require_model(str(tmp_path / "empty"))
 
 
@@ -128,7 +128,7 @@ def test_what_the_hub_has_or_cannot_tell_is_left_to_vllm(name: str, hub: list[st
         ("smolm2", "did you mean smollm2?"),
         ("org/cachd", "did you mean org/cached?"),
         ("org/hidden", "or none that it shows without HF_TOKEN"),
-        ("a/b/c", "no name that a model hub could have"),
+        ("a/b/c", "not a valid name of a model hub"),
         ("zzz", "the built-in one is smollm2"),
     ],
 )

@@ -210,7 +210,7 @@ async def test_an_engine_that_dies_is_started_anew_where_it_was(
         _kill(fleet, "prefill-0")
         await _until(lambda: any("prefill-0 ready" in line for line in said))
         assert engine.url == url
-        assert said[0].startswith("prefill-0 was killed by SIGKILL; start anew 1 of 5 in 0.01 s; log: ")
+        assert said[0].startswith("prefill-0 was killed by SIGKILL; restart 1 of 5 in 0.01 s; log: ")
         assert [process.log.name for process in (first, engine.process)] == ["prefill-0.log", "prefill-0-2.log"]
         assert children_of_log(first.log) != children_of_log(engine.process.log)
         assert not watching.done()
@@ -227,15 +227,15 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
             engine.process._argv = argv_of(1, "dies")
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         _kill(fleet, "decode-0")
-        await _until(lambda: any("not started anew" in line for line in said))
+        await _until(lambda: any("not restarted" in line for line in said))
         assert not watching.done()
         _kill(fleet, "prefill-0")
         with pytest.raises(StartFailed, match="prefill-0 ended with exit code 3; no engine is left"):
             await asyncio.wait_for(watching, 30)
     assert [line.split("; log")[0] for line in said if line.startswith("decode-0") and "loading" not in line] == [
-        "decode-0 was killed by SIGKILL; start anew 1 of 2 in 0.01 s",
-        "decode-0 ended with exit code 3; start anew 2 of 2 in 0.02 s",
-        "decode-0 ended with exit code 3; it is not started anew",
+        "decode-0 was killed by SIGKILL; restart 1 of 2 in 0.01 s",
+        "decode-0 ended with exit code 3; restart 2 of 2 in 0.02 s",
+        "decode-0 ended with exit code 3; it is not restarted",
     ]
     assert gone(children_of(tmp_path / "logs"))
 

@@ -163,7 +163,7 @@ async def test_what_nobody_can_move_is_refused(metrics: Metrics) -> None:
         assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_engine")
         async with aclosing(a.start_generate(request_of("s", max_tokens=TOKENS))) as outputs:
             await anext(outputs)
-            with pytest.raises(Conflict, match="to no front door"):
+            with pytest.raises(Conflict, match="not run by a front door"):
                 await a.propose_move("s", "b", "test")
             plain = await found.other.routes.post("/sequences/s/move", json={"destination": "b"})
             assert (plain.status_code, plain.json()["error"]["code"]) == (409, "conflict")

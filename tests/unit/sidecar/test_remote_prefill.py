@@ -169,7 +169,7 @@ async def test_silence_is_a_failure_and_who_was_lost_has_to_answer_first() -> No
         await silent()
         return "never"
 
-    with pytest.raises(EngineUnreachable, match="said nothing"):
+    with pytest.raises(EngineUnreachable, match="sent nothing"):
         await attempts.watched("p", stand_still, silent)
     with pytest.raises(EngineUnreachable, match="lost a moment ago"):
         await attempts.watched("p", work, well)
@@ -192,7 +192,7 @@ async def test_what_fails_on_both_sides_is_raised_once() -> None:
             raise EngineError("broken off") from None
         return "never"
 
-    with pytest.raises(EngineUnreachable, match="said nothing"):
+    with pytest.raises(EngineUnreachable, match="sent nothing"):
         await attempts.watched("p", ends_in_an_error, silent)
     gc.collect()
     await asyncio.sleep(0)

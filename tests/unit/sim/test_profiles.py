@@ -52,7 +52,7 @@ def test_a_shipped_profile_is_sane(name: str) -> None:
         ({"block_size": 0}, "block_size is 0"),
         ({"tp_size": -1}, "tp_size is -1"),
         ({"surprise": 1}, "unknown field `surprise`"),
-        ({"steps": {"knots": [[1, 0.1]], "pair": 0, "context": 0}}, "knots needs two points"),
+        ({"steps": {"knots": [[1, 0.1]], "pair": 0, "context": 0}}, "knots needs at least two points"),
         ({"steps": {"knots": [[1, 0.2], [2, 0.1]], "pair": 0, "context": 0}}, "never fall"),
         ({"steps": {"knots": [[2, 0.1], [1, 0.2]], "pair": 0, "context": 0}}, "must rise"),
         ({"steps": {"knots": [[1, 0.1], [2, 0.2]], "pair": -1, "context": 0}}, "steps.pair is -1"),

@@ -218,7 +218,7 @@ def test_errors_cross_the_wire_with_their_kind() -> None:
         prefill, decode = found.clients
         with pytest.raises(BadRequest, match="max_tokens"):
             await tokens_of(prefill, request_of("s", 100, 0))
-        with pytest.raises(BadRequest, match="logprobs: a simulated engine has none"):
+        with pytest.raises(BadRequest, match="logprobs: a simulated engine does not support"):
             await tokens_of(prefill, Request(seq_id="s", prompt=(1,), sampling_params={"logprobs": 3}))
         with pytest.raises(NoSpace):
             async with decode.prep_recv(request_of("s", 160)):

@@ -118,7 +118,7 @@ def test_nothing_is_written_once_a_stopped_sender_was_given_up(monkeypatch: pyte
         reader = backend.connect(process.offer, process.sender)
         read(reader, np.array([(size, 0, 0)]))
         process.stop()
-        with pytest.raises(TransferFailed, match="did not come within"):
+        with pytest.raises(TransferFailed, match="was not read within"):
             read(reader, np.array([(size, block * size, block * size) for block in range(blocks)]))
         region.blocks(0, 0, blocks)[:] = b"\1" * (size * blocks)
         process.go_on()

@@ -193,7 +193,7 @@ def test_more_readers_than_landings_wait_for_one() -> None:
         landings = landings_of(rank)
         for _ in range(LANDINGS):
             taken.enter_context(landings.taken())
-        with pytest.raises(TransferFailed, match="no landing came free"), landings.taken():
+        with pytest.raises(TransferFailed, match="no landing became free"), landings.taken():
             pass
 
 

@@ -132,7 +132,7 @@ async def test_who_wants_other_contents_is_refused(adapters: Adapters, models: M
     found = await adapters.find("a")
     assert await adapters.find("a", digest_of(found)) == found
     models.put("a", write(tmp_path / "b", b"others"))
-    with pytest.raises(UnknownAdapter, match="has other contents"):
+    with pytest.raises(UnknownAdapter, match="has the digest"):
         await adapters.find("a", digest_of(found))
     assert await adapters.find("a") != found
 
@@ -249,7 +249,7 @@ async def test_nothing_is_replaced_while_it_is_used(
     assert old.number != new.number, "what runs keeps the weights of its own number"
     assert old.path != new.path, "vLLM names KV by name and path"
     assert Path(new.path).samefile(other)
-    with pytest.raises(UnknownAdapter, match="other contents"):
+    with pytest.raises(UnknownAdapter, match="has the digest"):
         await watched.find("a", before.digest)
 
 
@@ -433,7 +433,7 @@ def test_kv_goes_to_the_same_contents_only() -> None:
     info = KVAddrInfo("f" * 32, "d", 0, 16, "tcp", (RankAddress(0, ("tcp://127.0.0.1:1",)),), LAYOUT, adapter=A.digest)
     call = RemoteSendCall(prompt=[1] * 16, kv_addr_info=info, begin=0, seq_id="s", adapter="a")
     check_adapter(call, A.digest)
-    with pytest.raises(LayoutMismatch, match="has other contents here"):
+    with pytest.raises(LayoutMismatch, match="has the digest"):
         check_adapter(call, B.digest)
     with pytest.raises(BadRequest, match="was for an adapter"):
         check_adapter(call, "")

@@ -100,7 +100,7 @@ def test_each_send_has_a_word_of_its_own_until_there_are_none() -> None:
     bypass = bypass_over(60)
     words = [bypass.find([1], send_params(0, 60))[1] for _ in range(CORE_WORDS)]
     assert words == [core_word(EPOCH, index) for index in range(CORE_WORDS)]
-    with pytest.raises(EngineError, match="no more can"):
+    with pytest.raises(EngineError, match="which is the limit"):
         bypass.find([1], send_params(0, 60))
 
 

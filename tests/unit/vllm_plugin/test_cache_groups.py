@@ -339,7 +339,7 @@ LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype
     ("specs", "why"),
     [
         ((FULL, STATE), "states, in mamba_cache_mode 'none'"),
-        ((FULL, replace(state(), num_speculative_blocks=2)), "several at a time for speculative decoding"),
+        ((FULL, replace(state(), num_speculative_blocks=2)), "several of them for speculative decoding"),
         ((state(),), "states only"),
         ((FULL, window(WINDOW, 2 * BLOCK)), r"blocks of \[16, 32\] tokens"),
         ((FULL, HALF), "several precisions"),
@@ -358,7 +358,7 @@ def test_latent_kv_is_refused_where_vllm_computes_nothing_behind_it() -> None:
             scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
         )
 
-    with pytest.raises(UnsupportedVLLM, match="behind KV that is there already"):
+    with pytest.raises(UnsupportedVLLM, match="after existing KV"):
         require_prefill_behind_kv(config(use_mla=True, chunked=False))
     require_prefill_behind_kv(config(use_mla=True, chunked=True))  # as with AMX
     require_prefill_behind_kv(config(use_mla=False, chunked=False))

@@ -320,7 +320,7 @@ async def test_blocks_of_a_lease_wait_for_a_stopped_agent_and_the_engine_goes_on
     held = await edge.reserve(length=2 * BLOCK)
     blocks = set(engine.agent.granted[held.lease].blocks[0])
     edge.agents[1].frozen = True
-    with pytest.raises(EngineError, match="come back only when"):
+    with pytest.raises(EngineError, match="are freed only when"):
         await edge.leases.release(held.lease)
     request = engine.add("other", tokens_of(300, start=400), max_tokens=50)
     while not request.is_finished():

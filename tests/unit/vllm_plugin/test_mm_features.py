@@ -169,7 +169,7 @@ def test_what_the_model_does_not_take_is_refused(modality: str, count: int, adap
     with pytest.raises(BadRequest, match=said):
         limits.check_features(tokens_of(50), features, adapter)
     limits.check_features(tokens_of(50), [], "a")
-    with pytest.raises(BadRequest, match="takes no image"):
+    with pytest.raises(BadRequest, match="does not accept image"):
         ModelLimits(100, 1000).check_features(tokens_of(50), [to_wire(spec(1.0))], None)
 
 

@@ -1,8 +1,7 @@
-"""Requests to engines, directly or through a front door, and when their tokens came.
+"""Requests to engines, directly or through a front door, with the times of their tokens.
 
-What two engines of one machine do to one another: one is measured while the other sleeps, computes, or lingers. An
-engine lingers when it has nothing to do any more and its processes still look for work without a pause, which keeps
-their cores busy.
+Also the interference of two engines of one machine: one is measured while the other sleeps, computes, or lingers. An
+engine lingers when it has no more work and its processes still poll without a pause, which keeps their cores busy.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.sim.step_times import HostSharing
 
-# Token ids that every vocabulary has, and that mean nothing special in most.
+# Token ids that every vocabulary has, and that are not special in most.
 FIRST_ID, LAST_ID = 1000, 20_000
 TOKENS = 16
 TIMEOUT_SECONDS = 60.0
 
 
 def names_from(chance: random.Random) -> Iterator[str]:
-    """Sequence ids that nobody else uses."""
+    """Unique sequence ids."""
     return (f"profile-{chance.getrandbits(64):x}-{index}" for index in count())
 
 
@@ -48,23 +47,23 @@ class Probe:
         self._clock = asyncio.get_running_loop().time
 
     def fresh(self, tokens: int) -> tuple[int, ...]:
-        """A prompt that no cache knows."""
+        """A prompt that no cache has."""
         return tuple(self._random.choices(range(FIRST_ID, LAST_ID), k=tokens))
 
     def request(self, prompt: tuple[int, ...], tokens: int) -> Request:
-        """A request for so many tokens, neither more nor fewer."""
+        """A request for exactly ``tokens`` output tokens."""
         sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         return Request(seq_id=next(self._names), prompt=prompt, sampling_params=sampling)
 
     async def ttft(self, prompt: tuple[int, ...]) -> tuple[float, Output]:
-        """How long the first token takes, and what came with it."""
+        """Time to the first token, and its output."""
         began = self._clock()
         async with aclosing(self.engine.start_generate(self.request(prompt, 1))) as outputs:
             first = await anext(outputs)
             return self._clock() - began, first
 
     async def token_times(self, prompt: tuple[int, ...], tokens: int) -> list[float]:
-        """When each of so many tokens came."""
+        """Times of ``tokens`` output tokens."""
         times = list[float]()
         async with aclosing(self.engine.start_generate(self.request(prompt, tokens))) as outputs:
             async for output in outputs:
@@ -72,15 +71,15 @@ class Probe:
         return times
 
     async def decode(self, batch: int, context: int, steps: int) -> tuple[float, float]:
-        """Seconds of a step that decodes ``batch`` sequences, and the tokens that they had by then on average."""
+        """Seconds of a step that decodes ``batch`` sequences, and their mean number of tokens by then."""
         prompts = [self.fresh(context) for _ in range(batch)]
         for prompt in prompts:
             await self.ttft(prompt)  # from now on it is cached, so that all of them begin at once
-        # While the first of a batch decode already, the last ones begin: at most a step for each.
+        # While the first ones of a batch decode, the last ones begin: at most a step for each.
         return await self.together(prompts, steps + 2 * batch)
 
     async def together(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[float, float]:
-        """Seconds of a step while all of them decode, and the tokens that they have in the middle of that time."""
+        """Seconds of a step while all of them decode, and their number of tokens in the middle of that time."""
         times = await asyncio.gather(*(self.token_times(prompt, tokens) for prompt in prompts))
         begin, end = max(each[0] for each in times), min(each[-1] for each in times)
         gaps, positions = list[float](), list[float]()
@@ -97,7 +96,7 @@ class Probe:
 async def measure_front_door(url: str, engine: Probe, rounds: int, note: Callable[[str], None]) -> float:
     """Seconds by which a first token comes later through the front door at ``url`` than from its engine itself.
 
-    Requests of a few tokens take turns on both ways, and the medians count. Raises
+    Requests of a few tokens alternate between both ways, and the medians count. Raises
     :class:`~tercet.protocol.BadRequest` when there is no front door, ``EngineError`` when it fails.
     """
     model = await _model_of(url)
@@ -135,23 +134,23 @@ Seconds = tuple[float, float]
 """Mean seconds of a prefill and of a decode step."""
 Neighbour = Literal["sleep", "prefill", "decode", "linger"]
 NEIGHBOURS: tuple[Neighbour, ...] = ("sleep", "prefill", "decode", "linger")
-# What is measured, and what the other engine does meanwhile.
+# What is measured, and what the other engine does in the meantime.
 PREFILLS, BATCH, CONTEXT, STEPS = 4, 2, 128, 48
 DECODE_TOKENS = 512
 SETTLE_SECONDS = 1.0
-# Before each prefill, as between requests: an engine that slept beside one that computed finds its caches taken.
+# Before each prefill, as between requests: the caches of an engine that slept while another one computed are cold.
 SLEEP_SECONDS = 1.0
-# A neighbour that lingers is given a short prompt this often; how long it does so is looked for within some seconds.
+# A lingering neighbour gets a short prompt this often; its linger time is searched within some seconds.
 POKE_TOKENS, POKE_SECONDS = 16, 0.5
 LINGER_SECONDS = 3.0
-# Less than this is noise.
+# Smaller factors are noise.
 NOTABLE = 1.1
 
 
 async def measure_sharing(
     one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
 ) -> HostSharing:
-    """How much longer ``one``'s steps take while ``other`` computes or lingers, and for how long it lingers."""
+    """Factors of ``one``'s steps while ``other`` computes or lingers, and the time for which it lingers."""
     found = await measure_steps(one, other, prefill_tokens, rounds, note)
     gaps = list[tuple[float, float]]()
     for number in range(rounds):
@@ -163,14 +162,14 @@ async def measure_sharing(
 async def measure_steps(
     one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
 ) -> dict[Neighbour, list[Seconds]]:
-    """How long ``one``'s steps take, by what ``other`` does meanwhile.
+    """Times of ``one``'s steps, by the activity of ``other``.
 
-    The conditions take turns, so that a machine that gets slower in the meantime does so for all of them.
+    The conditions alternate, so that a slower machine affects all of them.
     """
     found: dict[Neighbour, list[Seconds]] = {neighbour: [] for neighbour in NEIGHBOURS}
     for number in range(rounds):
         for neighbour in NEIGHBOURS:
-            note(f"beside an engine: {neighbour}, {number + 1} of {rounds}")
+            note(f"next to an engine: {neighbour}, {number + 1} of {rounds}")
             async with _busy(other, neighbour, prefill_tokens):
                 found[neighbour].append(await _steps(one, prefill_tokens))
     return found
@@ -197,15 +196,12 @@ def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) ->
 
 
 def linger_from(gaps: Sequence[tuple[float, float]]) -> float:
-    """For how long steps stay longer after a neighbour's work: the step function that fits best.
-
-    ``gaps`` are ``(seconds since the work ended, seconds of a step)``. 0 if steps were not notably longer.
-    """
+    """The time for which steps stay longer after a neighbour's work: the step function that fits best."""
     rows = np.array(sorted(gaps))
     at, sums = rows[:, 0], np.cumsum(rows[:, 1])
     cuts = np.arange(1, len(rows))
     before, after = sums[:-1] / cuts, (sums[-1] - sums[:-1]) / (len(rows) - cuts)
-    # Least squares: the means on both sides take the most out of the squares when these are largest.
+    # Least squares: the residuals are smallest when these are largest.
     best = int(np.argmax(cuts * before**2 + (len(rows) - cuts) * after**2))
     return float(at[best + 1]) if before[best] > NOTABLE * after[best] else 0.0
 
@@ -238,7 +234,7 @@ async def _steps(one: Probe, prefill_tokens: int) -> Seconds:
 
 @asynccontextmanager
 async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> AsyncGenerator[None]:
-    """Let an engine do one thing all the time."""
+    """Keep an engine busy with one activity."""
     tasks = list[asyncio.Task[None]]()
     if neighbour == "prefill":
         tasks.append(asyncio.create_task(_prefill(other, prefill_tokens)))
@@ -251,7 +247,7 @@ async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> Asyn
         yield
         for task in tasks:
             if task.done():
-                task.result()  # raises: it computes until it is told to stop
+                task.result()  # raises: it computes until it is stopped
     finally:
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""A profile out of aiconfigurator's measured operator tables (Apache-2.0, by NVIDIA)."""
+"""Makes a profile from aiconfigurator's measured operator tables (Apache-2.0, by NVIDIA)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ KNOTS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 30
 CACHED = (0, 1024, 4096, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-# Decode points past this many KV tokens in a batch are beyond what one engine holds.
+# Decode points with more KV tokens in a batch exceed one engine's memory.
 MAX_BATCH_TOKENS = 400_000
 BLOCK_SIZE = 16
 GIB = 2**30
-# vLLM's default share of the memory, less what activations and CUDA graphs take of it.
+# vLLM's default share of the memory, less activations and CUDA graphs.
 MEMORY_SHARE, MEMORY_OVERHEAD_GIB = 0.9, 4.0
 
 
 class SiliconQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What to import. ``model`` and ``system`` are the tables' names, ``python`` the interpreter that has them.
+    """Parameters of an import.
+
+    ``model`` and ``system`` are the tables' names, ``python`` the interpreter that has them.
 
     ``weight_bytes`` is the size of one weight of a layer. ``bytes_per_second`` and ``latency`` (of one GPU's link) are
-    no part of the tables and must be given.
+    not in the tables and must be given.
     """
 
     name: str
@@ -56,7 +58,7 @@ class _SiliconAnswer(msgspec.Struct):
 
 
 def import_profile(query: SiliconQuery, command: str) -> Profile:
-    """Ask the tables for a grid of steps and fit the step model to it; ``command`` goes into the provenance."""
+    """Query the tables for a grid of steps and fit the step model to it; ``command`` goes into the provenance."""
     prefills = [(new, old) for new in KNOTS if new >= 16 for old in CACHED]
     decodes = [(batch, context) for batch in BATCHES for context in CONTEXTS if batch * context <= MAX_BATCH_TOKENS]
     answer = _ask(query, prefills, decodes)
@@ -102,7 +104,7 @@ def _ask(query: SiliconQuery, prefills: list[tuple[int, int]], decodes: list[tup
         "decodes": decodes,
     }
     script = Path(__file__).with_name("silicon_points.py")
-    # The answer has a pipe of its own: the package writes notes to standard output.
+    # The answer has a separate pipe: the package writes notes to standard output.
     read, write = os.pipe()
     try:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Reads step times out of aiconfigurator's measured operator tables; run by the interpreter that has that package.
+"""Reads step times from aiconfigurator's measured operator tables; run by the interpreter that has that package.
 
 Standard input: a JSON object with model, system, backend, tp_size, modes, prefills and decodes. Standard output: its
 answer, a JSON object. Imports nothing of Tercet, which need not be installed there.
@@ -45,7 +45,7 @@ def main() -> None:
         "config": config,
         "layer_parameters": layers,
         "embedding_parameters": embeddings,
-        # Milliseconds; the package counts cached tokens into the input's length.
+        # Milliseconds; the package includes cached tokens in the input's length.
         "prefills": [handle.predict_prefill_latency(1, new + old, old) for new, old in query["prefills"]],
         "decodes": [handle.predict_decode_latency(batch, context, 2) for batch, context in query["decodes"]],
     }

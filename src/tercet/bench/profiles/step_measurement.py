@@ -1,9 +1,9 @@
-"""Measuring a running engine's step times through the verbs: prefills, decodes, and what a second engine changes.
+"""Measures a running engine's step times through the verbs: prefills, decodes, and the effect of a second engine.
 
-Every step is measured alone: one prompt on an idle engine, or a batch of decodes while no prompt is computed. A prefill
-takes from its call to its first token, less what a call costs by itself. A decode step is the mean gap between tokens
-while the whole batch decodes. What a profile says beyond the largest step measured is extrapolated. A second engine
-receives transfers, and if it shares the first one's host, it computes beside it for a while.
+Every step is measured alone: one prompt on an idle engine, or a batch of decodes while no prompt is computed. The time
+of a prefill is that from its call to its first token, less the cost of a call. A decode step is the mean gap between
+tokens while the whole batch decodes. Values of a profile beyond the largest measured step are extrapolated. A second
+engine receives transfers, and if it shares the first one's host, it computes at the same time for a while.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
     ``same_host``, the second engine is on the first one's machine, and what they do to one another is measured.
-    ``front_door`` is the URL of one before both.
+    ``front_door`` is the URL of a front door of both.
     """
 
     name: str
@@ -49,7 +49,7 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming what makes no sense."""
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
         if self.max_step_tokens < 128:
             raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be 128 at least", "max_step_tokens")
         if self.repeats < 1:
@@ -70,9 +70,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meter:
-    """Measures one engine, and what ``other`` changes if there is one.
+    """Measures one engine, and the effect of ``other`` if there is one.
 
-    ``note`` is told what comes next, and which of how many steps that is: ``12 of 40: decode of 4 sequences ...``.
+    ``note`` is called with the next step and its number: ``12 of 40: decode of 4 sequences ...``.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Meter:
             return reservation.kv_addr_info.layout, self._clock() - began
 
     def _prefill_sizes(self, block_size: int, longest: int) -> list[tuple[int, int]]:
-        """Tokens that are cached, in whole blocks, and tokens that are computed behind them."""
+        """Numbers of cached tokens, in whole blocks, and of computed tokens after them."""
         sizes = [size for size in self._plan.prefills if size <= self._plan.max_step_tokens]
         cached = sorted({size // block_size * block_size for size in self._plan.cached})
         return [(behind, size) for behind in cached for size in sizes if behind + size < longest]
@@ -171,7 +171,7 @@ class Meter:
         return PrefillPoint(int(tokens), len(prefix) + size - int(tokens), max(seconds, 1e-6))
 
     def _decode_sizes(self, longest: int, room: int) -> list[tuple[int, int]]:
-        """Sequences of a batch, and tokens of context, for which there is room."""
+        """Sizes of batches and numbers of context tokens that fit."""
         found = list[tuple[int, int]]()
         for context in self._plan.contexts:
             for batch in self._plan.batches:
@@ -196,7 +196,7 @@ class Meter:
         return [tokens for tokens in self._plan.sends if tokens < longest]
 
     async def _transfer(self, other: Probe, longest: int) -> Transfer:
-        """A line through the median times of sends of several sizes, of KV that is there already."""
+        """A line through the median times of sends of several sizes, of KV that is cached already."""
         sizes = self._send_sizes(longest)
         sent = dict[int, list[Sent]]()
         for number in range(2 * self._plan.repeats + 1):
@@ -217,14 +217,14 @@ class Meter:
         return await measure_front_door(url, self._engine, FRONT_DOOR_REQUESTS * self._plan.repeats, self._note)
 
     async def _sharing(self, other: Probe) -> HostSharing:
-        """What both do to one another; more rounds than other points have, since a ratio has the noise of two."""
+        """Effects of both engines on each other; with more rounds than other points: a ratio has the noise of two."""
         tokens = self._plan.max_step_tokens // 2
         self._begun += 1
         return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)
 
 
 def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:
-    """What fits sends of several sizes, a list for each size; raises ``EngineError`` if more KV took no longer."""
+    """Fit to sends of several sizes, a list for each size; raises ``EngineError`` if more KV did not take longer."""
     sizes = [statistics.median(each.bytes for each in same) for same in sent]
     seconds = [statistics.median(each.seconds for each in same) for same in sent]
     slope, latency = np.polyfit(sizes, seconds, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
@@ -234,7 +234,7 @@ def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:
 
 
 def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transfer: Transfer) -> Profile:
-    """The profile that fits; ``transfer`` is assumed where none was measured. The note says so."""
+    """The fitted profile; ``transfer`` is assumed if none was measured, as its note tells."""
     status, layout = measured.status, measured.layout
     largest = max(point.tokens for point in measured.prefills)
     knots = [knot for knot in (1, 4, 16, 64, 256) if knot < largest] + [largest]

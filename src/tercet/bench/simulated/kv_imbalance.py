@@ -1,4 +1,4 @@
-"""How unevenly KV lies on the engines of a fleet, over time."""
+"""Imbalance of KV between the engines of a fleet, over time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SAMPLE_SECONDS, OFTEN = 0.1, 100
 class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
     """KV usage of the fullest engine less the mean over all engines, both as shares of a KV cache (0 to 1).
 
-    ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` from the first arrival to the last one: what runs
-    out at the end is no load to balance. With more engines than :data:`OFTEN` they are as much rarer, and cost no more.
-    ``usage`` is the mean KV usage of all engines over the same time.
+    ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` from the first arrival to the last one: the drain
+    at the end is not a load to balance. With more engines than :data:`OFTEN` samples are less frequent, and cost no
+    more. ``usage`` is the mean KV usage of all engines over the same time.
     """
 
     mean: float
@@ -32,7 +32,7 @@ class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImbalanceSamples:
-    """Looks at all engines again and again, until it is told that it is ``over``."""
+    """Samples all engines again and again, until ``over`` is set."""
 
     def __init__(self, engines: Sequence[SimEngine]) -> None:
         self._engines = engines
@@ -51,7 +51,7 @@ class ImbalanceSamples:
             await asyncio.sleep(interval)
 
     def summary(self) -> KVImbalance | None:
-        """What was seen; None if there was no time to look."""
+        """The result; None without samples."""
         if not self._imbalances:
             return None
         found = np.array(self._imbalances)

@@ -1,4 +1,4 @@
-"""The evaluation of "Microserving LLM engines" (MLC, January 2025), simulated, and held against what it says.
+"""The evaluation of "Microserving LLM engines" (MLC, January 2025), simulated, and compared with its results.
 
 Its setting: Llama-3.1-70B-Instruct in FP8 on 8 H100 SXM; two engines of tensor-parallel degree 4 against one of
 degree 8; 3000 +- 5 tokens in, 100 +- 5 out; 1.6 to 5.6 requests per second, 800 requests and 40 of warm-up each; no
@@ -31,7 +31,8 @@ LINES: Mapping[str, tuple[str, dict[str, str], str, str]] = {
     "1P1D balanced 0.1": ("balanced", {"balance_ratio": "0.1"}, "1P1D", TP4),
     "TP8": ("data_parallel", {}, "both=1", TP8),
 }
-# A request waits for one call of a verb after the other: start_generate alone, or prep_recv, remote_send and it.
+# A request waits for one call of a verb after the other: start_generate alone, or prep_recv, remote_send and
+# start_generate.
 CALLS: Mapping[str, int] = {"data parallel": 1, "1P1D": 3, "1P1D balanced 0.1": 3, "TP8": 1}
 FITTED = ("ttft", "tpot", "jct")
 TWO_ENGINES = tuple(LINES)[:3]
@@ -39,7 +40,7 @@ START_LATENCY = 0.02
 
 
 class Scales(NamedTuple):
-    """The constants: two multiply the profiles' times, ``latency`` is in seconds per call and occupies no engine."""
+    """The constants: two multiply the profiles' times, ``latency`` is in seconds per call and uses no engine."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -47,7 +48,7 @@ class Scales(NamedTuple):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds: means of all three latencies, and the 99th percentile of JCT. What was not read is None."""
+    """Seconds: means of all three latencies, and the 99th percentile of JCT. Values that were not read are None."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -59,7 +60,7 @@ Plot = Mapping[str, Mapping[float, Figures]]
 
 
 class EvaluationSetup:
-    """Its setting, averaged over seeds; asks for the same run once."""
+    """Its setting, averaged over seeds; runs each simulation once."""
 
     def __init__(self, seeds: int = 3, requests: int = 800) -> None:
         self._seeds = seeds
@@ -69,9 +70,9 @@ class EvaluationSetup:
         self._means = cache(self._means_of)
 
     def figures(self, line: str, rate: float, scales: Scales) -> Figures:
-        """What a line has at a rate."""
+        """Results of a line at a rate."""
         ttft, tpot, jct, jct_p99 = self._means(line, rate, scales.prefill, scales.decode)
-        # What occupies no engine is as long for each request: it shifts all of them alike, and changes no queue.
+        # A delay without engine time is equal for each request: it shifts all of them alike, and changes no queue.
         latency = scales.latency * CALLS[line]
         return Figures(ttft=ttft + latency, tpot=tpot, jct=jct + latency, jct_p99=jct_p99 + latency)
 
@@ -179,7 +180,7 @@ def order(setting: EvaluationSetup, scales: Scales, rate: float) -> list[str]:
 def held_out_error(
     setting: EvaluationSetup, scales: Scales, plot: Plot, lines: Sequence[str] = TWO_ENGINES, figure: str = "jct"
 ) -> float:
-    """Mean absolute relative error of one figure over what was read of these lines, but for the lowest rate."""
+    """Mean absolute relative error of one figure over the values of these lines, except at the lowest rate."""
     errors = [
         abs(getattr(setting.figures(line, rate, scales), figure) / getattr(wanted, figure) - 1)
         for line in lines

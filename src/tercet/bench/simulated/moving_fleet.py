@@ -1,4 +1,4 @@
-"""Moves and rescheduling in a simulation: the front door's own code, in virtual time, and what came of it."""
+"""Moves and rescheduling in a simulation: the front door's own code, in virtual time, and its results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tercet.router.rescheduler import Rescheduler
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 from tercet.sim import SimEngine
 
-# As the front door's watch looks for engines that stand still.
+# The interval of the front door's watch for stuck engines.
 WATCH_SECONDS = 0.5
 
 
 class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` that moves go by."""
+    """The settings of ``tercet router`` for moves."""
 
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
@@ -32,8 +32,8 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
     """All moves of a run. ``outcomes`` count them by reason and outcome, as ``neutral_load moved``.
 
     ``pause_p50`` and ``pause_p99`` are seconds between the last token from the source and the next one; None if no
-    sequence that had a token was moved. ``bytes`` of KV were sent, ``recomputed`` positions computed anew.
-    ``held_back`` counts proposals that limits did not allow at a look; the next one may propose the same again.
+    sequence that had a token was moved. ``bytes`` of KV were sent, ``recomputed`` positions computed again.
+    ``held_back`` counts proposals that limits did not allow in a round; the next one may propose the same again.
     """
 
     outcomes: dict[str, int] = {}
@@ -45,7 +45,7 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moved(self) -> int:
-        """Those that arrived."""
+        """Number of successful moves."""
         return sum(count for name, count in self.outcomes.items() if name.endswith(" moved"))
 
     def flat(self) -> dict[str, float]:
@@ -80,7 +80,7 @@ class MoveCounts:
         self._held_back += moves
 
     def totals(self) -> MoveTotals:
-        """What was counted so far."""
+        """Totals so far."""
         p50, p99 = (float(value) for value in np.percentile(self._pauses, (50, 99))) if self._pauses else (None, None)
         return MoveTotals(
             outcomes=dict(sorted(self._outcomes.items())),
@@ -93,10 +93,10 @@ class MoveCounts:
 
 
 class MovingFleet:
-    """What a front door runs beside its requests, a rescheduler and a watch over engines, with the sequences of both.
+    """Background work of a front door: a rescheduler and a watch over engines, with the sequences of both.
 
-    Neither runs where it could find nothing to do: that is, without policies, and without engines that stand still or
-    are drained, which is only where ``has_faults``.
+    Each runs only if it can find work: with policies, or with engines that may be stuck or drained, if there are faults
+    (``has_faults``).
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class MovingFleet:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Look while entered; raises what failed in that."""
+        """Run the background work while entered; raises its error."""
         async with alongside(*self._work):
             yield
 
     async def _report(self) -> None:
-        """Engines that jump over steps have nothing to report meanwhile, where real ones would."""
+        """Engines that skip steps have nothing to report in that time; real ones would."""
         loads = self._fleet.knowledge.loads
         while True:
             for name, engine in self._engines.items():
@@ -132,7 +132,7 @@ class MovingFleet:
             await asyncio.sleep(self._interval)
 
     async def _watch(self) -> None:
-        """Notice engines that stand still, and those that go on again, as :mod:`tercet.fleet.membership` does."""
+        """Detect stuck engines, and their recovery, as :mod:`tercet.fleet.membership` does."""
         fleet = self._fleet
         while True:
             for member in fleet.members:
@@ -146,7 +146,7 @@ class MovingFleet:
 
 @asynccontextmanager
 async def alongside(*work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run these while entered, then cancel them; raises what failed in one."""
+    """Run these while entered, then cancel them; raises the error of one."""
     tasks = [asyncio.get_running_loop().create_task(each) for each in work]
     try:
         yield

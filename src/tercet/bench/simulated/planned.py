@@ -19,7 +19,7 @@ WORDS = HashedWords()
 
 
 class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What ``workload`` plans, a text for each phase (:func:`tercet.bench.workloads.parse_phase`).
+    """Requests planned by ``workload``, a text for each phase (:func:`tercet.bench.workloads.parse_phase`).
 
     ``requests`` are all of a trace if None. ``rate`` is in requests per second: a conversation of several keeps the
     next one waiting for as many gaps. ``arrivals`` as in :class:`~tercet.bench.simulated.SyntheticWorkload`, or
@@ -35,7 +35,7 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     warm_up: int = 0
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
         _require(self.finite or self.arrivals != "trace", "arrivals", "trace needs one workload: a trace")
         _require(self.rate is not None or self.arrivals == "trace", "rate", "is missing")
         _require(self.rate is None or self.rate > 0, "rate", "must be positive")
@@ -55,12 +55,12 @@ def _require(fine: bool, field: str, why: str) -> None:
 
 
 class PlannedTraffic:
-    """The requests of a planned workload, the same for the same seed, made as they are asked for."""
+    """The requests of a planned workload, equal for equal seeds, made on demand."""
 
     def __init__(self, workload: PlannedWorkload, seed: int) -> None:
         self._workload = workload
         self._seed = seed
-        # By the name of the request under way: its conversation, what was said until its answer, and its turn.
+        # By the name of the running request: its conversation, the tokens until its answer, and its turn.
         self._open: dict[str, tuple[Conversation, tuple[int, ...], int]] = {}
 
     def arrivals(self) -> Iterator[tuple[float, Request]]:
@@ -76,7 +76,7 @@ class PlannedTraffic:
     def _timed(self) -> Iterator[tuple[float, Conversation]]:
         given = self._workload
         if given.arrivals == "trace" and given.rate is not None:
-            # Read twice, and never kept: the prompts of a trace are gigabytes.
+            # Read twice, and never stored: the prompts of a trace are gigabytes.
             offsets = [conversation.offset or 0.0 for conversation in self._plan()]
             yield from zip(replayed(offsets, given.rate), self._plan(), strict=True)
         elif given.arrivals == "trace":
@@ -110,6 +110,6 @@ class PlannedTraffic:
         return conversation.turns[turn + 1].think_time, following
 
     def unsent(self, request: Request) -> int:
-        """How many requests are not sent as this one has failed."""
+        """Number of requests that are not sent because this one failed."""
         found = self._open.pop(request.seq_id, None)
         return 0 if found is None else len(found[0].turns) - 1 - found[2]

@@ -1,4 +1,4 @@
-"""What is simulated: the fleet, as a line for the command line or a YAML file, and its synthetic traffic."""
+"""The simulated fleet, as a line for the command line or a YAML file, and its synthetic traffic."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Equal engines; ``profile`` (a shipped name or a JSON file) and ``options`` go before the run's own.
+    """Equal engines; ``profile`` (a shipped name or a JSON file) and ``options`` override the run's.
 
-    Engines with the same ``host`` share a machine: they slow one another while they compute, as their profiles say.
-    Without one, each has a machine to itself.
+    Engines with the same ``host`` share a machine: they slow one another while they compute, according to their
+    profiles. Without one, each has its own machine.
     """
 
     role: Role
@@ -36,10 +36,10 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Something happens to engine ``engine`` at second ``at``, and ends ``down`` seconds later (``None``: never).
+    """An event on engine ``engine`` at second ``at``, and ends ``down`` seconds later (``None``: never).
 
-    ``die``: it loses all that it has, and comes back empty. ``freeze``: its core stands still, as after SIGSTOP.
-    ``drain``: the front door is told to empty it, and not to pick it.
+    ``die``: it loses everything, and comes back empty. ``freeze``: its core stops, as after SIGSTOP. ``drain``: the
+    front door empties it, and does not pick it.
     """
 
     engine: str
@@ -51,7 +51,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A fleet; engines are called by their role and number, ``prefill-0``, ``decode-0``, ``both-0``, ...
 
-    Engines that cannot send KV to one another are refused but ``without_kv_exchange``.
+    Engines that cannot send KV to one another are refused unless ``without_kv_exchange`` is set.
     """
 
     engines: tuple[EngineGroup, ...]
@@ -76,7 +76,7 @@ def _group(part: str) -> EngineGroup:
     role, _, rest = part.partition("=")
     count, at, host = rest.partition("@")
     if role not in ROLES:
-        raise BadRequest(f"fleet: {role!r} is no role; choose {', '.join(ROLES)}", "fleet")
+        raise BadRequest(f"fleet: {role!r} is not a role; choose {', '.join(ROLES)}", "fleet")
     if not count.isdecimal() or bool(at) != bool(host):
         raise BadRequest(f"fleet: {part!r} is not ROLE=COUNT[@HOST]", "fleet")
     return EngineGroup(role=role, count=int(count), host=host or None)
@@ -121,8 +121,8 @@ def members_of(spec: FleetSpec) -> list[tuple[EngineGroup, int]]:
     return found
 
 
-# Prompts are windows into one list of token ids, behind ids that make them unique. There are 256 of these: Python keeps
-# one object of each, so that prompts which are copied and hashed stay in the processor's caches.
+# Prompts are windows into one list of token ids, after ids that make them unique. There are 256 of these: Python has
+# one object of each, so that prompts stay in the processor's caches when they are copied and hashed.
 _TEXT = 65_536
 _FIRST_UNIQUE_TOKEN = 1_000_000
 LONGEST = 20.0
@@ -133,9 +133,9 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     ``rate`` is in requests per second. ``arrivals``: ``poisson``; ``constant``; ``gamma`` with the shape
     ``burstiness``, as in ``tercet bench``: below 1 is bursty, 1 is Poisson. The first ``warm_up`` requests count in no
-    metric. With ``prefixes`` each request starts with one of so many prefixes of ``prefix`` tokens (drawn evenly),
-    within its input length. ``lengths``: ``normal``; ``lognormal`` with the same means and deviations, which has a long
-    tail, up to :data:`LONGEST` times the mean.
+    metric. With ``prefixes`` each request starts with one of that number of prefixes of ``prefix`` tokens (drawn
+    evenly), within its input length. ``lengths``: ``normal``; ``lognormal`` with the same means and deviations, which
+    has a long tail, up to :data:`LONGEST` times the mean.
     """
 
     rate: float
@@ -152,7 +152,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     lengths: Literal["normal", "lognormal"] = "normal"
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first value that makes no sense."""
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
         for field in ("rate", "input_mean", "output_mean", "burstiness"):
             if not getattr(self, field) > 0:
                 raise BadRequest(f"{field}: is {getattr(self, field)}, and must be positive", field)
@@ -162,7 +162,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         if self.requests <= self.warm_up:
             raise BadRequest(f"requests: {self.requests} leave none after {self.warm_up} of warm-up", "requests")
         if bool(self.prefixes) != bool(self.prefix):
-            raise BadRequest("prefixes: goes with prefix, their number with their length", "prefixes")
+            raise BadRequest("prefixes: give it together with prefix, their length", "prefixes")
 
 
 def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float, Request]]:

@@ -1,4 +1,4 @@
-"""A simulation as its user describes it, in text and numbers, and its report: the same bytes for the same seed."""
+"""A simulation described in text and numbers, and its report: the same bytes for the same seed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from tercet.sim import EngineOptions, load_profile, options_from
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: ``rate`` in requests per second, the figures that ``tercet bench`` has, and what the engines did.
+    """One run: ``rate`` in requests per second, the figures of ``tercet bench``, and the engines' counters.
 
-    ``rate`` is None for a trace at its own times.
-    ``fallbacks`` counts requests that one engine served after another program had failed, ``retries`` every attempt
-    after a failure, those included; the front door's metrics count so. ``busy`` is the share of the
-    engines' time in which a step ran, and ``counts`` are sums over all engines. ``imbalance`` is None if there was no
-    time to see any.
+    ``rate`` is None for a trace at its own times. ``fallbacks`` counts requests that one engine served after another
+    program had failed, ``retries`` every attempt after a failure, those included; the front door's metrics count so.
+    ``busy`` is the share of the engines' time in which a step ran, and ``counts`` are sums over all engines.
+    ``imbalance`` is None without samples.
     """
 
     rate: float | None
@@ -47,7 +46,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: KVImbalance | None
 
     def metrics(self) -> dict[str, float | int | None]:
-        """All of it under flat names: those of :meth:`Summary.flat`, and what the engines did."""
+        """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
         engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
         engines |= self.counts
         engines |= self.moves.flat() | (self.imbalance.flat() if self.imbalance is not None else {})
@@ -55,7 +54,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of one program that differ in their rate. ``arguments`` repeat everything that the numbers depend on."""
+    """Runs of one program that differ in their rate. ``arguments`` has everything that the numbers depend on."""
 
     label: str
     program: str
@@ -65,9 +64,9 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[SimulatedPoint, ...]
 
     def to_json(self) -> bytes:
-        """The report as a file that ``tercet bench report`` draws, beside real runs or alone.
+        """The report as a file that ``tercet bench report`` draws, together with real runs or alone.
 
-        It carries no time of day, so that the same simulation gives the same bytes.
+        It has no time of day, so that the same simulation gives the same bytes.
         """
         result = BenchResult(
             source="sim",
@@ -81,7 +80,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
 
     def _bench_point(self, point: SimulatedPoint) -> Point:
-        at_once = point.rate is not None and math.isinf(point.rate)  # JSON knows no infinity
+        at_once = point.rate is not None and math.isinf(point.rate)  # JSON has no infinity
         return Point(
             label=self.label,
             program=self.program,
@@ -102,7 +101,7 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
 
 
 def _made_good(outcome: Outcome) -> str:
-    """A warning: who reads the figures alone would take them for the program's."""
+    """A warning about retries: otherwise readers would take the figures for the program's."""
     requests, retries, fallbacks = len(outcome.ended), outcome.retries, outcome.fallbacks
     said = f"warning: {retries} attempts after a failure, and of {requests} requests {fallbacks} were served by one "
     return f"{said}engine as their program had failed; the first failure: {outcome.first_retried}"
@@ -114,12 +113,12 @@ NONE = "-"
 
 
 def headings(report: SimulationReport) -> list[str]:
-    """What stands over the columns of :func:`table`."""
+    """Headings of the columns of :func:`table`."""
     return ["rate", "done", "failed", "retries", "fallbacks", "requests/s", *figure_headings(report.points)]
 
 
 def figure_headings(points: Sequence[SimulatedPoint]) -> list[str]:
-    """What stands over :func:`figures_of`; where nothing was moved, nothing is said of moves."""
+    """Headings of :func:`figures_of`; without moves, there are no columns for them."""
     return FIGURE_HEADINGS + (MOVE_HEADINGS if _any_moves(points) else [])
 
 
@@ -144,9 +143,9 @@ def _shown(rate: float | None) -> str:
 
 
 def figures_of(runs: Sequence[SimulatedPoint], beside: Sequence[SimulatedPoint]) -> list[str]:
-    """Means over runs that differ in their seed, under the :func:`figure_headings` of those they are shown beside.
+    """Means over runs that differ in their seed, under the :func:`figure_headings` of all runs that are shown.
 
-    A percentile for which a run has too few requests is not told.
+    A percentile for which a run has too few requests is not shown.
     """
     cells = list[str]()
     for name, scale in (("ttft", 1e3), ("tpot", 1e3), ("e2el", 1.0)):
@@ -167,7 +166,7 @@ def figures_of(runs: Sequence[SimulatedPoint], beside: Sequence[SimulatedPoint])
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """To three significant figures, whole numbers of one run as they are; nothing unless all runs have one."""
+    """To three significant figures, whole numbers of one run unchanged; empty unless all runs have one."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return NONE
@@ -175,7 +174,7 @@ def _mean(values: Sequence[float | None]) -> str:
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """All arguments of a run but its rate, which ``workload`` leaves open (its own is ignored)."""
+    """All arguments of a run except its rate (that of ``workload`` is ignored)."""
 
     program: str
     program_args: dict[str, str]
@@ -189,15 +188,15 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     moving: MovingSettings = MovingSettings()
 
     def point(self, rate: float | None, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
-        """Run it at a rate; ``note`` is told how fast that went.
+        """Run it at a rate; ``note`` is called with the speed of the run.
 
-        Raises :class:`~tercet.protocol.BadRequest` for whatever is wrong with the arguments, and the program's own
-        when it refuses every request.
+        Raises :class:`~tercet.protocol.BadRequest` for invalid arguments, and the program's own error when it refuses
+        every request.
         """
         program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
         options = options_from(EngineOptions(), self.options)
         workload = msgspec.structs.replace(self.workload, rate=rate)
-        # Read anew for each run: its plugins remember requests.
+        # Loaded again for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
         outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling, self.moving)
@@ -225,7 +224,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def arguments(self) -> dict[str, Any]:
-        """What the numbers depend on, but for the rate."""
+        """Everything that the numbers depend on, except the rate."""
         given = msgspec.to_builtins(self)
         del given["workload"]["rate"]
         return {**given, "moving": encode_settings(self.moving)}

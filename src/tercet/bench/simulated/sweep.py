@@ -1,7 +1,7 @@
-"""One simulation at many settings, each with one seed or several, and which of them no other one beats.
+"""One simulation with many settings, each with one or more seeds, and the settings that no other one beats.
 
-Trials share their seeds, and so their arrivals and lengths: they are compared seed by seed, which cancels what the seed
-makes of all of them.
+Trials share their seeds, and so their arrivals and lengths: they are compared seed by seed, which cancels the common
+effect of a seed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SUMMED = ("completed", "failed", "interrupted", "fallbacks", "retries")
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """What varies, and the values it takes.
+    """A setting that varies, and its values.
 
-    That is ``fleet``, ``profile``, ``program``, ``request-rate``, an engine option, a setting of moves without its
-    dashes (``reschedule-threshold``), or a program's parameter.
+    It is ``fleet``, ``profile``, ``program``, ``request-rate``, an engine option, a setting of moves without its dashes
+    (``reschedule-threshold``), or a program's parameter.
     """
 
     name: str
@@ -54,7 +54,7 @@ MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}
 class Estimate(msgspec.Struct, frozen=True):
     """A metric over seeds, in seconds; ``half`` is half of the 95% interval of its mean.
 
-    It is None of a single seed, and where no seed made a difference: that says nothing of chance.
+    It is None for a single seed, and if no seed made a difference, which tells nothing about chance.
     """
 
     mean: float
@@ -66,7 +66,7 @@ class Estimate(msgspec.Struct, frozen=True):
         mean = statistics.fmean(values)
         if len(set(values)) < 2 or not math.isfinite(mean):
             return Estimate(mean, None)
-        # Imported here: commands that need none of it start faster.
+        # Imported here: commands that do not need it start faster.
         student: Any = import_module("scipy.special")
         error = statistics.stdev(values) / math.sqrt(len(values))
         return Estimate(mean, error * float(student.stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2)))
@@ -86,7 +86,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One setting of all axes, run once for each seed.
 
     ``standing``: the ``best`` are on the frontier of means, where no other is as good in both metrics and better in
-    one; the ``beaten`` are not; ``near`` are those that chance, as far as seeds differ, may have put on it or off it.
+    one; the ``beaten`` are not; ``near`` are those that chance, judged by the seeds, may have put on it or off it.
     """
 
     settings: dict[str, str]
@@ -97,7 +97,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All trials of a sweep; ``x`` and ``y`` name the two metrics (the smaller the better) that were weighed."""
+    """All trials of a sweep; ``x`` and ``y`` name the two compared metrics (smaller is better)."""
 
     kind: str = "simulated sweep"
     version: str = __version__
@@ -110,7 +110,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> bytes:
         """The report as a file that ``tercet bench report`` draws: a line for each trial, of means over seeds.
 
-        All else is under ``sweep`` in its config.
+        Everything else is under ``sweep`` in its config.
         """
         arguments = dict(self.arguments)
         told = {"kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials}
@@ -165,7 +165,7 @@ def sweep(
     seeds: int = 1,
     note: Callable[[str], None] = lambda _: None,
 ) -> SweepReport:
-    """Run every combination of the axes' values at ``rate``, which an axis may replace, with so many seeds."""
+    """Run every combination of the axes' values at ``rate``, which an axis may replace, with ``seeds`` seeds each."""
     for metric in (x, y):
         check_metric(metric)
     _require_known(base, axes)
@@ -196,7 +196,7 @@ def sweep(
 
 
 def alike(runs: Sequence[SimulatedPoint]) -> bool:
-    """Whether runs with several seeds are one run."""
+    """Whether runs with several seeds are equal."""
     return all(run == runs[0] for run in runs)
 
 
@@ -215,7 +215,7 @@ def _standing(on_frontier: bool, beaten: bool) -> Standing:
 
 
 def _beats(one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]) -> bool:
-    """Whether one is better in a metric and worse in none, by more than seeds differ in."""
+    """Whether one is better in a metric and worse in none, by more than the variation between seeds."""
     if not all(map(math.isfinite, (*one[0], *one[1]))):
         return False
     if not all(map(math.isfinite, (*other[0], *other[1]))):
@@ -256,7 +256,7 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
 
 
 def _require_known(base: Simulation, axes: Sequence[Axis]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for an axis that is no setting of anything."""
+    """Raise :class:`~tercet.protocol.BadRequest` for an axis that is not a setting."""
     programs = next((axis.values for axis in axes if axis.name == "program"), (base.program,))
     arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
     known = [*OWN, *EngineOptions.__struct_fields__, *sorted(MOVING), *sorted(arguments - {"request", "fleet"})]
@@ -273,12 +273,12 @@ def _rate(value: str) -> float:
     except ValueError:
         rate = -1.0
     if not rate > 0:
-        raise BadRequest(f"--over: request-rate={value} is no positive number", "--over")
+        raise BadRequest(f"--over: request-rate={value} is not a positive number", "--over")
     return rate
 
 
 def check_metric(metric: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless it is such as ``ttft.p99``."""
+    """Raise :class:`~tercet.protocol.BadRequest` unless it has a form such as ``ttft.p99``."""
     latency, _, figure = metric.partition(".")
     if latency not in LATENCIES or figure not in FIGURES:
         known = f"one of {', '.join(LATENCIES)}, a dot, and one of {', '.join(FIGURES)}"

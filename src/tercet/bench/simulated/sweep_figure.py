@@ -1,4 +1,4 @@
-"""The picture of a sweep: its trials by the two metrics that were weighed, and the line of those that are best."""
+"""The figure of a sweep: its trials by the two compared metrics, and the line of the best ones."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _on_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _frontier(drawn: Picture, axis: Any, best: Sequence[tuple[float, float]]) -> None:
-    """What is above this line or right of it has a mean that is beaten."""
+    """Trials above this line or right of it have a mean that is beaten."""
     axis.plot([x for x, _ in best], [y for _, y in best], drawstyle="steps-post", color=drawn.palette.series[0],
               linewidth=0.9, alpha=0.6, zorder=2)  # fmt: skip
 
@@ -91,7 +91,7 @@ def _bars(trials: Sequence[Trial], units: Sequence[tuple[str, float]]) -> Iterat
 
 
 def _steps(frontier: Sequence[tuple[float, float]]) -> Iterator[Box]:
-    """The frontier's line, likewise."""
+    """The frontier's line, as such boxes."""
     for (x, y), (next_x, next_y) in pairwise(frontier):
         yield Box(x, y, next_x, y)
         yield Box(next_x, next_y, next_x, y)
@@ -100,7 +100,7 @@ def _steps(frontier: Sequence[tuple[float, float]]) -> Iterator[Box]:
 def _labels(
     drawn: Picture, axis: Any, texts: Sequence[str], points: Sequence[tuple[float, float]], lines: Sequence[Box]
 ) -> None:
-    """Beside each point its settings; with a line to the point where they are farther away."""
+    """Labels with the settings next to the points; with a line to points that are farther away."""
     notes = [
         axis.annotate(
             text, point, xytext=(0, 0), textcoords="offset points", fontsize=LABEL_SIZE, annotation_clip=False,
@@ -111,9 +111,9 @@ def _labels(
     ]  # fmt: skip
     for note in notes:
         note.set_in_layout(False)
-    # Without the arrow, which an annotation counts in.
+    # Without the arrow, which an annotation includes in its size.
     Text: Any = import_module("matplotlib.text").Text
-    # Only now it is known where on the page the points are.
+    # The positions of points on the page are only known now.
     drawn.canvas.draw_without_rendering()
     pixels = drawn.canvas.dpi / 72
     at = [(float(x), float(y)) for x, y in axis.transData.transform(points)]

@@ -46,7 +46,7 @@ MOVING = MovingSettings()
 
 @dataclass
 class Outcome:
-    """What came of one run: a row per measured request, and what the engines did.
+    """Results of one run: a row per measured request, and the engines' counters.
 
     Times are seconds of virtual time; a failed request's ``first`` is NaN. ``busy`` is the share of the engines' time
     in which a step ran.
@@ -68,7 +68,7 @@ class Outcome:
     imbalance: KVImbalance | None = None
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
-        """Note a request; ``first`` is NaN if it failed."""
+        """Record a request; ``first`` is NaN if it failed."""
         self.sent.append(sent)
         self.first.append(first)
         self.ended.append(ended)
@@ -76,7 +76,7 @@ class Outcome:
         self.output_tokens.append(tokens)
 
     def samples(self) -> Samples:
-        """The rows as the columns that the benchmark summarizes; gaps between tokens are not kept."""
+        """The rows as the benchmark's columns; gaps between tokens are not stored."""
         sent, first, ended = np.array(self.sent), np.array(self.first), np.array(self.ended)
         ok = ~np.isnan(first)
         return Samples(
@@ -94,14 +94,14 @@ class Outcome:
 
 
 class FollowUps(Protocol):
-    """What is asked after the answers: later turns of conversations."""
+    """Requests after the answers: later turns of conversations."""
 
     def after(self, request: Request, output: Sequence[int]) -> tuple[float, Request] | None:
-        """What follows the answer to a request: seconds to think, and the next request. None if nothing does."""
+        """What follows the answer to a request: seconds to think, and the next request. None if there is none."""
         ...
 
     def unsent(self, request: Request) -> int:
-        """How many requests are not sent as this one has failed."""
+        """Number of requests that are not sent because this one failed."""
         ...
 
 
@@ -127,8 +127,8 @@ def run_once(
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone.
 
-    ``scheduling`` has the profiles that the program's picks go by, as new ones; without it they are the built-in ones.
-    ``moving`` is how running sequences are moved, and by which policies.
+    ``scheduling`` has the profiles for the program's picks, newly made; by default the built-in ones. ``moving`` are
+    the settings and policies of moves.
     """
     if isinstance(workload, SyntheticWorkload):
         arrivals, follow_ups = requests_of(workload, seed), None
@@ -152,7 +152,7 @@ def run_requests(
     follow_ups: FollowUps | None = None,
     moving: MovingSettings = MOVING,
 ) -> Outcome:
-    """Simulate requests at given times, in order; the first ``warm_up``, and what follows them, are not measured."""
+    """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured."""
     with _young_garbage_only():
         return run_virtual(
             _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving)
@@ -161,7 +161,7 @@ def run_requests(
 
 @contextmanager
 def _young_garbage_only() -> Generator[None]:
-    """Collect garbage rarely: runs make no cycles to speak of, and what they keep is walked in vain."""
+    """Collect garbage rarely: runs make hardly any cycles, and walking their data is useless."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 1000)
     try:
@@ -211,7 +211,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
         members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
     if not spec.without_kv_exchange:
         _require_exchange(list(engines.values()))
-    # Simulated engines report what changes, so a report is as good as its last one, however old.
+    # Simulated engines report every change, so the last report is valid, however old.
     fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
 
     fleet.costs.watch_once_asked()
@@ -225,7 +225,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
             engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
 
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
-    # A fleet has one front door: that of the profile that its engines have unless they have another one.
+    # A fleet has one front door: that of the default profile of its engines.
     front_door = profiles[profile].front_door if profile in profiles else 0.0
     recovery = Recovery(fleet, WAIT_FOR_ENGINE, asyncio.get_running_loop().time)
     with_moves = MovingFleet(fleet, engines, moving, bool(spec.faults))
@@ -233,7 +233,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
 
 
 def _require_exchange(engines: Sequence[SimEngine]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless KV can go between all engines: each send would fail."""
+    """Raise :class:`~tercet.protocol.BadRequest` unless all engines can exchange KV: each send would fail."""
     for first, other in itertools.combinations({engine.profile.name: engine for engine in engines}.values(), 2):
         try:
             first.require_exchange(other)
@@ -278,7 +278,7 @@ async def _serve_all(
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
     samples = ImbalanceSamples(list(built.engines.values()))
     all_sent: asyncio.Future[None] = loop.create_future()
-    # No TaskSet: it would log a mistake in a program, where an exception that nobody takes ends the simulation.
+    # Not a TaskSet: it would log an error in a program, while an unhandled exception must end the simulation.
     running: set[asyncio.Task[None]] = set()
 
     def await_next() -> None:
@@ -288,7 +288,7 @@ async def _serve_all(
             all_sent.set_result(None)
         else:
             number, (when, request) = following
-            # After whoever else waits for that moment: a sample of the engines is taken before what comes with it.
+            # After other callbacks of that moment: engines are sampled before the arrivals of the moment.
             loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
 
     def arrive(request: Request, measured: bool) -> None:
@@ -314,7 +314,7 @@ async def _converse(
     follow_ups: FollowUps | None,
     on_end: Callable[[asyncio.Task[Any] | None], object],
 ) -> None:
-    """A request and what follows its answer, one after the other; ``on_end`` is told of the task that did it."""
+    """Run a request and its follow-ups, one after the other; ``on_end`` is called with the task that did it."""
     try:
         while True:
             sequence = await _serve(program, built, request, outcome, measured)
@@ -338,7 +338,7 @@ async def _converse(
 async def _serve(
     program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool
 ) -> RunningSequence:
-    """One sequence, served to its end as at the front door; it has not ended if that failed."""
+    """One sequence, served to its end as at the front door; after a failure it has not ended."""
     loop = asyncio.get_running_loop()
     sequence = RunningSequence(request, "", RETRIES, loop.time(), WAIT_FOR_ENGINE)
     if built.front_door:
@@ -356,9 +356,9 @@ async def _serve(
 
 
 async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, outcome: Outcome) -> TercetError | None:
-    """Run the program, and after a failure one engine that goes on where it stopped; returns what failed in the end.
+    """Run the program, and after a failure one engine that continues where it stopped; returns the final error.
 
-    What is the program's own fault is not made good: a simulation is there to show it.
+    The program's own errors are not retried: a simulation must show them.
     """
     loop = asyncio.get_running_loop()
     client, fleet = _Client(sequence, loop.time), built.fleet.traced(Trace(), sequence.generates)
@@ -382,7 +382,7 @@ async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, 
 
 
 class _Client:
-    """Who takes the outputs of a sequence's programs, at once; implements :class:`~tercet.programs.OutputSink`."""
+    """Takes the outputs of a sequence's programs, at once; implements :class:`~tercet.programs.OutputSink`."""
 
     def __init__(self, sequence: RunningSequence, clock: Callable[[], float]) -> None:
         self._sequence = sequence

@@ -1,4 +1,4 @@
-"""What is measured: moving a total in chunks of one size, one way after another in the same round."""
+"""Cases to measure: moving a total in chunks of one size, one way after another in the same round."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def moved_bytes(self) -> int:
-        """What is moved: ``total_bytes``, down to whole slots."""
+        """Bytes that are moved: ``total_bytes``, rounded down to whole slots."""
         return self.slots * self.layers * self.chunk_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each layer: twice what is moved, so that what is moved lies scattered."""
+        """Blocks of each layer: twice the moved ones, so that those lie scattered."""
         return 2 * self.slots + 2
 
     def region(self) -> KVRegion:
@@ -50,7 +50,7 @@ class Case(msgspec.Struct, frozen=True):
         return region
 
     def scattered(self, choose: random.Random) -> tuple[int, ...]:
-        """As many blocks as are moved, in no order."""
+        """As many blocks as are moved, in random order."""
         return tuple(choose.sample(range(1, self.num_blocks), self.slots))
 
 
@@ -80,7 +80,7 @@ class Table:
         self.results.setdefault((way, case), Result(way, case, [])).seconds.append(seconds)
 
     def fail(self, way: str, case: Case, why: str) -> None:
-        """A way that cannot be measured."""
+        """Record a way that cannot be measured."""
         self.results.setdefault((way, case), Result(way, case, [])).error = why
 
     def rate(self, way: str, case: Case) -> float | None:

@@ -1,4 +1,4 @@
-"""What receiving does to an engine that decodes: a real engine, and a sender that pushes as fast as it can."""
+"""Effect of receiving on an engine that decodes: a real engine, and a sender that pushes as fast as possible."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LEASED_TOKENS = 2048
 MEMCPY = "memcpy"
 COPIED_MIB = 48  # as much as the lease has in SmolLM2's case, and more than caches hold
 ACK_SECONDS = 60.0
-# Where an engine's planes begin in their first page: PyTorch aligns tensors to this. Were it another place than the
-# receiver's, loads would wait for stores that look like theirs in the address's last 12 bits.
+# Offset of an engine's planes in their first page: PyTorch aligns tensors to it. If it differed from the receiver's,
+# loads would wait for stores with the same last 12 bits of the address.
 PLANE_OFFSET = 64
 
 
@@ -38,7 +38,7 @@ Begin = Callable[[aiohttp.ClientSession], Awaitable["_Flood | _PlainCopy"]]
 
 
 class Interference(msgspec.Struct, frozen=True):
-    """Decode steps of an engine, in seconds (medians), and how fast it was pushed to meanwhile, in 10^9 bytes/s."""
+    """Decode steps of an engine, in seconds (medians), and the rate of pushes to it, in 10^9 bytes/s."""
 
     step_alone: float
     step_receiving: float
@@ -54,8 +54,8 @@ class Interference(msgspec.Struct, frozen=True):
 def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings | None) -> Interference:
     """Decode ``tokens`` tokens on ``engine`` (its URL), in turn alone and while it receives, ``rounds`` times.
 
-    Without ``settings`` it receives nothing: another process copies memory meanwhile, on CPUs that this one may use.
-    A receiver as fast as that cannot disturb less.
+    Without ``settings`` it receives nothing: another process copies memory at the same time, on CPUs that this one may
+    use. A receiver of the same rate cannot disturb less.
 
     Raises :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
     """
@@ -115,7 +115,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, list[dict[
 
 
 class _PlainCopy:
-    """Copies as much as a flood holds, over and over, in a process of its own, until it is left."""
+    """Copies the size of a flood, over and over, in a separate process, until it is left."""
 
     transport = MEMCPY
 
@@ -128,7 +128,7 @@ class _PlainCopy:
     def __enter__(self) -> _PlainCopy:
         try:
             start_unsignalled(self._process)
-            self._theirs.close()  # so that its end is heard when it ends
+            self._theirs.close()  # so that its end is noticed when it ends
             self._heard()  # its memory is in place
         except BaseException:
             self._end()
@@ -170,7 +170,7 @@ def _copy(pipe: Connection) -> None:
             target[at : at + MIB] = source[at : at + MIB]
             turn.took(MIB)
         moved += len(source)
-    with suppress(OSError):  # nobody waits for it any more
+    with suppress(OSError):  # it is not waited for any more
         pipe.send(moved / (time.perf_counter() - began) / 1e9)
 
 
@@ -219,7 +219,7 @@ class _Flood:
         while not self._enough.is_set() and self._error is None:
             send = secrets.token_hex(8)
             self._transport.sends.open(send, self._info.lease, self._content, [self._to], outcomes.put)
-            # The first block stays away: what follows it is not valid then, and is written each time.
+            # The first block is left out: so what follows it is not valid, and is written each time.
             self._transport.sends.push(send, range(self._layers), 1, range(2, self._slots + 1))
             begin = self._info.begin + self._info.layout.block_size
             self._transport.sends.finish(send, begin, self._info.end)
@@ -244,6 +244,9 @@ class _Flood:
             raise self._error
 
     async def release(self, session: aiohttp.ClientSession) -> None:
-        """Give the room back. Its KV is zeros, so the blocks must not be found: they were asked for random tokens."""
+        """Give the room back.
+
+        Its KV is zeros, so the blocks must not be found: they were reserved for random tokens.
+        """
         async with session.post(f"{self._engine}/tercet/v1/abort", json={"seq_id": self._seq_id}) as response:
             await response.read()

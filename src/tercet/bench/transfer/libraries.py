@@ -1,4 +1,4 @@
-"""NIXL and Mooncake as a careful user of each calls them: memory registered, lists prepared, one big request."""
+"""NIXL and Mooncake, called directly as a careful user would: memory registered, lists prepared, one big request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tercet.transport.backends.registered import RegisteredRegion
 from tercet.transport.region import RegionShape
 
 LOCALHOST = "127.0.0.1"
-# More than so many parts, and Mooncake's queue for a peer is full.
+# With more parts, Mooncake's queue for a peer is full.
 MOONCAKE_PARTS = 2048
 Blocks = NDArray[np.int32]
 
 
 class Offered(msgspec.Struct, frozen=True, array_like=True):
-    """What the reading side must know of the other one."""
+    """Data of the offering side that the reading side needs."""
 
     address: int
     shape: RegionShape
@@ -33,11 +33,11 @@ class Library(Protocol):
     """A library with a region registered; either side has one."""
 
     def offer(self) -> Offered:
-        """For the reading side."""
+        """Return the offer for the reading side."""
         ...
 
     def connect(self, offered: Offered) -> None:
-        """Prepare reads of whole blocks of the region that was offered."""
+        """Prepare reads of whole blocks of the offered region."""
         ...
 
     def read(self, sources: Blocks, targets: Blocks) -> None:
@@ -61,7 +61,7 @@ class DirectNixl:
 
     def connect(self, offered: Offered) -> None:
         """See :class:`Library`."""
-        self._agent = NixlAgent(self._nixl, [self._registered], answers=False)  # what reads needs no thread
+        self._agent = NixlAgent(self._nixl, [self._registered], answers=False)  # the reading side needs no thread
         name = self._agent.connect(offered.handle)
         agent, memory = self._agent.bare, self._nixl.DRAM_SEG
         here = agent.prepXferDlist(self._nixl.NIXL_INIT_AGENT, memory, _strides(self._ours.address, self._region.shape))

@@ -1,4 +1,4 @@
-"""Runs every way over every case, in rounds of changing order; results as a table and a file."""
+"""Measures every way in every case, in rounds of changing order; results as a table and a file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tercet.transport import KVRegion, TransportSettings
 
 SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
 BACKENDS = ("host", "tcp", "nixl", "mooncake")
-# Idle processes are watched for so long; a tick of the kernel's clock is 10 ms.
+# How long idle processes are observed; a tick of the kernel's clock is 10 ms.
 IDLE_SECONDS = 5.0
 
-# Half of the blocks are moved in a round. The first time that a process reads a page of another one's memory it has to
-# be mapped, which an engine has behind it after its first minutes.
+# Half of the blocks are moved in a round. When a process first reads a page of another one's memory it has to be
+# mapped, which an engine has done after its first minutes.
 WARM_UP = 4
 
 Progress = Callable[[str], None]
@@ -97,7 +97,7 @@ def _ways(
 
 
 def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[str, float | str]:
-    """Cores that a connected, idle pair of ranks uses, both together; or why it cannot be said."""
+    """Cores that a connected, idle pair of ranks uses, both together; or why this is unknown."""
     case = Case(96 * 1024, 4 * 1024 * 1024)
     found: dict[str, float | str] = {}
     for name in backends:
@@ -127,7 +127,7 @@ def _idle(way: OurTransport, peer: ReceivingProcess) -> float:
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One run: where it ran, and what was found. Times in seconds, ``idle_cores`` in cores."""
+    """One run: its machine, and its results. Times in seconds, ``idle_cores`` in cores."""
 
     version: str
     machine: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The other process: receives over every transport that is measured, and over plain sockets."""
+"""The other process: receives over every measured transport, and over plain sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANSWER_SECONDS = 120.0
 
 
 class ReceivingProcess:
-    """A process with a region of one case. Calls raise :class:`~tercet.protocol.EngineError` for what failed there."""
+    """A process with a region of one case. Calls raise :class:`~tercet.protocol.EngineError` for failures there."""
 
     def __init__(self, case: Case) -> None:
         context = multiprocessing.get_context("spawn")
@@ -65,7 +65,7 @@ class ReceivingProcess:
         self._end()
 
     def _end(self) -> None:
-        """Have it end by itself, as it does when nobody can call it any more; kill it if it does not."""
+        """Let it end by itself, as it does when it can get no more calls; kill it if it does not."""
         self._theirs.close()
         self._pipe.close()
         if self._process.pid is None:
@@ -77,7 +77,7 @@ class ReceivingProcess:
 
 
 class _Receiving:
-    """What the other process does when asked."""
+    """Methods that the other process runs on request."""
 
     def __init__(self, case: Case) -> None:
         self._region: KVRegion = case.region()
@@ -121,7 +121,7 @@ class _Receiving:
         )  # fmt: skip
 
     def scatter(self, blocks: tuple[int, ...]) -> None:
-        """Where the next round's chunks go, in each layer."""
+        """Set the targets of the next round's chunks, in each layer."""
         self._targets = blocks
 
     def _drain_chunks(self, connection: socket.socket, share: slice) -> None:
@@ -160,7 +160,7 @@ def chunks_of(region: KVRegion, case: Case, blocks: Sequence[int]) -> Vector:
 
 
 def _listen(streams: int, serve: Callable[[int, socket.socket], None]) -> tuple[str, int]:
-    """Take so many connections, a thread for each that serves it by its number; returns where."""
+    """Accept ``streams`` connections, each served by a thread with its number; returns the address."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def accept() -> None:
@@ -175,7 +175,7 @@ def _listen(streams: int, serve: Callable[[int, socket.socket], None]) -> tuple[
 
 
 def _drain(connection: socket.socket, into: memoryview) -> None:
-    """Fill ``into`` from a connection; a byte back for each message, whose length comes first."""
+    """Fill ``into`` from a connection; answer each message, whose length comes first, with one byte."""
     length = bytearray(8)
     with connection:
         while connection.recv_into(length, 8, socket.MSG_WAITALL) == 8:
@@ -217,5 +217,5 @@ def _serve(pipe: Connection, case: Case) -> None:
             answer = (None, f"{type(error).__name__}: {error}")
         try:
             pipe.send(answer)
-        except OSError:  # nobody waits for it any more
+        except OSError:  # the answer is not waited for any more
             return

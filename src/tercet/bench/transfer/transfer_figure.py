@@ -1,4 +1,4 @@
-"""The picture of a transfer run: size of chunks against rate, a row for each kind of way, a column for each total."""
+"""The figure of a transfer run: size of chunks against rate, a row for each kind of way, a column for each total."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOCKETS, OURS, DIRECT = "plain sockets", "whole sends of Tercet", "libraries alo
 
 
 def draw_transfer(table: Table, file: Path, measured: str) -> None:
-    """Draw medians and quartiles of the rounds; ``measured`` says where and when, below.
+    """Draw medians and quartiles of the rounds; ``measured``, at the bottom, tells where and when.
 
     Raises :class:`~tercet.protocol.BadRequest`.
     """
@@ -43,7 +43,7 @@ def draw_transfer(table: Table, file: Path, measured: str) -> None:
 
 
 def _by_kind(table: Table) -> Mapping[str, Sequence[str]]:
-    """The ways that were measured, but for the limit of all, by their kind; of kinds that have any."""
+    """The measured ways, except the upper limit, by their kind; only kinds that have any."""
     kinds: dict[str, list[str]] = {SOCKETS: [], OURS: [], DIRECT: []}
     for way in table.ways:
         if way != LIMIT and any(table.rate(way, case) is not None for case in table.cases):
@@ -73,7 +73,7 @@ def _panel(drawn: Picture, panel: Any, table: Table, ways: Sequence[str], total:
 
 
 def _looks(drawn: Picture, way: str, index: int) -> dict[str, Any]:
-    """A library alone looks like the backend that uses it."""
+    """A library called directly looks like the backend that uses it."""
     if way == LIMIT:
         return {"color": drawn.palette.faint, "linestyle": "--", "marker": ""}
     name = way.removesuffix(" direct")

@@ -1,4 +1,4 @@
-"""Processes that only their parent ends: Ctrl-C and SIGTERM, which a terminal or a supervisor sends to all, pass by."""
+"""Processes that only their parent ends: they ignore Ctrl-C and SIGTERM, which a terminal sends to all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 def start_unsignalled(process: BaseProcess) -> None:
     """Start it with those signals blocked from its first instruction on, for good.
 
-    A child that were told to ignore them, once it runs, could be hit before. One that comes meanwhile is heard here
-    when the child has all that it needs to begin.
+    A child that sets them to be ignored, once it runs, could be hit before. A signal in the meantime is handled here
+    when the child has all data for its start.
     """
-    resource_tracker.ensure_running()  # else the start does that, which unblocks them
+    resource_tracker.ensure_running()  # otherwise the start does that, which unblocks them
     with _signals_later():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
@@ -30,9 +30,9 @@ def start_unsignalled(process: BaseProcess) -> None:
 
 @contextmanager
 def _signals_later() -> Generator[None]:
-    """What comes while entered is handled when it is left; a mask does not keep it from threads of libraries."""
+    """Delay signals that arrive while entered; a mask does not keep them from threads of libraries."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python has only the main thread handle them
+        yield  # in Python only the main thread handles them
         return
     came: list[int] = []
 

@@ -1,6 +1,6 @@
-"""Ways to move a case's bytes into the other process. Each gives the seconds that one round took.
+"""Ways to move a case's bytes into the other process. Each returns the seconds of one round.
 
-NIXL and Mooncake are there twice: behind our transport, and called directly, for comparison.
+NIXL and Mooncake are included twice: behind our transport, and called directly, for comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Way(Protocol):
 
     @property
     def name(self) -> str:
-        """As the table calls it."""
+        """Its name in the table."""
         ...
 
     def move(self) -> float:
@@ -40,12 +40,12 @@ class Way(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what it took."""
+        """Release its resources."""
         ...
 
 
 class Memcpy:
-    """Scattered chunks from one region to another in this process, by one thread: what no transport can beat."""
+    """Scattered chunks from one region to another in this process, by one thread: an upper limit of transports."""
 
     name = "memcpy"
 
@@ -101,9 +101,9 @@ def _send(connection: socket.socket, data: memoryview) -> None:
 
 
 class ChunkedSockets:
-    """TCP over loopback, the case's chunks from where they are to where they go, by I/O vectors; else as plain sockets.
+    """TCP over loopback, the case's chunks by I/O vectors, without a copy; otherwise as plain sockets.
 
-    What sockets can do for KV: the chunks are not joined in memory first.
+    This is what sockets can do for KV: the chunks are not joined in memory first.
     """
 
     def __init__(self, case: Case, source: KVRegion, peer: ReceivingProcess, streams: int) -> None:
@@ -136,7 +136,7 @@ def _send_chunks(connection: socket.socket, chunks: Vector) -> None:
 
 
 def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) -> float:
-    """Seconds that it takes, a thread for each."""
+    """Run with a thread for each; returns the seconds."""
     threads = [threading.Thread(target=target, args=each) for each in args]
     began = time.perf_counter()
     try:
@@ -145,7 +145,7 @@ def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) ->
         for thread in threads:
             thread.join()
         return time.perf_counter() - began
-    finally:  # also when told to stop: what they send on is closed next
+    finally:  # also when stopped: the connections are closed next
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
@@ -166,7 +166,7 @@ class OurTransport:
         self._checked = False
 
     def move(self) -> float:
-        """See :class:`Way`; the first time, what arrived is compared with what was sent."""
+        """See :class:`Way`; the first time, the received bytes are compared with the sent ones."""
         case, lease, send = self._case, secrets.token_hex(16), secrets.token_hex(8)
         sources, targets = case.scattered(self._choose), case.scattered(self._choose)
         end = case.slots * BLOCK_TOKENS
@@ -195,9 +195,9 @@ class OurTransport:
 
 
 class Direct:
-    """The other process reads all chunks with the library alone, when it is told which, and tells when it has them.
+    """The other process reads all chunks with the library alone, on request, and reports the end.
 
-    Nothing is granted or checked: no protocol on top of the library can do with less.
+    Nothing is granted or checked: no protocol on top of the library can do less.
     """
 
     def __init__(self, library: str, case: Case, source: KVRegion, peer: ReceivingProcess) -> None:
@@ -209,7 +209,7 @@ class Direct:
         self._checked = False
 
     def move(self) -> float:
-        """See :class:`Way`; the first time, what arrived is compared."""
+        """See :class:`Way`; the first time, the received bytes are compared."""
         sources, targets = self._case.scattered(self._choose), self._case.scattered(self._choose)
         there, here = np.array(sources, dtype=np.int32), np.array(targets, dtype=np.int32)
         began = time.perf_counter()

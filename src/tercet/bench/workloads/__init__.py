@@ -1,4 +1,4 @@
-"""What requests ask. A workload plans conversations as token ids; no I/O but reading the files that users name."""
+"""Workloads: they plan conversations as token ids; the only I/O is reading the files that users name."""
 
 from tercet.bench.workloads.conversations import Conversation, ConversationTurn, Vocabulary, Workload
 from tercet.bench.workloads.phases import Phase, parse_phase, parse_phases, plan

@@ -1,4 +1,4 @@
-"""What every workload plans: conversations of token ids, their lengths, and where randomness and words come from."""
+"""Output of every workload: conversations of token ids and their lengths; and the sources of randomness and words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Vocabulary(Protocol):
 
     @property
     def special(self) -> frozenset[int]:
-        """Ids that are no text: ends of sequences, roles, padding."""
+        """Ids that are not text: ends of sequences, roles, padding."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -39,7 +39,7 @@ class Vocabulary(Protocol):
 
 
 def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ...]:
-    """``count`` ids, uniform over all that are text."""
+    """``count`` ids, uniform over all text ids."""
     size, special = vocabulary.size, vocabulary.special
     found: list[int] = []
     while len(found) < count:
@@ -50,7 +50,7 @@ def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ..
 def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> int:
     """A normal deviate rounded to a whole number of tokens, drawn again until it is at least ``least``.
 
-    A mean so far below ``least`` that none is found gives ``least``.
+    If the mean is too far below ``least``, returns ``least``.
     """
     if deviation <= 0:
         return max(least, round(mean))
@@ -65,9 +65,9 @@ def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> i
 class ConversationTurn:
     """One request of a conversation.
 
-    ``tokens`` are what is new in its prompt: the prompt is everything that was said before, answers included, and
-    these. ``think_time`` passes between the end of the turn before and this one (seconds). ``text`` is the original of
-    ``tokens`` where the workload was text.
+    ``tokens`` are the new part of its prompt: the prompt is the whole conversation before, answers included, and these.
+    ``think_time`` passes between the end of the turn before and this one (seconds). ``text`` is the original of
+    ``tokens`` if the workload was text.
     """
 
     tokens: tuple[int, ...]
@@ -80,8 +80,8 @@ class ConversationTurn:
 class Conversation:
     """Requests that follow one another; most have a single turn.
 
-    ``offset`` is when a trace recorded it (seconds); ``group`` names what it shares a prefix with; ``phase`` is the
-    part of the workload that it belongs to.
+    ``offset`` is its time in a trace (seconds); ``group`` names the conversations with its prefix; ``phase`` is its
+    part of the workload.
     """
 
     turns: tuple[ConversationTurn, ...]
@@ -97,11 +97,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where a workload takes its randomness from.
+    """The sources of a workload's randomness.
 
-    ``shape`` decides lengths, choices and pauses; ``content`` decides the words. Two runs that share the first and not
-    the second ask for the same work, and find nothing of each other in a prefix cache. ``content_seed`` is for content
-    that must come out the same wherever it is asked for, such as a trace's hashed blocks.
+    ``shape`` decides lengths, choices and pauses; ``content`` decides the words. Two runs that share only the first
+    request the same work, and match nothing of each other in a prefix cache. ``content_seed`` is for content that must
+    be the same everywhere, such as a trace's hashed blocks.
     """
 
     vocabulary: Vocabulary
@@ -111,7 +111,7 @@ class Draw:
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """One kind of request. ``weight`` is its part of a mix, relative to the others of the mix."""
+    """One kind of request. ``weight`` is its share of a mix, relative to the others."""
 
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 

@@ -1,4 +1,4 @@
-"""Workloads as users write them, one text per phase, kinds mixed with ``+``; and the plan that is drawn from them."""
+"""Workloads in their text form, one text per phase, kinds mixed with ``+``; and the plan that is drawn from them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def plan(
     ``seed`` decides lengths, order and pauses; ``content`` (``seed`` if None) decides the words. Phases have equal
     shares of the requests, the first ones one more where they do not divide. The last conversation of a phase is cut
     where the phase ends. ``warmups`` more requests come first, of the first phase; those of a whole trace are its own
-    first ones. Raises :class:`~tercet.protocol.BadRequest` when a trace has fewer requests than asked for.
+    first ones. Raises :class:`~tercet.protocol.BadRequest` when a trace has fewer requests than ``count``.
     """
     words = seed if content is None else content
     for index, phase in enumerate(phases):
@@ -113,7 +113,7 @@ def plan(
 
 def _all_of(phase: Phase, draw: Draw) -> Iterator[Conversation]:
     if len(phase.mix) != 1 or not phase.mix[0].finite:
-        raise BadRequest("num-prompts: must be given, since this workload has no end of its own", "num-prompts")
+        raise BadRequest("num-prompts: must be given, since this workload has no end", "num-prompts")
     return phase.mix[0].conversations(draw)
 
 

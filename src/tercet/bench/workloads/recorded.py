@@ -66,7 +66,7 @@ def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
 
 
 class RecordedTrace(Workload, frozen=True):
-    """Requests of a file, as they came; ``max_input_len`` and ``max_output_len`` cut what is longer."""
+    """Requests of a file, as recorded; ``max_input_len`` and ``max_output_len`` cut longer ones."""
 
     path: str = ""
     max_input_len: Tokens | None = None
@@ -80,8 +80,8 @@ class RecordedTrace(Workload, frozen=True):
 class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
     """Mooncake's trace: per line ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
 
-    Each id stands for ``block`` tokens of the prompt, and the same id for the same tokens, so that prefixes are shared
-    as they were recorded.
+    Each id stands for ``block`` tokens of the prompt, and equal ids for equal tokens, so that prefixes are shared as
+    recorded.
     """
 
     block: Tokens = 512
@@ -100,7 +100,7 @@ class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
 
 
 class TraceOfLengths(RecordedTrace, frozen=True):
-    """Times and lengths alone; prompts are lines of the sonnets."""
+    """Times and lengths only; prompts are lines of the sonnets."""
 
     def rows(self) -> list[tuple[float, int, int]]:
         """Time (seconds), prompt and answer lengths of each request."""
@@ -121,14 +121,14 @@ class Azure(TraceOfLengths, frozen=True, tag="azure"):
 
 
 class BurstGPT(TraceOfLengths, frozen=True, tag="burstgpt"):
-    """BurstGPT's traces: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``, and columns left alone."""
+    """BurstGPT's traces: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``, and ignored columns."""
 
     def rows(self) -> list[tuple[float, int, int]]:
         return read_lengths(self.path, "burstgpt", BURSTGPT_COLUMNS, float)
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
-    """One line of a Mooncake trace; whatever else it has is left alone."""
+    """One line of a Mooncake trace; other fields are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -173,25 +173,25 @@ def read_lengths(
             when, prompt, answer = (row[name] for name in columns)
             at, lengths = seconds(when), (int(prompt), int(answer))
             if min(lengths) < 0 or not math.isfinite(at):
-                raise ValueError(f"{when}, {prompt}, {answer} are no time and no lengths")
+                raise ValueError(f"{when}, {prompt}, {answer} are not a time and two lengths")
             found.append((at, *lengths))
         except (TypeError, ValueError) as error:
             raise broken(kind, path, rows.line_num, str(error)) from error
-    # A few rows of the published traces generated nothing: there is nothing to measure about them.
+    # A few rows of the published traces generated nothing: there is nothing to measure in them.
     return _some([row for row in found if row[1] and row[2]], kind, path)
 
 
 def timestamp(text: str) -> float:
-    """Seconds since 1970; UTC where the text names no zone. Fractions beyond microseconds are dropped."""
+    """Seconds since 1970; UTC if the text names no zone. Fractions beyond microseconds are dropped."""
     when = datetime.fromisoformat(text.strip())
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
 class HashedText:
-    """The tokens that hashed blocks stand for: the same ones for an id wherever it stands, others for other ids.
+    """The tokens that hashed blocks stand for: equal tokens for equal ids, other tokens for other ids.
 
-    A block begins with its id in digits of the vocabulary, as many as ``last``, the largest id, needs, and goes on as
-    one random text does somewhere. ``seed`` makes the text.
+    A block begins with its id in digits of the vocabulary, as many as ``last``, the largest id, needs, and continues
+    with a part of one random text. ``seed`` makes the text.
     """
 
     def __init__(self, vocabulary: Vocabulary, seed: str, block: int, last: int) -> None:
@@ -230,13 +230,13 @@ def _some(found: list[T], kind: str, path: str) -> list[T]:
 
 
 class ShareGPT(Workload, frozen=True, tag="sharegpt"):
-    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``; JSON lines do as well.
+    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``; JSON lines are accepted, too.
 
-    Requests are what people wrote; answers are as long as the recorded ones, or ``output_len`` tokens. ``turns`` limits
-    how many of a conversation's turns are sent, and ``think_time`` (seconds) passes between them. Left out, as in
-    ``vllm bench serve``: conversations whose first question or answer has fewer than ``min_len`` tokens, or whose first
-    question is longer than ``max_input_len``, or than ``max_total_len`` together with its answer; a conversation ends
-    before the turn that takes its total past ``max_total_len``.
+    Requests are the texts of people; answers are as long as the recorded ones, or ``output_len`` tokens. ``turns``
+    limits how many of a conversation's turns are sent, and ``think_time`` (seconds) passes between them. Left out, as
+    in ``vllm bench serve``: conversations whose first question or answer has fewer than ``min_len`` tokens, or whose
+    first question is longer than ``max_input_len``, or than ``max_total_len`` together with its answer; a conversation
+    ends before the turn that takes its total past ``max_total_len``.
     """
 
     path: str = ""
@@ -305,7 +305,7 @@ def _entries(text: str, path: str) -> list[Any]:
 
 
 def _exchanges(entry: Any) -> list[Exchange]:
-    """The pairs of a person's message and the model's answer right after it; files hold much that is neither."""
+    """The pairs of a person's message and the model's answer right after it; files contain much else."""
     fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     messages = fields.get("conversations") or fields.get("conversation") or fields.get("messages")
     if not isinstance(messages, list):

@@ -1,4 +1,4 @@
-"""Made-up prompts: lines of the sonnets, random tokens, sets of shared prefixes, and sessions of several turns."""
+"""Synthetic prompts: lines of the sonnets, random tokens, sets of shared prefixes, and sessions of several turns."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Lines:
         return Lines(vocabulary)
 
     def draw(self, count: int, rng: Random) -> tuple[int, ...]:
-        """Exactly ``count`` tokens of lines in random order; no line comes again before all of them came."""
+        """Exactly ``count`` tokens of lines in random order; no line repeats before all of them were used."""
         found: list[int] = []
         while len(found) < count:
             for line in rng.sample(self._lines, len(self._lines)):
@@ -88,7 +88,7 @@ def sonnet_lines() -> tuple[str, ...]:
 
 
 class RandomTokens(MadeUp, frozen=True, tag="random"):
-    """Token ids drawn uniformly from the vocabulary: nothing is ever found in a prefix cache."""
+    """Token ids drawn uniformly from the vocabulary: no prefix cache ever matches them."""
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         while True:
@@ -97,7 +97,7 @@ class RandomTokens(MadeUp, frozen=True, tag="random"):
 
 
 class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
-    """``prefixes`` prefixes of ``prefix_len`` tokens; each request has one, and ``input_len`` tokens of its own."""
+    """``prefixes`` prefixes of ``prefix_len`` tokens; each request has one of them, and ``input_len`` unique tokens."""
 
     prefixes: Count = 8
     prefix_len: Tokens = 1024
@@ -114,7 +114,7 @@ class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
 
 
 class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
-    """Conversations of ``turns`` requests that carry on what was said, the target's own answers included.
+    """Conversations of ``turns`` requests that continue the earlier ones, with the target's answers.
 
     The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens. A
     user thinks for ``think_time`` seconds in the mean (exponential) between an answer and the next turn.
