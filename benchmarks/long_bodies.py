@@ -2,6 +2,9 @@
 
 ``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running front door, sends
 each body, and prints the longest gap between two events of the stream meanwhile, and without anybody else.
+
+With ``--pid PID``, the front door's process on this machine, it prints the CPU time that its event loop took for the
+request and the stream together as well: on a machine where nothing else runs no gap is longer.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,30 +28,52 @@ LAST = {"max_tokens": 2}
 
 def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
     """Route, field and body of each case: just below what is refused."""
-    few, words = items // 8 - 8, [f"a{number}" for number in range(items * 2 - 100)]
-    schema = {"type": "object", "properties": {word: {"type": "string"} for word in words[: items - 100]}}
+    few, numbers = items // 8 - 8, items * 32
+    words = [f"a{number}" for number in range(items * 2 - 100)]
+    grammar = "root ::= " + " ".join("[a-z]" for _ in range(3000))
     completions, chat, messages, responses = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    def form(names: list[str]) -> dict[str, Any]:
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
     tool = {"type": "function", **TOOL}
     return [
         (completions, "n", {"prompt": "x", "n": sequences, "temperature": 1, **LAST}),
         (completions, "prompt", {"prompt": ["x"] * sequences, **LAST}),
-        (completions, "prompt: ids", {"prompt": [5] * 1_000_000, **LAST}),
+        (completions, "prompt: ids", {"prompt": [5] * (numbers * 3), **LAST}),
+        (completions, "prompt: lists of ids", {"prompt": [[5] * (numbers * 3 // sequences)] * sequences, **LAST}),
         (completions, "prompt: text", {"prompt": "a b " * 500_000, **LAST}),
         (completions, "stop", {"prompt": "x", "stop": words, **LAST}),
-        (completions, "choice", {"prompt": "x", "structured_outputs": {"choice": words}, **LAST}),
+        (completions, "stop_token_ids", {"prompt": "x", "stop_token_ids": list(range(items * 2)), **LAST}),
+        (completions, "allowed_token_ids", {"prompt": "x", "allowed_token_ids": [5] * numbers, **LAST}),
+        (completions, "bad_words", {"prompt": "x", "bad_words": words, **LAST}),
+        (completions, "choice", {"prompt": "x", "structured_outputs": {"choice": words[:4900]}, **LAST}),
+        (completions, "choice: too many", {"prompt": "x", "structured_outputs": {"choice": words}, **LAST}),
+        (completions, "regex", {"prompt": "x", "structured_outputs": {"regex": "x" * 39_000}, **LAST}),
+        (completions, "regex: classes", {"prompt": "x", "structured_outputs": {"regex": "[a-z]" * 3900}, **LAST}),
+        (completions, "grammar", {"prompt": "x", "structured_outputs": {"grammar": grammar}, **LAST}),
+        (completions, "unknown", {"prompt": "x", "unknown": [5] * numbers, **LAST}),
+        (completions, "user", {"prompt": "x", "user": "a b " * 500_000, **LAST}),
         (completions, "logit_bias", {"prompt": "x", "logit_bias": {str(at): 1 for at in range(len(words))}, **LAST}),
         (chat, "messages", {"messages": [TURN] * (items - 8), **LAST}),
         (chat, "content", {"messages": [{"role": "user", "content": [PART] * (items - 8)}], **LAST}),
         (chat, "tools", {"messages": [TURN], "tools": [FUNCTION] * (items // 3 - 8), **LAST}),
         (chat, "tool_calls", {"messages": [{"role": "assistant", "tool_calls": [CALL] * (items // 2 - 8)}], **LAST}),
-        (chat, "response_format", {"messages": [TURN], "response_format": form, **LAST}),
+        (chat, "response_format", {"messages": [TURN], "response_format": form(words[:600]), **LAST}),
+        (chat, "response_format: large", {"messages": [TURN], "response_format": form(words[:3900]), **LAST}),
+        (chat, "content: text", {"messages": [{"role": "user", "content": "a b " * 500_000}], **LAST}),
+        (chat, "chat_template_kwargs", {"messages": [TURN], "chat_template_kwargs": {"a": words}, **LAST}),
         (messages, "messages", {"messages": [TURN] * (items - 8), **LAST}),
         (messages, "content", {"messages": [{"role": "user", "content": [PART] * (items - 8)}], **LAST}),
         (messages, "tools", {"messages": [TURN], "tools": [TOOL] * (items // 2 - 8), **LAST}),
         (responses, "input", {"input": [TURN] * few, "max_output_tokens": 2}),
         (responses, "content", {"input": [{"role": "user", "content": [INPUT_PART] * few}], "max_output_tokens": 2}),
+        (responses, "input: text", {"input": "a b " * 500_000, "max_output_tokens": 2}),
         (responses, "tools", {"input": "x", "tools": [tool] * (items // 32), "max_output_tokens": 2}),
+        ("/tokenize", "prompt", {"prompt": "a b " * 250_000}),
+        ("/tokenize", "messages", {"messages": [TURN] * (items - 8)}),
+        ("/detokenize", "tokens", {"tokens": [5] * numbers}),
     ]  # fmt: skip
 
 
@@ -75,13 +101,20 @@ class Bystander:
         return self.longest, found
 
 
-async def measure(url: str, model: str, items: int, sequences: int) -> None:
+def loop_ms(pid: int | None) -> float:
+    """CPU time of a process's first thread so far, in milliseconds; 0 without a process."""
+    if pid is None:
+        return 0.0
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
+
+
+async def measure(url: str, model: str, items: int, sequences: int, pid: int | None) -> None:
     """Print a line for each case."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         bystander = Bystander()
         streaming = asyncio.create_task(bystander.run(session, url, model))
         gap, _ = await bystander.during(asyncio.sleep(3))
-        print(f"{'nobody else':40} {gap * 1000:8.1f} ms")
+        print(f"{'nobody else':45} {gap * 1000:8.1f} ms")
 
         async def asked(route: str, body: dict[str, Any]) -> int:
             async with session.post(url + route, json={"model": model, **body}) as answer:
@@ -89,8 +122,10 @@ async def measure(url: str, model: str, items: int, sequences: int) -> None:
                 return answer.status
 
         for route, field, body in bodies(items, sequences):
+            before = loop_ms(pid)
             gap, status = await bystander.during(asked(route, body))
-            print(f"{route + ' ' + field:40} {gap * 1000:8.1f} ms, {status}", flush=True)
+            took = "" if pid is None else f", loop {loop_ms(pid) - before:.0f} ms"
+            print(f"{route + ' ' + field:45} {gap * 1000:8.1f} ms, {status}{took}", flush=True)
         streaming.cancel()
 
 
@@ -99,10 +134,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8400")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--max-request-items", type=int, default=8192)
+    parser.add_argument("--max-request-items", type=int, default=4096)
     parser.add_argument("--max-sequences", type=int, default=512)
+    parser.add_argument("--pid", type=int)
     given = parser.parse_args()
-    asyncio.run(measure(given.url, given.model, given.max_request_items, given.max_sequences))
+    asyncio.run(measure(given.url, given.model, given.max_request_items, given.max_sequences, given.pid))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ step it computes the few positions that no stage has sent. The source is not ask
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -57,10 +58,13 @@ class Movable(Protocol):
         ...
 
 
-async def migrate(sequence: Movable, to: Engine, settings: MoveSettings, stages: list[Stage]) -> None:
+async def migrate(
+    sequence: Movable, to: Engine, settings: MoveSettings, stages: list[Stage], share: Callable[[], float] | None = None
+) -> None:
     """Move a sequence to another engine. Each stage is added to ``stages`` as it arrives, even if the move fails.
 
-    A waiting sequence is moved without KV.
+    A waiting sequence is moved without KV. ``share`` returns, after each portion, the share of the time in which KV may
+    be sent; without it that is ``settings.share``.
 
     Whatever ends this before the cut-over, cancellation included, leaves the sequence on its source and nothing at the
     destination. Raises :class:`~tercet.protocol.TercetError`.
@@ -69,22 +73,24 @@ async def migrate(sequence: Movable, to: Engine, settings: MoveSettings, stages:
         await sequence.cut_over(to, 0)
         return
     context = sequence.context()
+    share_now = share or (lambda: settings.share)
     async with to.prep_recv(context) as space:
-        await _send(sequence, context, space, settings, stages)
+        await _send(sequence, context, space, settings, stages, share_now)
         while sequence.computed - space.end > settings.tail and len(stages) < settings.stages:
             context = sequence.context()
             space = await to.extend_recv(space, context)
-            await _send(sequence, context, space, settings, stages)
+            await _send(sequence, context, space, settings, stages, share_now)
         await sequence.cut_over(to, space.end)
 
 
 async def _send(
-    sequence: Movable, context: Request, space: Reservation, settings: MoveSettings, stages: list[Stage]
-) -> None:
+    sequence: Movable, context: Request, space: Reservation, settings: MoveSettings, stages: list[Stage],
+    share: Callable[[], float],
+) -> None:  # fmt: skip
     stages.append(Stage(space.matched_len, space.matched_len))
     while stages[-1].end < space.end:
         end = min(stages[-1].end + settings.portion, space.end)
         sent = await sequence.engine.remote_send(context, space, stages[-1].end, end)
         stages[-1] = stages[-1].and_then(sent)
         if end < space.end:
-            await asyncio.sleep(sent.seconds / settings.share - sent.seconds)
+            await asyncio.sleep(sent.seconds / share() - sent.seconds)

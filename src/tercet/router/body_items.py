@@ -1,23 +1,35 @@
 """How many things a body may have in it: what vLLM's layer does for each of them is done on the event loop.
 
 A message, a part of its content, a tool, a schema's property: each is a list or an object in the JSON, and takes vLLM
-some microseconds, in which no stream gets a token. Numbers in lists (prompts of token ids) and letters take next to
-nothing each, and have the limit of bytes alone.
+some microseconds, in which no stream gets a token. Numbers in lists (prompts of token ids) take a hundredth of that;
+letters take next to nothing, and have the limit of bytes alone. Structured outputs are looked at before vLLM does,
+which reads all of a structure before it is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from tercet.protocol import BadRequest
 from tercet.protocol.error_forms import api_of
+from tercet.vllm_plugin.grammar_bounds import require_small
 
 # Of ``items``, what is left where vLLM takes ten times as long for each, and for each tool there.
 RESPONSES_SHARE, TOOLS_SHARE = 8, 32
 # Texts in lists and entries of objects, which take half as long as an item.
 VALUES_PER_ITEM = 2
+# And numbers in the lists of one field: a prompt may be as long as a model takes, and vLLM looks at each
+# ``stop_token_ids`` several times.
+NUMBERS_PER_ITEM, OF_PROMPTS, OF_STOPS = 32, 96, 2
+NUMBERS_OF = {"prompt": OF_PROMPTS, "stop_token_ids": OF_STOPS}
+# Bytes of a body from which on its structure is looked at in another thread.
+LONG = 16 * 1024
+# Where the APIs have the schema of an answer.
+OWN_FIELD = "structured_outputs"
+FORMATS = (("response_format",), ("text", "format"), ("output_format",), ("output_config", "format"))
 # Commas, brackets and braces, in texts too: what reading alone may cost.
 MOST_SEPARATORS = 2_000_000
 
@@ -33,10 +45,41 @@ async def require_few_items(path: str, content: bytes, value: Any, most: int) ->
     if api_of(path) == "responses":
         _require_few_tools(value, most // TOOLS_SHARE or 1)
         most = most // RESPONSES_SHARE or 1
-    may_be_many = content.count(b"[") + content.count(b"{") > most
+    may_be_many = content.count(b"[") + content.count(b"{") > most or content.count(b",") > most * OF_STOPS
     if may_be_many or content.count(b'"') + content.count(b":") > most * VALUES_PER_ITEM:
         # A text may be full of these. Counting gives way to others, and ends where there are too many.
         await asyncio.to_thread(_count, value, most)
+
+
+async def require_small_structures(content: bytes, fields: Mapping[str, Any]) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile."""
+    for field, structured in _structures(fields):
+        if len(content) > LONG:
+            await asyncio.to_thread(_require_small, structured, field)
+        else:
+            _require_small(structured, field)
+
+
+def _require_small(structured: Mapping[str, Any], field: str) -> None:
+    try:
+        require_small(structured, field)
+    except BadRequest as error:
+        if field == OWN_FIELD:
+            raise
+        raise BadRequest(error.message.replace(f"{field}.json", field, 1), field) from error
+
+
+def _structures(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Of each API, as vLLM's ``structured_outputs``; the field that has it is named."""
+    structured = fields.get(OWN_FIELD)
+    if isinstance(structured, Mapping):
+        yield OWN_FIELD, cast("Mapping[str, Any]", structured)
+    for path in FORMATS:
+        found: Any = fields
+        for name in path:
+            found = cast("Mapping[str, Any]", found).get(name) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            yield ".".join(path), {"json": found}
 
 
 def _require_few_tools(value: Any, most: int) -> None:
@@ -47,6 +90,7 @@ def _require_few_tools(value: Any, most: int) -> None:
 
 def _count(value: Any, most: int) -> None:
     items = values = 0
+    numbers = Counter[str]()
     left: list[tuple[str, Any]] = [("", value)]
     while left:
         field, found = left.pop()
@@ -55,13 +99,17 @@ def _count(value: Any, most: int) -> None:
             values += len(entries)
             inner = [(field or str(name), entry) for name, entry in entries.items() if isinstance(entry, (dict, list))]
         else:
-            values += sum(isinstance(entry, str) for entry in found)
+            texts = sum(isinstance(entry, str) for entry in found)
             inner = [(field, entry) for entry in found if isinstance(entry, (dict, list))]
+            values += texts
+            numbers[field] += len(found) - texts - len(inner)
         items += len(inner)
         if items > most:
             raise _too_many(field or "the body", "lists and objects", most)
         if values > most * VALUES_PER_ITEM:
             raise _too_many(field or "the body", "texts and entries", most * VALUES_PER_ITEM)
+        if numbers[field] > (most_numbers := most * NUMBERS_OF.get(field, NUMBERS_PER_ITEM)):
+            raise _too_many(field or "the body", "numbers", most_numbers)
         left += inner
 
 

@@ -28,7 +28,7 @@ from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.admin_access import AdminAccess, is_admin_path
-from tercet.router.body_items import require_few_items, require_readable
+from tercet.router.body_items import require_few_items, require_readable, require_small_structures
 from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
@@ -346,6 +346,7 @@ async def read_body(
             await require_few_items(context.path, content, found, most_items)
         if isinstance(found, dict):
             context.fields = cast("dict[str, Any]", found)
+            await require_small_structures(content, context.fields)
             context.asked = asked_by(context.fields)
     return ReceivedBody(content, receive)
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from typing import Literal, Protocol
 
 import msgspec
@@ -160,7 +161,7 @@ class Moves:
         try:
             with self.metrics.move():
                 async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
-                    await migrate(moving, to, self.settings, stages)
+                    await migrate(moving, to, self.settings, stages, partial(self._share, moving.engine.name))
             sequence.moves += 1
             move.outcome, move.recomputed, move.pause = "moved", moving.recomputed, moving.pause
         except TimeoutError:
@@ -181,6 +182,11 @@ class Moves:
             moving.engine.note(_traced(move), started)
             self._over(move)
         return move
+
+    def _share(self, source: str) -> float:
+        """For what share of its time a move from there may send KV now, by what that engine has reported last."""
+        last = self._fleet.knowledge.loads.last(source)
+        return self.settings.share if last is None else self.settings.share_at(last[0].kv_usage, last[0].waiting)
 
     def _recorded(
         self, sequence: RunningSequence, source: str, destination: str, reason: str, tokens: int

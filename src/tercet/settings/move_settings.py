@@ -37,6 +37,14 @@ class MoveSettings(Settings, frozen=True):
     share: Annotated[
         Share, Setting("Share of a stage's time in which KV is sent; 1 for no rests.", panel=MOVES)
     ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
+    hurry_at: Annotated[
+        Share,
+        Setting(
+            "KV usage of the engine that a sequence leaves from which on its move takes no rests; nor does it while "
+            "requests wait there.",
+            panel=MOVES,
+        ),
+    ] = msgspec.field(default=0.8, name="move-hurry-at")
     deadline_s: Annotated[
         Seconds,
         Setting("Longest duration of a move; then the sequence stays where it is.", unit="seconds", panel=MOVES),
@@ -70,6 +78,14 @@ class MoveSettings(Settings, frozen=True):
         Annotated[float, Meta(ge=0, le=1)],
         Setting("Share of an engine's KV cache in use from which on nothing is moved to it.", panel=MOVES),
     ] = msgspec.field(default=0.95, name="move-ceiling")
+
+    def share_at(self, usage: float, waiting: int) -> float:
+        """Share of a stage's time in which KV is sent from an engine that uses ``usage`` of its KV cache.
+
+        Rests spare those that decode there. While ``waiting`` requests have no room, or nearly no room is left, they
+        cost more than they spare.
+        """
+        return 1.0 if waiting or usage >= self.hurry_at else self.share
 
 
 class RescheduleSettings(Settings, frozen=True):

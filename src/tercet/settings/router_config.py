@@ -138,7 +138,7 @@ class Limits(Settings, frozen=True):
         Setting(
             "Lists and objects in a request's body, such as messages, parts and tools; more get 400.", panel=LIMITS
         ),
-    ] = msgspec.field(default=8192, name="max-request-items")
+    ] = msgspec.field(default=4096, name="max-request-items")
 
     @property
     def any(self) -> bool:

@@ -98,7 +98,11 @@ def test_numbers_can_be_made_again_from_a_files_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("{", "not a result of tercet bench"), ('{"created": "x", "format": 9}', "its format is 9"), ("[]", "not a result")],
+    [
+        ("{", "not a result of tercet bench"),
+        ('{"created": "x", "format": 9}', "its format is 9"),
+        ("[]", "not a result"),
+    ],
 )
 def test_files_that_are_none(tmp_path: Path, content: str, why: str) -> None:
     file = tmp_path / "x.json"

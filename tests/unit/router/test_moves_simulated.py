@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.protocol import EngineLoad
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.service import Service
@@ -21,9 +22,12 @@ OUTPUT = 400
 
 
 async def serve(
-    metrics: Metrics, length: int, speed: float, others: int = 0, **settings: Any
+    metrics: Metrics, length: int, speed: float, others: int = 0, load: EngineLoad | None = None, **settings: Any
 ) -> tuple[MoveRecord, list[SimEngine]]:
-    """One request of ``length`` tokens is moved after its 20th token; every answer must be that of one that stays."""
+    """One request of ``length`` tokens is moved after its 20th token; every answer must be that of one that stays.
+
+    The engine that it leaves has reported ``load``.
+    """
     engines = engines_of("a", "b", profile=profile_of(speed=speed), stream_every=1)
     clock = asyncio.get_running_loop().time
     members = [Member("a", "", "prefill", engines[0]), Member("b", "", "decode", engines[1])]
@@ -38,6 +42,8 @@ async def serve(
     ]
     while len(tokens[0]) < 20:
         await asyncio.sleep(STEP / 2)
+    if load is not None:
+        fleet.knowledge.loads.report("a", load)
     move = await service.moves.move(service.sequences.named("s0"), "b", "test")
     assert [sequence.engine for sequence in service.sequences] == ["b"] + ["a"] * others
     await asyncio.gather(*reading)
@@ -88,6 +94,30 @@ def test_a_stage_goes_in_portions_and_rests_in_between(metrics: Metrics, share: 
         assert move.seconds == pytest.approx(stage.seconds / share, rel=0.2)
 
     run_virtual(check())
+
+
+@pytest.mark.parametrize(
+    ("load", "share"),
+    [
+        (None, 0.25), (EngineLoad(waiting=0, running=1, kv_usage=0.79), 0.25),
+        (EngineLoad(waiting=0, running=1, kv_usage=0.8), 1.0), (EngineLoad(waiting=1, running=1, kv_usage=0.1), 1.0),
+    ],
+)  # fmt: skip
+def test_a_move_from_an_engine_without_room_takes_no_rests(
+    metrics: Metrics, load: EngineLoad | None, share: float
+) -> None:
+    """Who waits there for room waits longer than a step that a send makes slower."""
+
+    async def check() -> None:
+        move, _ = await serve(metrics, 1000, speed=4000 * KV_BYTES, load=load, stages=1, portion=100)
+        assert move.seconds == pytest.approx(move.stages[0].seconds / share, rel=0.2)
+
+    run_virtual(check())
+
+
+def test_when_a_move_hurries_can_be_set() -> None:
+    settings = MoveSettings(share=0.5, hurry_at=1.0)
+    assert [settings.share_at(usage, waiting) for usage, waiting in ((0.9, 0), (1.0, 0), (0.1, 3))] == [0.5, 1.0, 1.0]
 
 
 def test_a_send_of_a_running_sequence_computes_nothing(metrics: Metrics) -> None:

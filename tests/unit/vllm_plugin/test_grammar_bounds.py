@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ FINE: list[dict[str, Any]] = [
     {"regex": "(a|b){1000}.*[^x]+"},
     {"regex": "x" * 30_000},
     {"regex": "("},
+    {"regex": "a\\"},
     {"choice": [f"label {number}" for number in range(2000)]},
     {"json": ADDRESS},
     {"json": json.dumps({"type": "array", "items": ADDRESS, "minItems": 1, "maxItems": 50})},
@@ -70,3 +73,15 @@ def test_what_takes_long_is_refused_by_its_field(structured: dict[str, Any], fie
         require_small(structured, "sampling_params.structured_outputs")
     assert refused.value.param == f"sampling_params.structured_outputs.{field}"
     assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "text", ["[a" * 19_000, "[^" * 19_000, "[\\" * 19_000, "x" * 39_000, "()" * 19_000, "\\a" * 19_000, "{1" * 19_000]
+)
+@pytest.mark.parametrize("field", ["regex", "grammar"])
+def test_looking_at_a_text_takes_no_longer_than_its_length(text: str, field: str) -> None:
+    """A class without its end was looked for from each of its beginnings: minutes, on the front door's event loop."""
+    began = time.process_time()
+    with suppress(BadRequest):
+        require_small({field: text})
+    assert time.process_time() - began < 0.5
