@@ -5,7 +5,7 @@
     python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,documents] [--rounds 2] [--num-prompts 20]
 
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
-fleet, in the interleaved rounds of ``tercet bench compare``; the front door keeps its engines and cost model, and is
+fleet, in the interleaved rounds of ``tercet bench compare``; the router keeps its engines and cost model, and is
 left with the plan that it gets here. For ``cache_aware`` it wants ``--scheduling benchmarks/cache_aware.yaml``, which
 simulated runs take by themselves. With a profile of your own (`tercet profile measure`) mixes and rates are those of a
 running fleet.
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--simulate", metavar="PROFILE")
-    where.add_argument("--url", help="of a front door")
+    where.add_argument("--url", help="of a router")
     parser.add_argument("--fleet", default="both=2", help="simulated engines, as in tercet sim")
     parser.add_argument("--mix", default="short,long,change")
     parser.add_argument("--request-rate", type=_floats, help="requests per second instead of each mix's own: 0.4,0.8")

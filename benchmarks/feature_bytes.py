@@ -48,7 +48,7 @@ def spec_of(shape: tuple[int, ...]) -> MultiModalFeatureSpec:
 
 
 def call_of(spec: MultiModalFeatureSpec, dtype: str) -> StartGenerateCall:
-    """A call with the picture, for engines that compute in ``dtype``: what a front door does."""
+    """A call with the picture, for engines that compute in ``dtype``: what a router does."""
     return StartGenerateCall(prompt=[1] * (TOKENS + 1), seq_id="s", mm_features=(to_wire(spec, dtype),))
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     runs = parser.parse_args().runs
     torch.set_num_threads(1)
-    print("| picture | travels as | bytes | front door, ms | engine, ms |\n| --- | --- | ---: | ---: | ---: |")
+    print("| picture | travels as | bytes | router, ms | engine, ms |\n| --- | --- | ---: | ---: | ---: |")
     for picture, shape in PICTURES.items():
         for dtype in ("float32", "bfloat16"):
             for encoder in ENCODERS:

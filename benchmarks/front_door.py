@@ -1,12 +1,12 @@
-"""What a streamed token costs the front door, beside vLLM's own API server behind the Rust `vllm-router`.
+"""What a streamed token costs the router, beside vLLM's own API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
 
 A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
 own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
 divided by the tokens that the clients received. Detokenisation and the handling of requests are in it. Then the time to
-first token at 100 requests/s, which is all the front door's as the source answers at once, and as many tokens as one
-process carries. Both servers get one message per step from a process of its own: the front door in the words of
+first token at 100 requests/s, which is all the router's as the source answers at once, and as many tokens as one
+process carries. Both servers get one message per step from a process of its own: the router in the words of
 Tercet's engines, the API server in those of vLLM's engine core. `writes alone` is a server that writes ready-made
 chunks and does nothing else: none that sends each token by itself can cost less. `vllm-router` is left out if it is not
 installed and no wheel is given. `--dynamo PYTHON` adds Dynamo's frontend before its own mock engine, run by a Python

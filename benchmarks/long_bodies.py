@@ -1,9 +1,9 @@
 """How long a stream stands still while another client sends the longest bodies that are taken, field by field.
 
-``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running front door, sends
+``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running router, sends
 each body, and prints the longest gap between two events of the stream meanwhile, and without anybody else.
 
-With ``--pid PID``, the front door's process on this machine, it prints the CPU time that its event loop took for the
+With ``--pid PID``, the router's process on this machine, it prints the CPU time that its event loop took for the
 request and the stream together as well: on a machine where nothing else runs no gap is longer.
 """
 
@@ -130,7 +130,7 @@ async def measure(url: str, model: str, items: int, sequences: int, pid: int | N
 
 
 def main() -> None:
-    """Measure a running front door."""
+    """Measure a running router."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8400")
     parser.add_argument("--model", default="smollm2")

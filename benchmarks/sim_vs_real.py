@@ -1,6 +1,6 @@
 """The simulator against a real fleet: the same requests at the same times, mean TTFT, TPOT and JCT side by side.
 
-Start a prefill and a decode engine and a front door, leave the machine alone, and run it:
+Start a prefill and a decode engine and a router, leave the machine alone, and run it:
 
     tercet up --port 8000 &
     python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json
@@ -88,7 +88,7 @@ class Run(NamedTuple):
 def main() -> None:
     """Run it; exits with 1 if an error is larger than allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the fleet's front door")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the fleet's router")
     parser.add_argument("--profile", type=Path, required=True, help="a profile's file; measured if it is not there")
     parser.add_argument("--num-prompts", type=int, default=40, help="requests of each run")
     refuse_renamed(parser, requests="--num-prompts")
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 async def engines_of(url: str) -> list[str]:
-    """The URLs of a prefill and a decode engine behind a front door."""
+    """The URLs of a prefill and a decode engine behind a router."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/tercet/v1/engines") as response:
         return [engine["url"] for engine in await response.json()][:2]
 

@@ -1,4 +1,4 @@
-"""Engines with ready-made tokens, for `front_door.py`: one for Tercet's front door, one for vLLM's API server.
+"""Engines with ready-made tokens, for `front_door.py`: one for Tercet's router, one for vLLM's API server.
 
 And a server that only writes: what the kernel and the event loop cost by themselves.
 
@@ -37,7 +37,7 @@ LAST = b"0\r\n\r\n"
 
 
 async def source(port: int) -> None:
-    """An engine for the front door: answers at once and says one token per stream and step."""
+    """An engine for the router: answers at once and says one token per stream and step."""
     from aiohttp import web
 
     from tercet.protocol import EngineStatus, Output, Usage

@@ -1,4 +1,4 @@
-"""Time to first token: one engine alone beside `disaggregated` through the front door, in interleaved rounds.
+"""Time to first token: one engine alone beside `disaggregated` through the router, in interleaved rounds.
 
 Then `prep_recv` alone, over HTTP on the idle decode engine.
 

@@ -1,6 +1,6 @@
 """What KV on a GPU costs: ``python -m scripts.gpu_report`` on a machine with one NVIDIA GPU or more, from a clone.
 
-It copies by each way that KV takes, beside plain copies; starts plain vLLM, one engine, one engine behind a front door,
+It copies by each way that KV takes, beside plain copies; starts plain vLLM, one engine, one engine behind a router,
 and two, one after the other; and prints a table. With one GPU both engines share it. A row that cannot be measured says
 why, and the others are measured all the same. It ends with 1 if something is not as it ought to be. `smollm2`, the
 model if none is named, comes out of a wheel; ``--model random`` needs nothing. Nobody has run it on a GPU yet.
@@ -79,7 +79,7 @@ def _copies() -> Iterator[Row]:
 def _engines(model: str, words: int, flags: list[str]) -> Iterator[Row]:
     plain = _asked("plain vLLM", servers.plain_vllm(model, flags), words)
     engine = _asked("one engine", servers.engine(model, flags), words)
-    alone = _asked("one engine behind a front door", servers.fleet(model, ALONE, flags), words)
+    alone = _asked("one engine behind a router", servers.fleet(model, ALONE, flags), words)
     two = _asked("two engines", servers.fleet(model, TWO, flags), words)
     yield ratio("TTFT: two engines / one", _of(two, "first"), _of(alone, "first"), 1.05)
     yield ratio("decode step: engine / plain vLLM", _of(engine, "gap"), _of(plain, "gap"), 1.02)

@@ -30,14 +30,14 @@ def plain_vllm(model: str, flags: Sequence[str]) -> Generator[str]:
 
 @contextmanager
 def engine(model: str, flags: Sequence[str]) -> Generator[str]:
-    """One of Tercet's engines, asked without a front door."""
+    """One of Tercet's engines, asked without a router."""
     with _listening("tercet.cli", ["engine", "--model", model], ["--", *flags]) as url:
         yield url
 
 
 @contextmanager
 def fleet(model: str, args: Sequence[str], flags: Sequence[str]) -> Generator[str]:
-    """Engines behind a front door."""
+    """Engines behind a router."""
     with _listening("tercet.cli", ["up", "--model", model, *args], ["--", *flags]) as url:
         yield url
 

@@ -34,7 +34,7 @@ def environment_page() -> str:
             "## Of settings\n\nEach is the [setting](settings.md) of the same name; items of a list and KEY=VALUE pairs are "
             "separated as a shell would.",
             table(("variable", "setting of", ""), _of_settings()),
-            "## Of commands\n\nThese stand for flags of commands that talk to a running front door.",
+            "## Of commands\n\nThese stand for flags of commands that talk to a running router.",
             table(("variable", "flag", ""), _of_flags()),
             "## Others",
             alone,

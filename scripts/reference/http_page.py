@@ -22,7 +22,7 @@ Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the router](../front-
 served of it.
 """
 ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. `code` is
-text, as in OpenAI's API. A front door passes vLLM's own errors on, such as those of its validation, with the name of the HTTP status as
+text, as in OpenAI's API. A router passes vLLM's own errors on, such as those of its validation, with the name of the HTTP status as
 code: `bad_request`, `not_found`, `internal_server_error`. Engines answer as vLLM does: there the code of such errors is the status, a number.
 """
 
@@ -32,7 +32,7 @@ def http_page() -> str:
     return "\n\n".join(
         [
             HEAD.strip(),
-            "## Routes of a front door",
+            "## Routes of a router",
             _routes(admin.router),
             "## Routes of an engine\n\n[The verbs](../verbs.md) has their bodies and answers, and so has `GET /openapi.json`.",
             _routes(endpoint.router),

@@ -22,7 +22,7 @@ from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
 
 HEAD = """# Metrics
 
-What `/metrics` has of Tercet's own. Engines have vLLM's `vllm:*` next to them; a front door says what its serving layer
+What `/metrics` has of Tercet's own. Engines have vLLM's `vllm:*` next to them; a router says what its serving layer
 sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`.
 """
 
@@ -41,7 +41,7 @@ def metrics_page() -> str:
     return "\n\n".join(
         [
             HEAD.strip(),
-            "## Of a front door\n\nOf all its processes together, wherever one asks; those whose name begins with "
+            "## Of a router\n\nOf all its processes together, wherever one asks; those whose name begins with "
             "`tercet_engine_` are what the process that answers has heard last of engines that answer.",
             _table([*declared_by(vars(Metrics())), *collected(EngineCollector(_fleet()).collect()), *_served()]),
             "## Of an engine",
@@ -78,9 +78,7 @@ def _served() -> Iterable[Declaration]:
     for name in sorted(KNOWN_HERE):
         kind, end = ("counter", "_total") if name in COUNTED_HERE else ("histogram", "")
         labels = ("model_name", "finished_reason") if name == "request_success" else ("model_name",)
-        yield Declaration(
-            f"{SERVED}{name}{end}", kind, labels, f"`{VLLMS}{name}`, as this front door's clients see it."
-        )
+        yield Declaration(f"{SERVED}{name}{end}", kind, labels, f"`{VLLMS}{name}`, as this router's clients see it.")
 
 
 def declared_by(names: Mapping[str, Any]) -> Iterable[Declaration]:

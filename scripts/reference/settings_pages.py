@@ -60,13 +60,13 @@ def settings_page() -> str:
     return "\n\n".join(
         [
             SETTINGS_HEAD.strip(),
-            "## Of a front door\n\nOf `tercet up` and `tercet router` alike.",
+            "## Of a router\n\nOf `tercet up` and `tercet router` alike.",
             settings_table(FrontDoorConfig),
             "## Of `tercet up` alone",
             settings_table(UpConfig, but=front_door),
             "## Of `tercet router` alone",
             settings_table(RouterConfig, but=front_door),
-            "## Of `tercet rescheduler`\n\nBeside those of a front door that begin with `reschedule`, `move` and `max-move`:",
+            "## Of `tercet rescheduler`\n\nBeside those of a router that begin with `reschedule`, `move` and `max-move`:",
             settings_table(ReschedulerConfig, but=[RouterConfig]),
             "## Of `tercet epp`",
             settings_table(PickerConfig),
@@ -115,7 +115,7 @@ def files_page() -> str:
             "## A plan of programs\n\nThe body of `PUT /tercet/v1/program`, and the file of `tercet program set --plan`;"
             " [Programs](../programs.md#changing-programs-while-traffic-flows) says how it works.",
             *_records(Plan, Share, Rule),
-            "## Engines of a front door\n\nItems of `engines` in the file of `tercet router --config`.",
+            "## Engines of a router\n\nItems of `engines` in the file of `tercet router --config`.",
             *_records(EngineAddress),
             "## A simulated fleet\n\nThe file of `tercet sim --fleet`; [the simulator](../simulator.md) says how it works.",
             *_records(FleetSpec, EngineGroup, Fault),

@@ -1,4 +1,4 @@
-"""Clients of a front door that read streams of every kind, and what they see."""
+"""Clients of a router that read streams of every kind, and what they see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines and front doors, started once for all tests here; float32, so that tokens compare.
+"""Real vLLM engines and routers, started once for all tests here; float32, so that tokens compare.
 
 They compute a small model with random weights (tests/small_llama.py). A module in which it matters what the text says
 has a fixture `fleet` of its own that is `speaking`, whose engines have SmolLM2.
@@ -67,14 +67,14 @@ def get_json(url: str) -> Any:
 
 @dataclass
 class Fleet:
-    """Engines behind a front door, by the places that they have; `process` is a running `tercet up`."""
+    """Engines behind a router, by the places that they have; `process` is a running `tercet up`."""
 
     url: str
     places: Mapping[str, EnginePlace]
     process: subprocess.Popen[bytes] | None = None
 
     def engine(self, name: str) -> dict[str, Any]:
-        """What the front door tells about one engine."""
+        """What the router tells about one engine."""
         return next(engine for engine in get_json(f"{self.url}/tercet/v1/engines") if engine["name"] == name)
 
     def engine_url(self, role: str) -> str:
@@ -84,7 +84,7 @@ class Fleet:
         return {name: place.url for name, place in self.places.items()}
 
     def mend(self) -> None:
-        """Start dead engines anew, and wait until every one answers and the front door picks it."""
+        """Start dead engines anew, and wait until every one answers and the router picks it."""
         for place in self.places.values():
             if place.is_dead:
                 place.start()
@@ -112,7 +112,7 @@ class Fleet:
 
 
 def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
-    """Run `tercet up` with float32 engines and wait until the front door answers."""
+    """Run `tercet up` with float32 engines and wait until the router answers."""
     port = free_port()
     log = tmp / "up.log"
     engine_args = args[args.index("--") + 1 :] if "--" in args else ()
@@ -137,7 +137,7 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
 
 
 def places_of(url: str, tmp: Path, *args: str, model: str = MODEL) -> dict[str, EnginePlace]:
-    """The places of the engines behind a front door that answers; what starts there later gets `args`."""
+    """The places of the engines behind a router that answers; what starts there later gets `args`."""
     engines = get_json(f"{url}/tercet/v1/engines")
     specs = [
         spec_of(each["name"], int(each["url"].rpartition(":")[2]), *args, model=model, core=core)
@@ -150,7 +150,7 @@ def places_of(url: str, tmp: Path, *args: str, model: str = MODEL) -> dict[str, 
 def front_door_over(
     engines: Mapping[str, str], tmp: Path, *args: str, model: str | Path | None = None
 ) -> Generator[str]:
-    """Another front door, with `args` of `tercet router`; its URL, once it answers.
+    """Another router, with `args` of `tercet router`; its URL, once it answers.
 
     `engines` are URLs by names that begin with the role; their model is the shared fleet's if none is given.
     """
@@ -215,7 +215,7 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The shared fleet: one prefill and one decode engine behind a front door.
+    """The shared fleet: one prefill and one decode engine behind a router.
 
     While working on the tests, TERCET_TEST_FRONT_DOOR=URL takes one that runs already (float32, min_send=1).
     """
@@ -239,11 +239,11 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def breakable(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The shared engines and a third one, decode-1, behind a front door of their own."""
+    """The shared engines and a third one, decode-1, behind a router of their own."""
     tmp = tmp_path_factory.mktemp("breakable")
     spec = spec_of("decode-1", free_port(), *ENGINE_ARGS, model=str(small_llama()), core=1)
     third = EnginePlace.of(spec, tmp / "decode-1.log")
-    third.start()  # it loads beside the front door
+    third.start()  # it loads beside the router
     places = {**fleet.places, third.name: third}
     urls = {name: place.url for name, place in places.items()}
     try:

@@ -17,7 +17,7 @@ MAY_BE_REFUSED = (404, 409, 503)
 
 
 async def ask(fleet: Fleet, method: str, path: str, **options: Any) -> tuple[int, Any]:
-    """One call of the front door's own routes; its status and answer."""
+    """One call of the router's own routes; its status and answer."""
     async with (
         aiohttp.ClientSession() as session,
         session.request(method, f"{fleet.url}/tercet/v1{path}", **options) as answer,

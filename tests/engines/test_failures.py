@@ -48,7 +48,7 @@ async def test_killed_sender(breakable: Fleet) -> None:
                 await send
             send_signal(receiver, signal.SIGCONT)
         await settled(decode)
-        # The front door serves on.
+        # The router serves on.
         answer = await complete(breakable.url, prompt_of(300), {"x-tercet-trace": "1"})
         assert len(tokens_of(answer)) == 12
         assert "decode-0" in {event["engine"] for event in answer["tercet"]["events"]}

@@ -27,7 +27,7 @@ LONGEST_GAP = 10
 
 @pytest.fixture(scope="module")
 def calm(breakable: Fleet) -> list[Answer]:
-    """What the front door answers while all is well."""
+    """What the router answers while all is well."""
     return asyncio.run(read_all(breakable.url))
 
 
@@ -38,7 +38,7 @@ async def until(true: Callable[[], object]) -> None:
 
 
 async def all_is_back(fleet: Fleet, *names: str) -> None:
-    """These engines are picked again, and neither they nor the front door hold anything for anybody."""
+    """These engines are picked again, and neither they nor the router hold anything for anybody."""
     await until(lambda: all(fleet.engine(name)["reachable"] for name in names))
     await until(lambda: not get_json(f"{fleet.url}/tercet/v1/sequences"))
     assert {engine["in_flight"] for engine in get_json(f"{fleet.url}/tercet/v1/engines")} == {0}

@@ -37,7 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(autouse=True)
 async def nothing_is_left(small: Fleet) -> AsyncIterator[None]:
-    """Afterwards blocks, leases and sends are back, and no engine works on a sequence that no front door owns."""
+    """Afterwards blocks, leases and sends are back, and no engine works on a sequence that no router owns."""
     yield
     for name, url in small.engine_urls().items():
         async with HttpEngine(name, url) as engine:

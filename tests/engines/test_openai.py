@@ -1,6 +1,6 @@
-"""The OpenAI API of the front door, request by request beside that of a lone engine: the same status, the same answer.
+"""The OpenAI API of the router, request by request beside that of a lone engine: the same status, the same answer.
 
-The front door's program is `disaggregated`, so that each answer has crossed from one engine to another where it can.
+The router's program is `disaggregated`, so that each answer has crossed from one engine to another where it can.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
 
 
 async def both(fleet: Fleet, path: str, body: Any) -> tuple[Any, Any]:
-    """The front door's answer and the engine's, with the same status and without what is different each time."""
+    """The router's answer and the engine's, with the same status and without what is different each time."""
     (status, ours), (expected, theirs) = [
         await post(url, path, body) for url in (fleet.url, fleet.engine_url("prefill"))
     ]
@@ -290,7 +290,7 @@ async def test_refusals(fleet: Fleet, case: str) -> None:
 
 @pytest.fixture(scope="module")
 def with_tools(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Another front door over the same engines, whose vLLM layer parses tool calls."""
+    """Another router over the same engines, whose vLLM layer parses tool calls."""
     flags = ("--program-arg", "min_send=1", "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with front_door_over(fleet.engine_urls(), tmp_path_factory.mktemp("with_tools"), *flags) as url:
         yield url

@@ -46,7 +46,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 @dataclass
 class FrontDoor:
-    """A front door of this test's own: its versions and counters begin at nothing."""
+    """A router of this test's own: its versions and counters begin at nothing."""
 
     url: str
     log: Path

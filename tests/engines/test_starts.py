@@ -26,7 +26,7 @@ ALONE = "starting without shared imports"
 
 @contextmanager
 def one_engine(tmp: Path, warm: str | None) -> Generator[str]:
-    """A front door over one engine; all of it has ended without a trace afterwards."""
+    """A router over one engine; all of it has ended without a trace afterwards."""
     port, before = free_port(), warm_sockets()
     command = [
         sys.executable, "-m", "tercet.cli", "up", "--model", str(small_llama()), "--served-model-name", "smollm2",
@@ -64,14 +64,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def warm_parent_of(url: str, tmp: Path) -> psutil.Process | None:
-    """The process that has forked the engine's API server and the front door, if one has."""
+    """The process that has forked the engine's API server and the router, if one has."""
     parents = {psutil.Process(processes_of(each)[0].pid).parent() for each in (url, engine_url(tmp))}
     (found,) = parents if len(parents) == 1 else (None,)
     return found if found is not None and "tercet.cluster.warm_start" in " ".join(found.cmdline()) else None
 
 
 def engine_url(tmp: Path) -> str:
-    """By the front door's settings file."""
+    """By the router's settings file."""
     text = (tmp / "router.json").read_text()
     return "http://127.0.0.1:" + text.partition('"url": "http://127.0.0.1:')[2].partition('"')[0]
 

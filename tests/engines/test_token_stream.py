@@ -45,7 +45,7 @@ async def until(true: Callable[[], object]) -> None:
 
 @dataclass
 class Here:
-    """A small front door of this test's own: its fleet and its connections to both engines."""
+    """A small router of this test's own: its fleet and its connections to both engines."""
 
     members: Members
     listener: StreamListener

@@ -1,4 +1,4 @@
-"""Engines of one model that are started differently, with no front door; and what one of them hands over to another."""
+"""Engines of one model that are started differently, with no router; and what one of them hands over to another."""
 
 from __future__ import annotations
 

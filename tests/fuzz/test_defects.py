@@ -182,7 +182,7 @@ async def test_a_line_without_end_is_a_broken_stream(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("status", [200, 500])
 async def test_what_is_no_front_door_is_told_so(body: bytes, status: int) -> None:
     async with answering(body, status) as url:
-        with pytest.raises(EngineUnreachable, match="is not a front door"):
+        with pytest.raises(EngineUnreachable, match="is not a router"):
             await ask_front_door(url, "GET", "/program")
 
 

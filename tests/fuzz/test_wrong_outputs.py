@@ -1,4 +1,4 @@
-"""What no engine has reason to say, and a program passes on: it fails its own request, and not the front door."""
+"""What no engine has reason to say, and a program passes on: it fails its own request, and not the router."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ async def _preemptions(url: str) -> float:
 
 
 async def _until_listed(fleet: Fleet, name: str, listed: bool = True) -> dict[str, Any]:
-    """What the front door says of an adapter that an engine has loaded by itself, once it has noticed."""
+    """What the router says of an adapter that an engine has loaded by itself, once it has noticed."""
     async with asyncio.timeout(30):
         while True:
             _, found = await ask(fleet, "GET", "/adapters")
@@ -272,7 +272,7 @@ async def _in_place(fleet: Fleet, adapters: dict[str, str]) -> None:
 
 
 async def _loaded_in_place(url: str, name: str, path: str) -> int:
-    """What vLLM's own route answers, at a front door or at an engine."""
+    """What vLLM's own route answers, at a router or at an engine."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": True}
     async with (
         aiohttp.ClientSession() as session,

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True)
 class Served:
-    """Two engines of a family behind a front door, what the model is called there, and what was shown of it."""
+    """Two engines of a family behind a router, what the model is called there, and what was shown of it."""
 
     family: FeatureFamily
     fleet: Fleet
@@ -43,7 +43,7 @@ class Served:
         return [*(self.family.part(number) for number in numbers), {"type": "text", "text": text}]
 
     async def ask(self, *numbers: int, program: str = "", text: str = "", **fields: Any) -> dict[str, Any]:
-        """What the front door answers to such a message."""
+        """What the router answers to such a message."""
         headers = TRACE | ({"x-tercet-program": program} if program else {})
         content = self.content(*numbers, **({"text": text} if text else {}))
         return await chat(self.fleet.url, content, headers, model=self.model, **fields)

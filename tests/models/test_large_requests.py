@@ -1,4 +1,4 @@
-"""Requests that are too large for a front door, or whose pictures are for an engine: refused in words, leaving nothing.
+"""Requests that are too large for a router, or whose pictures are for an engine: refused in words, leaving nothing.
 
 The engines compute in bfloat16, and what they take has room for one picture in that, and not in float32 or as base64.
 """

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 @contextmanager
 def running(name: str, tmp: Path) -> Generator[tuple[Fleet, str]]:
-    """Two engines of a family behind a front door, and what the model is called there."""
+    """Two engines of a family behind a router, and what the model is called there."""
     args = ("--program-arg", "min_send=1", "--", "--max-model-len", "1024", "--max-num-batched-tokens", "256")
     fleet = start_fleet(tmp, *args, *flags_of(name), model=str(checkpoint(name)))
     try:

@@ -1,4 +1,4 @@
-"""Plain vLLM servers of pooling models behind a front door: it answers what they answer themselves."""
+"""Plain vLLM servers of pooling models behind a router: it answers what they answer themselves."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plain_vllm(name: str, model: Path, convert: str, port: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]:
-    """The front door's and the servers'; the engine beside them is a simulated one."""
+    """The router's and the servers'; the engine beside them is a simulated one."""
     tmp, (engine, embedder, classifier) = tmp_path_factory.mktemp("pooling"), (free_port() for _ in range(3))
     simulated = ["tercet.cli", "engine", "--simulate", "smollm2-135m-cpu", "--port", str(engine)]
     commands = {

@@ -34,7 +34,7 @@ SIDEWAYS = {
     # It breaks what they run; nothing but the command line sees it.
     ("chaos", "router"),
     ("chaos", "cluster"),
-    # In simulation, too, the front door's own code moves sequences.
+    # In simulation, too, the router's own code moves sequences.
     ("bench", "router"),
 } | {(a, b) for a in LAYERS[2] for b in LAYERS[2]}
 

@@ -1,4 +1,4 @@
-"""The front door without vLLM: which program runs, what happens when it fails, and how a trace reaches the client."""
+"""The router without vLLM: which program runs, what happens when it fails, and how a trace reaches the client."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Forks:
 
     def close(self) -> None:
         """Close the channel; the warm parent ends when it sees this."""
-        self._lose("the front door is shutting down")
+        self._lose("the router is shutting down")
         self._channel.close()
 
     def _receive(self) -> None:

@@ -213,7 +213,7 @@ class BenchConfig(Settings, frozen=True):
 class ServeConfig(BenchConfig, frozen=True):
     """One target, under one program or its own. ``label`` is the name of its line in a figure."""
 
-    program: Annotated[str | None, Setting("The program that serves, on a Tercet front door", panel=TARGET)] = None
+    program: Annotated[str | None, Setting("The program that serves, on a Tercet router", panel=TARGET)] = None
     label: Annotated[
         str | None,
         Setting("Label of this run in a figure", default="the program that serves, or the model", panel=OUTPUT),
@@ -221,15 +221,13 @@ class ServeConfig(BenchConfig, frozen=True):
 
 
 class CompareConfig(BenchConfig, frozen=True):
-    """Several programs of one front door, and other servers, in interleaved rounds.
+    """Several programs of one router, and other servers, in interleaved rounds.
 
     ``also`` are other servers, by label. Ratios are relative to ``baseline``, the first one if None. ``confidence`` is
     the coverage of their intervals, ``resamples`` how many bootstrap samples each is made from.
     """
 
-    program: Annotated[
-        tuple[str, ...], Setting("A program of the front door at --base-url; repeatable", panel=TARGET)
-    ] = ()
+    program: Annotated[tuple[str, ...], Setting("A program of the router at --base-url; repeatable", panel=TARGET)] = ()
     also: Annotated[
         Mapping[str, str],
         Setting("Another server to measure in the same run; repeatable", metavar="NAME=URL", panel=TARGET),

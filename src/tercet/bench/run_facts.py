@@ -90,7 +90,7 @@ def _program_at(target: Mapping[str, Any], asked: str | None) -> str | None:
 
 
 def program_served(target: Mapping[str, Any]) -> str | None:
-    """The front door's program for requests that name none; None for another kind of server."""
+    """The router's program for requests that name none; None for another kind of server."""
     plan = _mapping(target.get("program"))
     if shares := plan.get("split"):
         return " + ".join(f"{_called(_name(each), each.get('args') or {})} {each['weight']:g}" for each in shares)
@@ -98,7 +98,7 @@ def program_served(target: Mapping[str, Any]) -> str | None:
 
 
 def _name(arm: Mapping[str, Any]) -> str:
-    """The front door's name of a program of its plan."""
+    """The router's name of a program of its plan."""
     return str(arm.get("name") or arm.get("program"))
 
 

@@ -20,7 +20,7 @@ from tercet.protocol.wire import UNREADABLE
 
 ASK_SECONDS = 10.0
 DEEPEST = 32
-# Further information of Tercet's front door and vLLM; other servers answer 404, which is fine.
+# Further information of Tercet's router and vLLM; other servers answer 404, which is fine.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
 LISTED = ("root", "max_model_len")
 
@@ -70,9 +70,9 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
 
 
 async def require_programs(base_url: str, programs: Sequence[str], headers: Mapping[str, str]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for the first program that the front door there does not know.
+    """Raise :class:`~tercet.protocol.BadRequest` for the first program that the router there does not know.
 
-    A front door checks the name in the header of every request, also of one that generates nothing.
+    A router checks the name in the header of every request, also of one that generates nothing.
     """
     url = f"{base_url.rstrip('/')}/v1/models"
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -103,12 +103,12 @@ class _Refused(msgspec.Struct):
 
 
 async def _engine_versions(engines: Any) -> list[str]:
-    """Versions of the engines behind a front door, each once; those that do not answer are left out."""
+    """Versions of the engines behind a router, each once; those that do not answer are left out."""
     if not isinstance(engines, list):
         return []
     listed = [cast("dict[str, Any]", engine) for engine in cast("list[object]", engines) if isinstance(engine, dict)]
     urls = [url for engine in listed if (url := str(engine.get("url"))).startswith("http")]
-    # Not with the front door's session and headers: others must not get its key.
+    # Not with the router's session and headers: others must not get its key.
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
         told = await asyncio.gather(*(_ask(session, f"{url}/version") for url in urls))
     answers = [cast("dict[str, Any]", each) for each in told if isinstance(each, dict)]

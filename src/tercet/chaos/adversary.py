@@ -1,6 +1,6 @@
-"""A client that means harm: it plays its tricks over raw connections, and sees that each of them is cut short.
+"""A hostile client: it plays its tricks over raw connections, and checks that the router ends each of them.
 
-What it sends is refused, answered, or cut off, in a time that the front door promises. What it does to others is not
+What it sends is refused, answered, or cut off, in a time that the router promises. What it does to others is not
 its own to see: the arena's other checks hold for them all the while.
 """
 
@@ -19,19 +19,19 @@ from tercet.chaos.hostile_bodies import FULL_OF_SEQUENCES, LONG, ODD, POISONOUS
 from tercet.chaos.tricks import PlannedTrick, PlayedTrick, TrickKind
 
 REFUSED_SECONDS = 30.0
-"""In which whatever is refused, or says too little, is answered or cut off."""
+"""Time limit for refusing a request, or for closing a connection that sends too little."""
 ANSWERED_SECONDS = 180.0
-"""In which a long body is answered, as it may be served."""
+"""Time limit for the answer to a long body, which may be served."""
 LONG_HEAD = 2**20
 WRITTEN_AT_ONCE = 64 * 1024
 DRIP_SECONDS = 1.0
-# Of a stream: the answer of a slow reader stays in buffers of so many bytes.
+# Bytes of buffers in which the answer to a slow reader waits.
 LITTLE = 1024
 NOT_THE_CLIENTS = 500
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How many of one thing a long body has, and how many ``bodies`` of so many bytes do not end at once."""
+    """Number of items of a long body, and the number and size in bytes of unfinished ``bodies`` at the same time."""
 
     items: int
     body: int
@@ -39,18 +39,18 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class WrongAnswerToTrick(Exception):
-    """The front door did what it should not."""
+    """The router gave a wrong answer to a trick."""
 
 
 class RawConnection:
-    """One connection, for bytes as they are."""
+    """One connection for raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
-        """Send it, as far as the other side takes it."""
+        """Send bytes, as far as the other side reads them."""
         try:
             for begin in range(0, len(data), WRITTEN_AT_ONCE):
                 self._writer.write(data[begin : begin + WRITTEN_AT_ONCE])
@@ -59,7 +59,7 @@ class RawConnection:
             return  # it has answered, perhaps
 
     async def status(self) -> int:
-        """That of the answer, once all of it is here; 0 if the connection ends without one."""
+        """Status of the complete answer; 0 if the connection ends without one."""
         try:
             line = await self._reader.readline()
             while await self._reader.read(WRITTEN_AT_ONCE):
@@ -70,7 +70,7 @@ class RawConnection:
         return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
 
     async def ended(self, seconds: float) -> bool:
-        """Whether the other side ends the connection, or answers, within so many seconds."""
+        """Whether the other side closes the connection, or answers, within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 await self._reader.read(1)
@@ -81,17 +81,17 @@ class RawConnection:
         return True
 
     async def first_bytes(self) -> None:
-        """Returns when an answer has begun, or never will."""
+        """Return when an answer has begun, or cannot begin any more."""
         with suppress(ConnectionError):
             await self._reader.read(1)
 
     def leave(self) -> None:
-        """Gone, whatever is under way."""
+        """Close the connection at once."""
         self._writer.transport.abort()
 
 
 class Adversary:
-    """Plays tricks on the front door at an address, where the model has this name; ``played`` are those that ended."""
+    """A client that plays tricks on the router at an address with this model name; ``played`` are the finished ones."""
 
     def __init__(
         self, host: str, port: int, model: str, seed: int, sizes: Sizes, clock: Callable[[], float]
@@ -105,17 +105,17 @@ class Adversary:
         self._tasks = TaskSet()
 
     async def run(self, planned: Iterable[PlannedTrick], sleep_until: Callable[[float], Awaitable[object]]) -> None:
-        """Play each at its time; returns when the last one has begun."""
+        """Play each trick at its time; return when the last one has begun."""
         for trick in planned:
             await sleep_until(trick.at)
             self._tasks.spawn(self.play(trick))
 
     async def settle(self) -> None:
-        """Returns when all have ended; each has a bound."""
+        """Return when all tricks have ended; each has a time limit."""
         await self._tasks.wait(ANSWERED_SECONDS + REFUSED_SECONDS)
 
     async def play(self, planned: PlannedTrick) -> None:
-        """One trick, and what came of it."""
+        """One trick and its result."""
         trick = Trick(self._where, self._model, random.Random(f"{self._seed} trick {planned.number}"), self._sizes)
         began, wrong = self._clock(), ""
         limit = ANSWERED_SECONDS if planned.kind == "long_bodies" else REFUSED_SECONDS
@@ -127,7 +127,7 @@ class Adversary:
         except WrongAnswerToTrick as error:
             wrong = str(error)
         except OSError as error:
-            wrong = f"{trick.what}: no connection to the front door: {error!r}"
+            wrong = f"{trick.what}: no connection to the router: {error!r}"
         finally:
             trick.leave()
         self.played.append(
@@ -138,7 +138,7 @@ class Adversary:
 
 
 class Trick:
-    """One trick while it is played; ``what`` says what of its kind."""
+    """One trick while it is played; ``what`` is its variant."""
 
     def __init__(self, where: tuple[str, int], model: str, chance: random.Random, sizes: Sizes) -> None:
         self.statuses: list[int] = []
@@ -151,29 +151,29 @@ class Trick:
         self._open: list[RawConnection] = []
 
     async def connect(self, limit: int = 64 * 1024) -> RawConnection:
-        """One more connection, which keeps about so many bytes unread."""
+        """Open one more connection, which buffers about ``limit`` bytes."""
         connection = RawConnection(*await asyncio.open_connection(*self._where, limit=limit))
         self._open.append(connection)
         return connection
 
     def leave(self) -> None:
-        """All connections end."""
+        """Close all connections."""
         for connection in self._open:
             connection.leave()
 
     def head(self, path: str, length: int) -> bytes:
-        """Of a request with a body."""
+        """Head of a request with a body."""
         return (
-            f"POST {path} HTTP/1.1\r\nhost: front-door\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\nconnection: close\r\n"
             f"x-request-id: {self._name}\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
 
     def encoded(self, fields: Mapping[str, Any]) -> bytes:
-        """A body."""
+        """JSON of a body."""
         return msgspec.json.encode({"model": self._model, **fields})
 
     async def ask(self, path: str, body: bytes) -> int:
-        """Send a request whole; the status of its answer."""
+        """Send a complete request; return the status of its answer."""
         connection = await self.connect()
         await connection.send(self.head(path, len(body)) + body)
         status = await connection.status()

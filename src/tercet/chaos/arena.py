@@ -64,7 +64,7 @@ class BreakableEngine(Protocol):
         """Send SIGCONT to stopped processes."""
 
     def cut_off(self, is_cut: bool) -> None:
-        """Drop all packets between it and the front door, or pass them again."""
+        """Drop all packets between it and the router, or pass them again."""
 
     def step_clock(self, seconds: float) -> None:
         """Set its wall clock ahead of the machine's."""
@@ -121,15 +121,15 @@ class Arena(ABC):
 
     @abstractmethod
     async def _move(self, name: str, destination: str) -> None:
-        """Let the front door move the sequence of this name; failures are ignored."""
+        """Let the router move the sequence of this name; failures are ignored."""
 
     @abstractmethod
     async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
-        """The front door's moves after that one, including running ones."""
+        """The router's moves after that one, including running ones."""
 
     @abstractmethod
     async def _drain(self, engine: str, draining: bool) -> None:
-        """Let the front door empty an engine, or pick it again."""
+        """Let the router empty an engine, or pick it again."""
 
     @abstractmethod
     async def _program(self) -> str:
@@ -141,7 +141,7 @@ class Arena(ABC):
 
     @abstractmethod
     async def _look_at_memory(self) -> None:
-        """Note how much the front door keeps, and complain if that is too much."""
+        """Note how much the router keeps, and complain if that is too much."""
 
     async def _play_tricks(self) -> None:
         """Returns when the hostile client has begun its last trick."""
@@ -209,7 +209,7 @@ class Arena(ABC):
         await asyncio.sleep(max(0.0, when - self._clock()))
 
     async def _note_moves(self) -> None:
-        """Record moves: the front door forgets the oldest ones."""
+        """Record moves: the router forgets the oldest ones."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             await self._take_moves()
@@ -332,7 +332,7 @@ class Arena(ABC):
 
 
 def retries_in(metrics: str) -> int:
-    """Further attempts of sequences, by a front door's metrics page."""
+    """Further attempts of sequences, by a router's metrics page."""
     families = text_string_to_metric_families(metrics)
     return round(sum(each.value for family in families for each in family.samples if each.name == RETRIES))
 

@@ -58,7 +58,7 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def orphans(self) -> int:
-        """Sequences that engines still ran at the end, although no front door had them."""
+        """Sequences that engines still ran at the end, although no router had them."""
         return round(sum(each.count for each in self.left if each.what == ORPHANS))
 
     @property
@@ -138,7 +138,7 @@ def figures(result: ChaosResult) -> list[str]:
         f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
         f"{sum(move.outcome == 'moved' for move in result.moves)} of {len(result.moves)} moves went through, "
         f"{result.orphans} {ORPHANS}, {result.retries} further attempts of sequences",
-        f"the front door kept {result.memory / 2**20:.0f} MiB more at most",
+        f"the router kept {result.memory / 2**20:.0f} MiB more at most",
     ]
 
 

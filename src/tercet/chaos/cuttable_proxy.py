@@ -1,4 +1,4 @@
-"""A TCP proxy between one engine and its front door that can stop passing data."""
+"""A TCP proxy between one engine and its router that can stop passing data."""
 
 from __future__ import annotations
 

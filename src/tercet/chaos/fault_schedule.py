@@ -19,10 +19,10 @@ FaultKind = Literal[
 """- ``kill``: SIGKILL; a supervisor restarts the engine after the fault's seconds.
 - ``stop``: SIGSTOP, and SIGCONT after that.
 - ``hang``: SIGSTOP for ever; after the fault's seconds a supervisor kills and restarts it.
-- ``cut``: no packet between the engine and its front door passes; connections survive, as with a lost route.
+- ``cut``: no packet between the engine and its router passes; connections survive, as with a lost route.
 - ``impostor``: the engine is killed, and an engine with another model listens at its address until it comes back.
 - ``full_kv``: reservations of another client pin all blocks that the engine lends.
-- ``drain``: not a fault: the front door empties the engine, and picks it again after that.
+- ``drain``: not a fault: the router empties the engine, and picks it again after that.
 - ``restart``: no fault either: SIGTERM, and when it has ended the engine is restarted at once, with a new incarnation.
 - ``move``: not a fault: all sequences that the engine generates during the fault's seconds are moved elsewhere.
 - ``slow_disk``: a process writes and syncs without end on the disk of the fleet's files.

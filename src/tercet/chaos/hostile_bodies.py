@@ -1,4 +1,4 @@
-"""What a hostile client sends: bodies of each kind that one client could stop all others with."""
+"""Bodies of a hostile client, of each kind with which one client could stop all others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FULL_OF_SEQUENCES: tuple[tuple[str, str, Fields], ...] = (
     ("4,096 prompts", COMPLETIONS, {"prompt": ["x"] * 4096, **LAST}),
     ("4,096 prompts of token ids", COMPLETIONS, {"prompt": [[5]] * 4096, **LAST}),
 )
-"""What it is, its route, and the body."""
+"""Name, route and body of each."""
 
 LONG: tuple[tuple[str, str, Callable[[int], Fields]], ...] = (
     ("token ids", COMPLETIONS, lambda count: {"prompt": [5] * count, **LAST}),
@@ -52,7 +52,7 @@ LONG: tuple[tuple[str, str, Callable[[int], Fields]], ...] = (
     ("text to tokenize", TOKENIZE, lambda count: {"prompt": "a b " * count}),
     ("fields that have no meaning", COMPLETIONS, lambda count: {"prompt": "x", **dict.fromkeys(_words(count), 1)}),
 )  # fmt: skip
-"""What there is much of, the route, and the body with so many of it."""
+"""Long fields: the name of the item, the route, and the body with a given number of items."""
 
 ODD: tuple[tuple[str, bytes], ...] = (
     ("half of a surrogate pair as request_id", rb'{"prompt": "x", "request_id": "\ud83d"}'),
@@ -60,7 +60,7 @@ ODD: tuple[tuple[str, bytes], ...] = (
     ("half of a surrogate pair as a name", rb'{"prompt": "x", "\ud83d": 1}'),
     ("a number that JSON lacks", b'{"prompt": "x", "temperature": NaN}'),
     ("no JSON", b'{"prompt": "x"'),
-    ("bytes that are no text", b'{"prompt": "\xff\xfe"}'),
+    ("bytes that are not text", b'{"prompt": "\xff\xfe"}'),
     ("lists in lists", b'{"prompt": "x", "stop": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
 )
 """What it is, and the body."""
@@ -72,7 +72,7 @@ POISONOUS: tuple[tuple[str, Fields], ...] = (
     ("100,000 choices", {"choice": _words(100_000)}),
     ("a rule that begins with itself", {"grammar": 'root ::= root "a"'}),
     ("rules that begin with one another", {"grammar": 'root ::= x\nx ::= y "b"\ny ::= x'}),
-    ("a rule that there is not", {"grammar": "root ::= other"}),
+    ("an unknown rule", {"grammar": "root ::= other"}),
     ("a regex without an end", {"regex": "(a"}),
 )
 """What it is, and ``structured_outputs``."""

@@ -152,7 +152,7 @@ def left_behind(left: Sequence[Leftover]) -> Iterator[Violation]:
 
 
 def hostile(tricks: Sequence[PlayedTrick]) -> Iterator[Violation]:
-    """What a hostile client does ends soon, and with an error of its own."""
+    """Each trick of a hostile client ends soon, with an error for this client alone."""
     for trick in tricks:
         if trick.wrong:
             subject = f"trick {trick.planned.number} ({trick.planned.kind})"

@@ -1,4 +1,4 @@
-"""Clients of a real front door: streams of its OpenAI API, as pieces of text."""
+"""Clients of a real router: streams of its OpenAI API, as pieces of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA = b"data: "
 
 
 class OpenAIClients:
-    """Asks the front door at ``url``; time limits of answers are checked later, in the records."""
+    """Asks the router at ``url``; time limits of answers are checked later, in the records."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session = session
@@ -52,7 +52,7 @@ class OpenAIClients:
                 if not whole:
                     raise AnswerBrokenOff("the answer ended without a finish reason")
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnreachable(f"the front door broke off: {error!r}") from error
+            raise EngineUnreachable(f"the router broke off: {error!r}") from error
         except UNREADABLE as error:
             raise AnswerBrokenOff(f"the answer is not what the API describes: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Real processes on this machine under faults: vLLM engines or simulated ones, behind a real front door."""
+"""Real processes on this machine under faults: vLLM engines or simulated ones, behind a real router."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
 DESCRIPTORS = "file descriptors"
 LASTING = re.compile(rf".*processes|{DESCRIPTORS}.*")
 
-# Eight of these bodies are more than the front door keeps at once.
+# Eight of these bodies are more than the router keeps at once.
 HOSTILE_SIZES = Sizes(items=40_000, body=48 * 2**20, bodies=8)
 MOST_MEMORY = 512 * 2**20
-"""Bytes by which the front door may grow: all bodies together have 256 MiB, and long ones are read several times."""
+"""Bytes by which the router may grow: all bodies together have 256 MiB, and long ones are read several times."""
 
 REAL_LOAD = LoadShape(
     rate=0.6, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=16, longest_answer=100,
@@ -120,7 +120,7 @@ async def _run(
 
 
 class RealArena(Arena):
-    """Processes that get signals, behind proxies that can be cut, and clients of the front door's OpenAI API."""
+    """Processes that get signals, behind proxies that can be cut, and clients of the router's OpenAI API."""
 
     leftover_seconds = 90.0
 
@@ -185,7 +185,7 @@ class RealArena(Arena):
         grown = await asyncio.to_thread(_memory, self._fleet.router.pid) - self._memory
         self._most_memory = max(self._most_memory, grown)
         if grown > MOST_MEMORY and not any("memory" in complaint for complaint in self.complaints):
-            self.complaints.append(f"the front door's memory grew by {grown // 2**20} MiB")
+            self.complaints.append(f"the router's memory grew by {grown // 2**20} MiB")
 
     async def _ask_front_door(self, what: str) -> Any:
         async with self._session.get(f"{self._fleet.url}/tercet/v1/{what}") as response:
@@ -221,23 +221,23 @@ class RealArena(Arena):
                 if kind != "engine":
                     found[name, f"{DESCRIPTORS} ({kind})"] = _descriptors(pids)
         for member in await self._ask_front_door("engines"):
-            found["front door", f"in flight on {member['name']}"] = member["in_flight"]
-            found["front door", f"{member['name']} is not picked again"] = int(not member["reachable"])
-        found["front door", "sequences"] = len(sequences)
+            found["router", f"in flight on {member['name']}"] = member["in_flight"]
+            found["router", f"{member['name']} is not picked again"] = int(not member["reachable"])
+        found["router", "sequences"] = len(sequences)
         if self._fleet.router.pid is not None:
             children = psutil.Process(self._fleet.router.pid).children(recursive=True)
-            found["front door", "processes"] = len(children)
-            found["front door", DESCRIPTORS] = _descriptors([child.pid for child in children])
+            found["router", "processes"] = len(children)
+            found["router", DESCRIPTORS] = _descriptors([child.pid for child in children])
         return found
 
 
 def is_owned(report: SequenceReport, owned: Sequence[str]) -> bool:
-    """Whether it is one of these, by the front door's first id, or one after a retry or a move."""
+    """Whether it is one of these, by the router's first id, or one after a retry or a move."""
     return any(report.seq_id == seq_id or report.seq_id.startswith(f"{seq_id}.") for seq_id in owned)
 
 
 def _memory(pid: int | None) -> int:
-    """Bytes of the front door's processes."""
+    """Bytes of the router's processes."""
     total = 0
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):

@@ -1,4 +1,4 @@
-"""Engines and a front door as processes of this machine, each engine behind a proxy, to be broken and restarted."""
+"""Engines and a router as processes of this machine, each engine behind a proxy, to be broken and restarted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
 class RealEngine:
     """Implements :class:`~tercet.chaos.arena.BreakableEngine`: a command, its proxies, and its present process.
 
-    The front door knows it by its first proxy's address. ``seen`` are the ids of all processes that ran there.
+    The router knows it by its first proxy's address. ``seen`` are the ids of all processes that ran there.
     """
 
     def __init__(

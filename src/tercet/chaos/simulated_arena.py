@@ -1,6 +1,6 @@
 """A fleet in virtual time: the service, its clients of engines and their servers are real, the sockets virtual.
 
-Only vLLM is missing: engines are simulated, and clients call the front door's service and not its HTTP port. One engine
+Only vLLM is missing: engines are simulated, and clients call the router's service and not its HTTP port. One engine
 is one process here, with a server (``api``) and a core that can be frozen apart; nothing has a disk or reads the wall
 clock.
 """
@@ -44,7 +44,7 @@ from tercet.vllm_plugin.frontend.bounded_connection import BoundedProtocol
 
 FRONT_DOOR, STRANGER, HOSTILE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 PORT = 8000
-# Of a body at the front door's HTTP port: little, so that the bound of all bodies together is met.
+# Of a body at the router's HTTP port: little, so that the bound of all bodies together is met.
 MOST_BYTES = 2**20
 HOSTILE_SIZES = Sizes(items=20_000, body=900 * 1024)
 PROFILE = "llama-3.1-8b-h100-tp1"
@@ -57,7 +57,7 @@ PROGRAMS = ("disaggregated", "balanced", "data_parallel")
 
 
 class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines by role, behind a front door with default settings.
+    """Engines by role, behind a router with default settings.
 
     ``blocks`` is the size of each one's KV cache, small enough to be full at times.
     """
@@ -159,7 +159,7 @@ class _FailureLog(logging.Handler):
 
 
 class SimulatedArena(Arena):
-    """Engines, front door and clients as virtual processes of one event loop."""
+    """Engines, router and clients as virtual processes of one event loop."""
 
     leftover_seconds = 120.0
 
@@ -266,7 +266,7 @@ class SimulatedArena(Arena):
     async def _look_at_memory(self) -> None:
         self._most_memory = max(self._most_memory, self._door.bytes_kept)
         if self._door.bytes_kept > LARGEST_AT_ONCE * MOST_BYTES:
-            self.complaints.append(f"the front door keeps {self._door.bytes_kept} bytes of bodies")
+            self.complaints.append(f"the router keeps {self._door.bytes_kept} bytes of bodies")
 
     async def _at_rest(self) -> Holdings:
         await asyncio.sleep(self.leftover_seconds)  # unused connections are closed by then
@@ -286,12 +286,12 @@ class SimulatedArena(Arena):
             found[name, "busy"] = int(place.engine.busy)
             found[name, ORPHANS] = sum(each.seq_id not in owned for each in place.engine.reports())
         for member in self._fleet.members:
-            found["front door", f"in flight on {member.name}"] = member.in_flight
-            found["front door", f"prompt tokens in flight on {member.name}"] = member.in_flight_tokens
-            found["front door", f"{member.name} is not picked again"] = int(not member.reachable)
-        found["front door", "sequences"] = len(self._service.sequences)
-        found["front door", "bytes of bodies"] = self._door.bytes_kept
-        found["front door", "connections of clients"] = sum(
+            found["router", f"in flight on {member.name}"] = member.in_flight
+            found["router", f"prompt tokens in flight on {member.name}"] = member.in_flight_tokens
+            found["router", f"{member.name} is not picked again"] = int(not member.reachable)
+        found["router", "sequences"] = len(self._service.sequences)
+        found["router", "bytes of bodies"] = self._door.bytes_kept
+        found["router", "connections of clients"] = sum(
             isinstance(each.get_protocol(), BoundedProtocol) for each in self._front_door.transports
         )
         everywhere = self._front_door, self._stranger, self._hostile

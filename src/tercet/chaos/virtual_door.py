@@ -1,6 +1,6 @@
-"""The front door's HTTP port in virtual time: uvicorn's connection with our bounds, and the application behind it.
+"""The router's HTTP port in virtual time: uvicorn's connection with our bounds, and the application behind it.
 
-The API behind it is the small one; what every request passes before is the front door's own.
+The API behind it is the small one; what every request passes before is the router's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``tercet adapters``: the LoRA adapters of a running front door's fleet, shown and changed."""
+"""``tercet adapters``: the LoRA adapters of a running router's fleet, shown and changed."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def chaos(config: ChaosConfig) -> None:
     what one client could stop all others with: requests of too many sequences, long bodies, structures that take long
     to compile, bodies and heads without an end. Each must be refused or cut off, and must cost the others nothing.
 
-    Without --real the fleet runs in virtual time: the front door's service, its clients of engines and the engines'
+    Without --real the fleet runs in virtual time: the router's service, its clients of engines and the engines'
     servers are those of production, over virtual sockets; engines are simulated. The same seed is the same run, on any
     machine. With --real `tercet up`'s processes get the signals, in float32, behind proxies that can be cut; the
     faults and the clients are the same for a seed, and what comes of them is not.

@@ -1,4 +1,4 @@
-"""``tercet chat``: a conversation with a running front door, in the terminal or through a pipe."""
+"""``tercet chat``: a conversation with a running router, in the terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Message = dict[str, str]
 def chat(
     url: Url = HERE,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="The model's name.", show_default="the front door's")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name.", show_default="the router's")] = None,
     system: Annotated[
         str | None, typer.Option(help="System message: the behaviour that the model is asked for.")
     ] = None,
@@ -99,7 +99,7 @@ def _note_if_cut(finish_reason: str, max_tokens: int) -> None:
 
 
 class Chat:
-    """What was said so far, at the front door at ``url``; ``options`` are fields of each request."""
+    """What was said so far, at the router at ``url``; ``options`` are fields of each request."""
 
     def __init__(self, url: str, api_key: str | None, options: dict[str, Any], system: str | None = None) -> None:
         self.url = url
@@ -156,7 +156,7 @@ class Chat:
                     raise EngineError(f"{self.url} answered {response.status}: {_message(await response.read())}")
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"no front door answers at {self.url}: {reason_of(error)}", "url") from error
+            raise EngineUnreachable(f"no router answers at {self.url}: {reason_of(error)}", "url") from error
 
 
 async def _texts(lines: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:

@@ -49,7 +49,7 @@ def demo(
     One engine reads the prompt and pushes its KV into the other one, which answers. Takes about a minute, most of it
     loading.
     """
-    say("Starting a prefill engine, a decode engine and a front door, with SmolLM2-135M.")
+    say("Starting a prefill engine, a decode engine and a router, with SmolLM2-135M.")
     run_fleet(UpConfig(port=0), lambda fleet: _show(fleet, max_tokens))
 
 
@@ -73,11 +73,11 @@ async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
             session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
         ):
             if response.status != 200:
-                raise EngineError(f"the front door answered {response.status}: {(await response.text()).strip()}")
+                raise EngineError(f"the router answered {response.status}: {(await response.text()).strip()}")
             trace = await show_answer(response.content)
     except (aiohttp.ClientError, TimeoutError) as error:
         console.print()
-        raise EngineError(f"the front door's answer broke off: {reason_of(error)}") from error
+        raise EngineError(f"the router's answer broke off: {reason_of(error)}") from error
     console.print("\n")
     return trace
 
@@ -91,7 +91,7 @@ async def show_answer(lines: AsyncIterable[bytes]) -> Trace:
         event: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))
         if "error" in event:
             console.print()
-            raise EngineError(f"the front door's answer ended with an error: {event['error']}")
+            raise EngineError(f"the router's answer ended with an error: {event['error']}")
         if "tercet" in event:
             trace = msgspec.convert(event["tercet"], Trace)
         for choice in event.get("choices", ()):

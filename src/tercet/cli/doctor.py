@@ -19,7 +19,7 @@ MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings, and the facts behind them, as JSON.")] = False,
 ) -> None:
-    """Say what this machine can do for engines and front doors, what each missing part costs, and what to do.
+    """Say what this machine can do for engines and routers, what each missing part costs, and what to do.
 
     It looks at vLLM and each place where Tercet reaches into it, devices, cores, memory, ways for KV, limits and ports.
     It starts nothing, and takes as long as importing vLLM. The exit code is 0 if engines can be started here, also

@@ -1,4 +1,4 @@
-"""What a front door would refuse once it has loaded, said before anything is loaded: keys, and who reaches it."""
+"""What a router would refuse once it has loaded, said before anything is loaded: keys, and who reaches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tercet engines`` and ``tercet scheduling``: a running front door's fleet, shown and changed."""
+"""``tercet engines`` and ``tercet scheduling``: a running router's fleet, shown and changed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tercet.settings import require_engine_url, require_url
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
 
-Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The front door's base URL.")]
+Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The router's base URL.")]
 AdminKey = Annotated[
     str | None,
     typer.Option(
         envvar=ADMIN_KEY_VARIABLE,
-        help=f"Admin key of the front door, if any; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
+        help=f"Admin key of the router, if any; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
     ),
 ]
 ApiKey = Annotated[
@@ -37,10 +37,10 @@ ApiKey = Annotated[
         envvar=CLIENT_KEY_VARIABLE, help="Key of a client, if the router was started with `-- --api-key` or the like."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="The front door's answer as it is.")]
+Json = Annotated[bool, typer.Option("--json", help="The router's answer as it is.")]
 ByPath = Annotated[
     bool,
-    typer.Option("--by-path", help="Send the file's path: the front door reads it, below its `--admin-folder`."),
+    typer.Option("--by-path", help="Send the file's path: the router reads it, below its `--admin-folder`."),
 ]
 HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
@@ -53,12 +53,12 @@ def understood() -> Generator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise EngineUnreachable(
-            f"what answers there is no front door, or one of another version: {type(error).__name__}: {error}", "url"
+            f"what answers there is no router, or one of another version: {type(error).__name__}: {error}", "url"
         ) from error
 
 
 def ask(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
-    """The front door's answer; raises :class:`~tercet.protocol.TercetError`."""
+    """The router's answer; raises :class:`~tercet.protocol.TercetError`."""
     require_url(url, "--url", HERE)
     return asyncio.run(ask_front_door(url, method, path, body, _key(admin_key)))
 
@@ -86,7 +86,7 @@ def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[s
         say(line)
 
 
-engines = typer.Typer(name="engines", no_args_is_help=True, help="Show and change the engines of a running front door.")
+engines = typer.Typer(name="engines", no_args_is_help=True, help="Show and change the engines of a running router.")
 Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
 
 
@@ -175,7 +175,7 @@ def _path(name: str) -> str:
 def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     """One engine, in a line."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
-    refused: str = engine.get("refused", "")  # an older front door does not say it
+    refused: str = engine.get("refused", "")  # an older router does not say it
     state = leaving or ("serving" if engine["reachable"] else "refused" if refused else "unreachable")
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
@@ -191,7 +191,7 @@ def _report(report: dict[str, Any] | None) -> str:
 
 
 scheduling = typer.Typer(
-    name="scheduling", no_args_is_help=True, help="Show and change how a running front door chooses engines."
+    name="scheduling", no_args_is_help=True, help="Show and change how a running router chooses engines."
 )
 
 
@@ -203,7 +203,7 @@ def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> 
 
 @scheduling.command("set")
 def set_file(
-    file: Annotated[str, typer.Argument(help="A scheduling file here, or on the front door's machine.")],
+    file: Annotated[str, typer.Argument(help="A scheduling file here, or on the router's machine.")],
     by_path: ByPath = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
@@ -211,7 +211,7 @@ def set_file(
 ) -> None:
     """Use another scheduling file, or reload the same one; a file that does not load changes nothing.
 
-    A file that exists here is sent as it is now. Your own plugins in it are read on the front door's machine.
+    A file that exists here is sent as it is now. Your own plugins in it are read on the router's machine.
 
     Example: `tercet scheduling set scheduling.yaml`
     """

@@ -1,4 +1,4 @@
-"""``tercet moves``: sequences of a running front door on their way from engine to engine."""
+"""``tercet moves``: sequences of a running router on their way from engine to engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def start(
     answer = ask(url, admin_key, "POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
-        say("passed on to the front door that runs it, which has it on record" if passed_on else in_words(answer))
+        say("passed on to the router that runs it, which has it on record" if passed_on else in_words(answer))
 
 
 def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:

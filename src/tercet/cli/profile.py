@@ -100,7 +100,7 @@ def measure_engine(
     ],
     output: Output,
     front_door: Annotated[
-        str | None, typer.Option(metavar="URL", help="A front door before them: what it adds to a request is measured.")
+        str | None, typer.Option(metavar="URL", help="A router before them: what it adds to a request is measured.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name.", show_default="the file's")] = None,
     device: Annotated[str, typer.Option(help="Name of the device, for the profile.")] = platform.machine(),

@@ -1,4 +1,4 @@
-"""``tercet program``: which programs a running front door uses."""
+"""``tercet program``: which programs a running router uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tercet.cli.setting_flags import ProgramArg
 from tercet.protocol import BadRequest
 from tercet.settings import key_values, read_yaml
 
-program = typer.Typer(
-    name="program", no_args_is_help=True, help="Show and change the programs of a running front door."
-)
+program = typer.Typer(name="program", no_args_is_help=True, help="Show and change the programs of a running router.")
 
 
 @program.command()
@@ -111,7 +109,7 @@ def split(
 
 
 def send_sources(body: dict[str, Any]) -> None:
-    """Have the plan carry the text of each file that exists here; the front door reads the others, if it may."""
+    """Have the plan carry the text of each file that exists here; the router reads the others, if it may."""
     for arm in (body, *_arms(body.get("split")), *_arms(body.get("rules"))):
         name = arm.get("program")
         if not isinstance(name, str) or "source" in arm:

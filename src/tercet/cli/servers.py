@@ -149,7 +149,7 @@ def _with_devices(spec: EngineSpec) -> EngineSpec:
 
 
 def _simulate(spec: EngineSpec, profile: Profile) -> None:
-    """Serve a simulated engine; the model lends its tokenizer, and its length, to the front door."""
+    """Serve a simulated engine; the model lends its tokenizer, and its length, to the router."""
     longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
     config = ServerConfig(
         name=spec.name,
@@ -175,7 +175,7 @@ def _positions(checkpoint: Path) -> int | None:
 
 @settings_command(RouterConfig, rest="router-args")
 def router(config: RouterConfig) -> None:
-    """Run the front door: one OpenAI endpoint over engines that run already.
+    """Run the router: one OpenAI endpoint over engines that run already.
 
     It waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
     parsers, API keys, ...).
@@ -207,10 +207,10 @@ def router(config: RouterConfig) -> None:
 
 @settings_command(ReschedulerConfig)
 def rescheduler(config: ReschedulerConfig) -> None:
-    """Run one rescheduler for a fleet that several front doors share.
+    """Run one rescheduler for a fleet that several routers share.
 
-    It asks engines what they run, for whichever front door, and has that one move what policies propose. The limits
-    hold for all that it proposes together. A single front door, or one with several workers, has its own.
+    It asks engines what they run, for whichever router, and has that one move what policies propose. The limits
+    hold for all that it proposes together. A single router, or one with several workers, has its own.
 
     Examples:
     - `tercet rescheduler --url http://10.0.0.1:8000 --reschedule decode_load`

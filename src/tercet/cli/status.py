@@ -1,4 +1,4 @@
-"""``tercet status``: a running front door on one screen."""
+"""``tercet status``: a running router on one screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.cli.program import state_in_words
 
 
 def status(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """Show a running front door: model, program, engines with what runs on them, and moves.
+    """Show a running router: model, program, engines with what runs on them, and moves.
 
     The exit code is 0 if it can serve, 1 if it cannot or is not there, and 2 for wrong use.
     """

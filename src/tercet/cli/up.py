@@ -86,7 +86,7 @@ async def _fleet(
 
 @settings_command(UpConfig, rest="engine-args")
 def up(config: UpConfig) -> None:
-    """Start engines and a front door, and stop all of them on Ctrl-C.
+    """Start engines and a router, and stop all of them on Ctrl-C.
 
     Each CPU engine gets its own cores, each GPU engine its own devices. Flags after `--` go to every vLLM engine.
 

@@ -1,4 +1,4 @@
-"""Requests to a front door's admin API."""
+"""Requests to a router's admin API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
 async def ask_front_door(url: str, method: str, path: str, body: Any = None, admin_key: str = "") -> Any:
-    """Return the front door's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
+    """Return the router's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
 
     Raises the :class:`~tercet.protocol.TercetError` in the answer, and :class:`~tercet.protocol.EngineUnreachable` if
-    no front door answers there.
+    no router answers there.
     """
     headers = {"content-type": "application/json", **bearer(admin_key), **PLAIN}
     data = None if body is None else msgspec.json.encode(body)
@@ -33,13 +33,13 @@ async def ask_front_door(url: str, method: str, path: str, body: Any = None, adm
         ):
             status, answer = response.status, await read_answer(response)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise EngineUnreachable(f"no front door answers at {url}: {reason_of(error)}", "url") from error
+        raise EngineUnreachable(f"no router answers at {url}: {reason_of(error)}", "url") from error
     try:
         found = msgspec.json.decode(answer)
     except UNREADABLE as error:
-        raise EngineUnreachable(f"the server at {url} is not a front door: HTTP {status}", "url") from error
+        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url") from error
     if status < 400:
         return found
     if not isinstance(found, dict) or "error" not in found:
-        raise EngineUnreachable(f"the server at {url} is not a front door: HTTP {status}", "url")
+        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url")
     raise from_wire(status, found)  # pyright: ignore[reportUnknownArgumentType]

@@ -296,11 +296,11 @@ class HttpEngine:
             return await self._decode(response, list[SequenceReport])
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
-        """Ask the engine to pass a proposal to move a sequence to the front door that runs it.
+        """Ask the engine to pass a proposal to move a sequence to the router that runs it.
 
-        ``seq_id`` is the engine's id for it, or its client's. Returns when the proposal was sent; the front door
+        ``seq_id`` is the engine's id for it, or its client's. Returns when the proposal was sent; the router
         records its result. Raises :class:`~tercet.protocol.UnknownSequence` if the engine does not generate it, and
-        :class:`~tercet.protocol.Conflict` if no front door receives its tokens.
+        :class:`~tercet.protocol.Conflict` if no router receives its tokens.
         """
         path = f"sequences/{quote(seq_id, safe='')}/move"
         await self._post(path, MoveCall(destination=destination, reason=reason), dict[str, Any])

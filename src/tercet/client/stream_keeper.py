@@ -1,4 +1,4 @@
-"""Keeps one engine's token stream connected, from the front door's side."""
+"""Keeps one engine's token stream connected, from the router's side."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Engines and a front door as processes of this machine."""
+"""Engines and a router as processes of this machine."""

@@ -93,7 +93,7 @@ class Process:
                     stdout=log,
                     stderr=asyncio.subprocess.STDOUT,
                     env={name: value for name, value in env.items() if value is not None},
-                    # Not a separate session: Linux's autogroup schedules each session as one, and a front door or an
+                    # Not a separate session: Linux's autogroup schedules each session as one, and a router or an
                     # engine core in another session may wait until a prefill has ended.
                     process_group=0,
                     pass_fds=self._inherited,

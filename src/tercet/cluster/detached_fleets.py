@@ -15,7 +15,7 @@ from tercet.protocol.wire import UNREADABLE
 
 
 class DetachedFleet(msgspec.Struct, frozen=True):
-    """A fleet of one ``process``, whose front door has ``port``; ``stop_seconds`` is the longest time of a stop."""
+    """A fleet of one ``process``, whose router has ``port``; ``stop_seconds`` is the longest time of a stop."""
 
     process: ProcessStart
     port: int

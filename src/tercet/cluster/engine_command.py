@@ -239,7 +239,7 @@ def kv_transfer_config(args: Sequence[str]) -> str:
 
 
 def kv_events_flag(spec: EngineSpec) -> list[str]:
-    """vLLM's KV events at ports that the system chooses; front doors find them in the engine's status.
+    """vLLM's KV events at ports that the system chooses; routers find them in the engine's status.
 
     Not added if the caller configures them, with several data-parallel ranks, which need numbered ports, or if vLLM's
     publisher cannot listen: it needs an IPv4 address.

@@ -14,7 +14,7 @@ GIB = 1 << 30
 # vLLM's processes communicate through rings in shared memory; PyTorch and NCCL use it, too.
 LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
-# Two CPU engines with the built-in model and a GiB of KV each, and a front door.
+# Two CPU engines with the built-in model and a GiB of KV each, and a router.
 LEAST_MEMORY = 8 * GIB
 # NVIDIA's "CUDA Toolkit and Corresponding Driver Versions": the first driver for minor versions of a CUDA.
 LEAST_DRIVER = {12: 525, 13: 580}
@@ -52,7 +52,7 @@ def findings_of(machine: Machine) -> list[Finding]:
 def _vllm(machine: Machine) -> Iterator[Finding]:
     if not machine.vllm:
         do = f"for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
-        yield Finding("vLLM", "broken", "not installed", "no engine, and no front door", do)
+        yield Finding("vLLM", "broken", "not installed", "no engine, and no router", do)
         return
     build = "the CPU build" if machine.vllm_for_cpu else "the build for accelerators"
     if machine.vllm_for_cpu and machine.devices:
@@ -69,9 +69,9 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
         yield Finding("vLLM", "ok", f"{machine.vllm}, {build}")
     hooks = machine.hooks
     if hooks.error:
-        yield Finding("hooks", "broken", hooks.error, "no engine, and no front door", _remedy(hooks.error))
+        yield Finding("hooks", "broken", hooks.error, "no engine, and no router", _remedy(hooks.error))
         return
-    sides = (("engines", hooks.engine, "no engine starts"), ("front doors", hooks.frontend, "no front door starts"))
+    sides = (("engines", hooks.engine, "no engine starts"), ("routers", hooks.frontend, "no router starts"))
     for side, unmet, costs in sides:
         if unmet:
             do = "install a version of vLLM that Tercet supports; python -m tercet.vllm_plugin.hooks lists all"
@@ -226,11 +226,11 @@ def _limits(machine: Machine) -> Iterator[Finding]:
         yield Finding("/dev/shm", "ok", f"{_gib(machine.shared_memory)} free")
     if machine.open_files is not None and machine.open_files < LEAST_OPEN_FILES:
         yield Finding(
-            "open files", "costs", f"at most {machine.open_files}", "a front door refuses clients beyond that",
+            "open files", "costs", f"at most {machine.open_files}", "a router refuses clients beyond that",
             f"ulimit -n {LEAST_OPEN_FILES * 16}; LimitNOFILE for systemd",
         )  # fmt: skip
     for port in machine.ports_taken:
-        whose = "the front door" if port == 8000 else "a single engine"
+        whose = "the router" if port == 8000 else "a single engine"
         yield Finding(
             f"port {port}", "costs", "something listens there", f"{whose} cannot have it, which is its default",
             "choose another --port, or tercet down",

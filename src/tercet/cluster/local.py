@@ -1,4 +1,4 @@
-"""A fleet on this machine: engines and a front door, started together and stopped together."""
+"""A fleet on this machine: engines and a router, started together and stopped together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declar
 from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
-# Engines serve the front door only, and their control endpoints need no password.
+# Engines serve the router only, and their control endpoints need no password.
 ENGINE_HOST = "127.0.0.1"
 TOLD = frozenset({"secret", "access-log", "log-format"})
 
@@ -57,7 +57,7 @@ async def local_fleet(
     async with imports_for(specs, log_dir / "imports.log") as warm:
         fleet = fleet_of(config, model, specs, log_dir, warm)
         try:
-            # The front door loads in parallel to the engines and waits for them.
+            # The router loads in parallel to the engines and waits for them.
             queues = starting_queues(specs, fleet.engines)
             for process in (*(queue[0].process for queue in queues), fleet.router):
                 await process.start()
@@ -187,7 +187,7 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 
 
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
-    """The front door's settings: those of ``config`` that every front door has, and those of this fleet."""
+    """The router's settings: those of ``config`` that every router has, and those of this fleet."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
     # Without a secret, engines of this machine require the API key in their environment or flags.
@@ -199,7 +199,7 @@ def router_config(config: UpConfig, model: str, port: int, engines: Sequence[Eng
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
-    """The front door's command. Its settings, which may contain keys, are in a file that only this user can read."""
+    """The router's command. Its settings, which may contain keys, are in a file that only this user can read."""
     file = log_dir / "router.json"
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -208,6 +208,6 @@ def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
 
 
 def router_env(model: str) -> dict[str, str | None]:
-    """The front door's environment without settings, since those of the file already include the variables."""
+    """The router's environment without settings, since those of the file already include the variables."""
     env = {each.env: None for each in declared(RouterConfig)} | {"VLLM_NO_USAGE_STATS": "1"}
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env

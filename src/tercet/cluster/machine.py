@@ -43,7 +43,7 @@ class InfinibandDevice(msgspec.Struct, frozen=True):
 
 
 class HookReport(msgspec.Struct, frozen=True):
-    """Mismatches between vLLM and the hooks of engines and front doors; ``error`` if they are unknown."""
+    """Mismatches between vLLM and the hooks of engines and routers; ``error`` if they are unknown."""
 
     engine: tuple[str, ...] = ()
     frontend: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ class RunningEngine:
             await self._start_anew(on_event)
 
     async def _start_anew(self, on_event: OnEvent) -> None:
-        """Restart it at the same address, where the front door finds it; its result is seen at its end."""
+        """Restart it at the same address, where the router finds it; its result is seen at its end."""
         dead, self.starts = self.process, self.starts + 1
         self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
         await dead.stop()
@@ -88,10 +88,10 @@ class RunningFleet:
     log_dir: Path
 
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Restart engines until the front door ends, or the last engine that may be restarted.
+        """Restart engines until the router ends, or the last engine that may be restarted.
 
         Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` receives every
-        end and every start, and the front door's log events of level warning or above.
+        end and every start, and the router's log events of level warning or above.
         """
         door = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
@@ -117,7 +117,7 @@ class RunningFleet:
         return [self.router.log, *(engine.process.log for engine in self.engines)]
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
-        """Stop the front door, which finishes running requests unless ``hurry`` is set; then the engines.
+        """Stop the router, which finishes running requests unless ``hurry`` is set; then the engines.
 
         Once ``hurry`` is set, processes that do not end within seconds are killed.
         """
@@ -147,7 +147,7 @@ async def _hurry(processes: Sequence[Process], hurry: asyncio.Event) -> None:
 
 
 async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
-    """Report what is left: a front door that shuts down tells it in its health answer."""
+    """Report what is left: a router that shuts down tells it in its health answer."""
     said = ""
     async with _asking() as session:
         while True:
@@ -195,7 +195,7 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             with contextlib.suppress(aiohttp.ClientError, OSError):  # includes timeouts
                 async with session.get(f"{url}/health") as response:
-                    # Of two fleets that start on one port, the later one would poll the other's front door.
+                    # Of two fleets that start on one port, the later one would poll the other's router.
                     somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
                     if response.status == 200 and not somebody_else:
                         progress.look()

@@ -17,12 +17,12 @@ Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class UpConfig(FrontDoorConfig, frozen=True):
-    """A local fleet: ``prefill``, ``decode`` and ``both`` engines, and a front door with the settings of any."""
+    """A local fleet: ``prefill``, ``decode`` and ``both`` engines, and a router with the settings of any."""
 
     prefill: Annotated[Count, Setting("Prefill engines.")] = 1
     decode: Annotated[Count, Setting("Decode engines.")] = 1
     both: Annotated[Count, Setting("Engines for either role.")] = 0
-    port: Annotated[Port, Setting("The front door's port; 0: any.", env="TERCET_HTTP_PORT")] = 8000
+    port: Annotated[Port, Setting("The router's port; 0: any.", env="TERCET_HTTP_PORT")] = 8000
     dtype: Annotated[
         str | None,
         Setting(
@@ -42,7 +42,7 @@ class UpConfig(FrontDoorConfig, frozen=True):
     log_dir: Annotated[str | None, Setting("Directory for logs.", default="a new directory in the cache")] = None
     simulate: Annotated[
         str | None,
-        Setting("Simulated engines, at the pace of a profile; the front door is real.", metavar="PROFILE"),
+        Setting("Simulated engines, at the pace of a profile; the router is real.", metavar="PROFILE"),
     ] = None
     options: Annotated[
         Mapping[str, str],

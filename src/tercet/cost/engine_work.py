@@ -1,4 +1,4 @@
-"""The work of one engine for this front door: prefills in line, running decodes, and promised work.
+"""The work of one engine for this router: prefills in line, running decodes, and promised work.
 
 A state machine without I/O that is notified of begins and ends. Engines prefill first come, first served, so the
 duration of a prefill is the time between two successive ends, or from an arrival at an empty line to its end. That

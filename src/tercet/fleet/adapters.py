@@ -14,7 +14,7 @@ def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ())
     """Adapter that each name stands for in the fleet. An engine with other contents is not asked for that name.
 
     If operators ``declared`` a name with a digest, that digest counts; else the digest that most engines report, and of
-    equally frequent ones the smallest: each front door reaches the same result.
+    equally frequent ones the smallest: each router reaches the same result.
     """
     found = {each.name: each for each in declared if each.digest}
     reports = [report for of_one in said for report in of_one.values() if report.name not in found]

@@ -1,4 +1,4 @@
-"""A front door's calls to one engine, so that all can be ended when the engine is lost."""
+"""A router's calls to one engine, so that all can be ended when the engine is lost."""
 
 from __future__ import annotations
 

@@ -391,8 +391,8 @@ class EngineFleet:
         others = len(self._open) - len(refused)
         silent = f", and {others} of {len(self._open)} do not answer" if others else ""
         return (
-            f"no engine serves what this front door has promised its clients: {refused[0].name} answers, but "
-            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or restart the front door for "
+            f"no engine serves what this router has promised its clients: {refused[0].name} answers, but "
+            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or restart the router for "
             "the other model (with another state file, if it has one)"
         )
 

@@ -1,4 +1,4 @@
-"""Metrics of engines' last reports, for ``/metrics`` of front doors and endpoint pickers."""
+"""Metrics of engines' last reports, for ``/metrics`` of routers and endpoint pickers."""
 
 from __future__ import annotations
 

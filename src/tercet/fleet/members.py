@@ -16,7 +16,7 @@ FOLLOWED = COUNTS | {"role", "reachable", "labels"}
 class Member:
     """One engine of the fleet.
 
-    ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens`` the prompt tokens of
+    ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens`` the prompt tokens of
     those that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` are set by its
     operator. ``reachable`` turns false when a call gets no answer or the engine is stuck, and true again when the front
     door's watch finds it well. ``draining`` is set by its operator, ``stopping`` reported by the engine. ``when_idle``

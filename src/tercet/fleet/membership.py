@@ -1,4 +1,4 @@
-"""Engines that come and go while the front door serves: their connections, and who may join."""
+"""Engines that come and go while the router serves: their connections, and who may join."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if status.max_model_len < self.max_model_len:
             raise BadRequest(
-                f"url: the engine there has max_model_len {status.max_model_len}, and this front door has announced "
+                f"url: the engine there has max_model_len {status.max_model_len}, and this router has announced "
                 f"{self.max_model_len} to its clients",
                 "url",
             )
@@ -331,7 +331,7 @@ class Membership:
     def _close(self, member: Member) -> None:
         found = self._open.pop(id(member), None)
         self._refused.pop(id(member), None)
-        if found is not None:  # when the front door ends, all are closed, including those with sequences
+        if found is not None:  # when the router ends, all are closed, including those with sequences
             self._closing.spawn(found[1].aclose())
 
 
@@ -345,16 +345,16 @@ def _require_text(status: EngineStatus, text: TextFingerprint, param: str) -> No
     if _speaks(status, text):
         return
     if status.text.tokenizer and text.tokenizer and status.text.tokenizer != text.tokenizer:
-        what, remedy = "tokenizer", "use the same --model and --tokenizer for the front door as for its engines"
+        what, remedy = "tokenizer", "use the same --model and --tokenizer for the router as for its engines"
         theirs, ours = status.text.tokenizer, text.tokenizer
     else:
         what, remedy = (
             "chat template",
-            "give the front door the same checkpoint, or the right template by --chat-template",
+            "give the router the same checkpoint, or the right template by --chat-template",
         )
         theirs, ours = status.text.chat_template, text.chat_template
     raise BadRequest(
-        f"{param}: the engine there ({status.engine}) has another {what} (fingerprint {theirs}) than this front door "
+        f"{param}: the engine there ({status.engine}) has another {what} (fingerprint {theirs}) than this router "
         f"({ours}), so its token ids have other meanings; {remedy}",
         param,
     )

@@ -1,4 +1,4 @@
-"""The decision of ``tercet epp``: which engines serve a request, by the front door's plugins and state."""
+"""The decision of ``tercet epp``: which engines serve a request, by the router's plugins and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts as chains of block hashes, which name blocks of simulated engines and of front doors' prompt records."""
+"""Prompts as chains of block hashes, which name blocks of simulated engines and of routers' prompt records."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class DeadlineExceeded(TercetError, status=504):
 
 
 class ShuttingDown(TercetError, status=503):
-    """The front door is shutting down: it accepts nothing new, or ends what runs. Another one may serve."""
+    """The router is shutting down: it accepts nothing new, or ends what runs. Another one may serve."""
 
     retry_after = 5
 
@@ -152,7 +152,7 @@ class ProgramFailed(TercetError, status=500):
 
 
 class FrontDoorFailed(TercetError, status=500):
-    """The front door failed because of a bug in it while it served the request; its log has the traceback."""
+    """The router failed because of a bug in it while it served the request; its log has the traceback."""
 
 
 class TransferFailed(TercetError, status=502):
@@ -160,7 +160,7 @@ class TransferFailed(TercetError, status=502):
 
 
 class FrontDoorUnreachable(TercetError, status=502):
-    """The engine cannot connect to the front door that called it, to stream tokens to its address."""
+    """The engine cannot connect to the router that called it, to stream tokens to its address."""
 
 
 class EngineUnreachable(TercetError, status=503):

@@ -19,7 +19,7 @@ class EngineView(Protocol):
     """What programs and scheduling plugins may read of one engine.
 
     ``role`` is ``prefill``, ``decode`` or ``both``; ``labels`` are set by its operator. It is ``reachable`` if it
-    answered the last poll. ``in_flight`` counts the sequences that this front door runs on it now, ``in_flight_tokens``
+    answered the last poll. ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens``
     their prompt tokens. ``adapters`` are the LoRA adapters that it reports, by name.
     """
 

@@ -28,28 +28,28 @@ class Header(NamedTuple):
 
 
 HEADERS = (
-    Header(PROGRAM_HEADER, "requests to a front door", "The program that serves this request."),
+    Header(PROGRAM_HEADER, "requests to a router", "The program that serves this request."),
     Header(
         TRACE_HEADER,
-        "requests to a front door, an engine or a sidecar",
+        "requests to a router, an engine or a sidecar",
         "`true` or `1`: add to the answer what each engine did for it, under `tercet`; in a stream as the event before "
         "`[DONE]`. `false` or `0`: do not.",
     ),
     Header(
         SESSION_HEADER,
-        "requests to a front door",
+        "requests to a router",
         "The session, for `session-affinity-scorer`; its parameter `header` names another one.",
     ),
     Header(
         REQUEST_ID_HEADER,
-        "requests to a front door, calls to an engine",
+        "requests to a router, calls to an engine",
         "vLLM's: the id of the request, in its answer and in each log line about it. In logs an id of over "
         "128 characters is shortened.",
     ),
     Header(
         "authorization",
-        "requests to a front door or an engine",
-        "`Bearer KEY`: the API key of either, the admin key on `/tercet/v1` of a front door, or the fleet's secret "
+        "requests to a router or an engine",
+        "`Bearer KEY`: the API key of either, the admin key on `/tercet/v1` of a router, or the fleet's secret "
         "towards an engine. `Tercet ...`: a member's proof, for this call, that it knows the secret.",
     ),
     Header(
@@ -70,10 +70,10 @@ HEADERS = (
     ),
     Header(
         BEHIND_HEADER,
-        "answers of a front door",
+        "answers of a router",
         "Processes that share the fleet and have not applied the change within 30 s, and the reasons.",
     ),
-    Header("retry-after", "answers of a front door", "Seconds after which a retry may succeed (429 and 503)."),
+    Header("retry-after", "answers of a router", "Seconds after which a retry may succeed (429 and 503)."),
     Header(
         INCARNATION_HEADER,
         "calls to an engine",

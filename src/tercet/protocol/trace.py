@@ -12,7 +12,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     """One call of a verb. ``begin, end`` are token positions, counts are tokens, ``seconds`` runs to its end.
 
     For ``start_generate`` ``seconds`` is the time to its first output. A ``move`` event is not a verb. It follows the
-    verbs that were called for it, and has its ``number`` among the moves of its front-door process, its reason, its
+    verbs that were called for it, and has its ``number`` among the moves of its router process, its reason, its
     result, and the seconds for which the client received no token. A ``fallback`` or ``retry`` event has the engine
     that failed, the error's ``code``, the number of tokens so far (``end``), and the ``reason``, as in "disaggregated
     -> data_parallel: decode-0 does not answer: Connection refused".

@@ -133,7 +133,7 @@ class AdapterReport(msgspec.Struct, frozen=True):
         """Raise :class:`~tercet.protocol.UnknownAdapter` if another digest is required; empty means any digest."""
         if digest and digest != self.digest:
             raise UnknownAdapter(
-                f"adapter: this engine's {self.name!r} has the digest {self.digest}, and the request needs {digest}",
+                f"adapter: this engine's {self.name!r} has the digest {self.digest}, and the request needs digest {digest}",
                 "adapter",
             )
 
@@ -186,7 +186,7 @@ class SequenceReport(msgspec.Struct, frozen=True):
 
     ``seq_id`` is its caller's name for it. ``tokens`` counts prompt and output so far, ``blocks`` the KV blocks that it
     holds there. It is ``running`` unless it waits in the engine's queue, where preempted ones wait, too. ``age`` is in
-    seconds since it arrived there. ``door`` is the address of the front door that receives its tokens by stream; empty
+    seconds since it arrived there. ``door`` is the address of the router that receives its tokens by stream; empty
     if it was requested over plain HTTP.
     """
 
@@ -201,7 +201,7 @@ class SequenceReport(msgspec.Struct, frozen=True):
 class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
     """Proposal to move a sequence to the engine named ``destination``; ``reason`` says why.
 
-    ``seq_id`` is its id on the engine that generates it. Only the front door that runs the sequence can move it.
+    ``seq_id`` is its id on the engine that generates it. Only the router that runs the sequence can move it.
     """
 
     seq_id: str

@@ -82,7 +82,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Address of a front door for token streams (``host:port``), and the ``key`` that it accepts.
+    """Address of a router for token streams (``host:port``), and the ``key`` that it accepts.
 
     The key is for this engine only.
     """
@@ -92,13 +92,13 @@ class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Destination(Door, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Destination of one sequence's outputs: the front door's ``number`` for it, which is never used again."""
+    """Destination of one sequence's outputs: the router's ``number`` for it, which is never used again."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ConnectCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/connect``: connect to a front door, and send token streams and reports there."""
+    """Body of ``POST /tercet/v1/connect``: connect to a router, and send token streams and reports there."""
 
     door: Door
 
@@ -107,7 +107,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
     With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With a
-    ``door`` the answer is ``{"accepted": true}``, and the outputs go to the front door there (:mod:`tercet.streams`).
+    ``door`` the answer is ``{"accepted": true}``, and the outputs go to the router there (:mod:`tercet.streams`).
     """
 
     prompt: Prompt
@@ -133,7 +133,7 @@ class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MoveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/sequences/{seq_id}/move``: the ``destination`` is an engine's name in its fleet.
 
-    A front door moves what it runs; an engine passes the proposal on to the front door that has the sequence.
+    A router moves what it runs; an engine passes the proposal on to the router that has the sequence.
     """
 
     destination: Name

@@ -1,4 +1,4 @@
-"""The front door: vLLM's OpenAI server over an engine-core client that runs programs.
+"""The router: vLLM's OpenAI server over an engine-core client that runs programs.
 
 Chat templates, detokenisation, stop strings, logprobs, usage, tool and reasoning parsers and the error format are
 vLLM's, put together in :mod:`tercet.vllm_plugin.frontend`. :mod:`.front_door` is what every request passes first,

@@ -1,4 +1,4 @@
-"""The front door's own routes: its engines, its programs and what they run, and how to change the first two."""
+"""The router's own routes: its engines, its programs and what they run, and how to change the first two."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``PUT /tercet/v1/scheduling``: a path on the front door's machine.
+    """Body of ``PUT /tercet/v1/scheduling``: a path on the router's machine.
 
     With a ``content`` that is what it says, no file is read, and ``file`` is what it is called.
     """
@@ -141,8 +141,8 @@ class _Route(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
-                if ADMITTED not in request.scope:  # what the front door has not looked at is not served
-                    raise Forbidden("this route answers through the front door only")
+                if ADMITTED not in request.scope:  # what the router has not looked at is not served
+                    raise Forbidden("this route answers through the router only")
                 return await handle(request)
             except TercetError as error:
                 return _json(error.to_wire(), error.status)
@@ -176,7 +176,7 @@ def _one_line(text: str) -> str:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Whether this front door serves, what and by which program, every engine, and the moves of this process."""
+    """Whether this router serves, what and by which program, every engine, and the moves of this process."""
     shared = _shared(request)
     refusal = shared.refusal()
     return _json(

@@ -24,7 +24,7 @@ from tercet.settings.variables import ADMIN_KEY_VARIABLE
 ADMITTED = "tercet.admitted"
 # vLLM's own routes that change what every client is answered.
 _VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-_REFUSAL = f"this route asks for the front door's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
+_REFUSAL = f"this route asks for the router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
 _SET_ONE = f"set {ADMIN_KEY_VARIABLE}, or --admin-key-file"
 
 
@@ -62,7 +62,7 @@ class AdminAccess:
 
     def _require_this_machine(self, scope: Scope, headers: ShownHeaders) -> None:
         if self._clients:
-            raise Unauthorized(f"this front door has keys for clients, and no admin key; {_SET_ONE}", "authorization")
+            raise Unauthorized(f"this router has keys for clients, and no admin key; {_SET_ONE}", "authorization")
         client = scope.get("client")  # of a socket file there is none
         if client is not None and not is_loopback_address(client[0]):
             raise Forbidden(f"without an admin key this route answers to its own machine only; {_SET_ONE}")

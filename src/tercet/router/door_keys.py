@@ -1,4 +1,4 @@
-"""The keys of a front door: those of clients, and those of administrators. Changed files are read again."""
+"""The keys of a router: those of clients, and those of administrators. Changed files are read again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOK_SECONDS = 1.0
 
 
 class DoorKeys:
-    """``clients`` open vLLM's routes, ``admins`` the front door's own. ``given`` are clients' keys that no file has."""
+    """``clients`` open vLLM's routes, ``admins`` the router's own. ``given`` are clients' keys that no file has."""
 
     def __init__(self, config: FrontDoorConfig, given: Sequence[str]) -> None:
         self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
@@ -38,7 +38,7 @@ class DoorKeys:
 
     @property
     def access(self) -> AdminAccess:
-        """Who may call the front door's own routes."""
+        """Who may call the router's own routes."""
         return AdminAccess(self.admins, self.clients)
 
     def require_private(self, host: str, config: FrontDoorConfig) -> None:

@@ -1,7 +1,7 @@
-"""What ``/metrics`` of a front door says: what it knows itself, under names that no engine has.
+"""What ``/metrics`` of a router says: what it knows itself, under names that no engine has.
 
 vLLM's serving layer counts here what engines count as well, under the same names, and has gauges of a scheduler that is
-none of this process's. A sum over front doors and engines would count tokens twice, and a mean would take in zeros.
+none of this process's. A sum over routers and engines would count tokens twice, and a mean would take in zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_ENGINES = ("engine", "to")
 
 
 class ServedMetrics(Collector):
-    """What ``source`` has, as a front door over ``fleet`` says it; of engines, those that are members."""
+    """What ``source`` has, as a router over ``fleet`` says it; of engines, those that are members."""
 
     def __init__(self, source: Collector | CollectorRegistry, fleet: EngineFleet) -> None:
         self._source = source
@@ -74,7 +74,7 @@ def _of_members(metric: Metric, here: set[str]) -> Metric:
 
 
 def metrics_of(fleet: EngineFleet) -> CollectorRegistry:
-    """All of a front door's: of several workers, what they have counted together; and the gauges of engines."""
+    """All of a router's: of several workers, what they have counted together; and the gauges of engines."""
     registry = CollectorRegistry()
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # its files lack the values that are read on each scrape
         counted = CollectorRegistry()
@@ -87,7 +87,7 @@ def metrics_of(fleet: EngineFleet) -> CollectorRegistry:
 
 
 def with_metrics(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
-    """``app``, whose ``/metrics`` are the front door's; it takes the place of vLLM's own, and of all below it."""
+    """``app``, whose ``/metrics`` are the router's; it takes the place of vLLM's own, and of all below it."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):

@@ -1,7 +1,7 @@
-"""The rescheduler of a fleet that several front doors use: it sees all of their sequences, and they move them.
+"""The rescheduler of a fleet that several routers use: it sees all of their sequences, and they move them.
 
 Engines tell what they run, and for whom; a proposal goes to the engine that runs the sequence, which passes it on to
-the front door that owns it. What was proposed and is seen no more at the source has left it, whatever became of it.
+the router that owns it. What was proposed and is seen no more at the source has left it, whatever became of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What operators have decided about a fleet, as one record with a version, in a file that front doors follow.
+"""What operators have decided about a fleet, as one record with a version, in a file that routers follow.
 
 :class:`FleetState` is pure: each method returns the state after a change, or refuses it. :class:`StateFile` holds the
 newest one: writers take turns, and readers see a whole state or the one before it.
@@ -67,8 +67,8 @@ class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Members, programs, scheduling and adapters.
 
-    ``before`` are the programs to which front doors return from failing ones. ``changes`` are the last
-    ones, oldest first, for front doors that find several at once.
+    ``before`` are the programs to which routers return from failing ones. ``changes`` are the last
+    ones, oldest first, for routers that find several at once.
     """
 
     version: int = 1
@@ -82,7 +82,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of(cls, config: RouterConfig) -> FleetState:
-        """The state that a front door begins with when there is none yet."""
+        """The state that a router begins with when there is none yet."""
         return cls(
             members=tuple(MemberState(address) for address in config.engines),
             program=ProgramInUse(1, Plan(program=config.program, args=config.program_args)),

@@ -1,4 +1,4 @@
-"""The front-door processes that follow one state: which are alive, what each has applied, and what runs on it.
+"""The router processes that follow one state: which are alive, what each has applied, and what runs on it.
 
 Each has its files in one directory: one that it locks while it lives, its report, and its moves.
 """

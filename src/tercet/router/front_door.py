@@ -1,4 +1,4 @@
-"""The front door's ASGI application: what every request passes, once, before it is served.
+"""The router's ASGI application: what every request passes, once, before it is served.
 
 Its key, its size, the program that it names, and a place if the fleet has room for it. Then a plain stream takes the
 fast path; Tercet's routes and all others are in vLLM's application.
@@ -71,7 +71,7 @@ class FrontDoor:
     of pooling servers, need to reach a browser.
     ``shutdown`` counts every request, and refuses all once it has begun; without one this router does not stop.
     ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
-    ``keys`` are those of clients, ``admins`` says who may call the front door's own routes.
+    ``keys`` are those of clients, ``admins`` says who may call the router's own routes.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class FrontDoor:
         return await read_body(context, receive, self._max_bytes, self._gate.limits.items, kept)
 
     def _require_key(self, scope: Scope) -> None:
-        refusal = "this front door asks for its API key: Authorization: Bearer KEY"
+        refusal = "this router asks for its API key: Authorization: Bearer KEY"
         shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
         self._keys.require(shown, refusal)
 
@@ -257,7 +257,7 @@ def _path_of(scope: Scope) -> str:
 
 
 def _target(scope: Scope, path: str) -> bytes:
-    """What is asked for as the client wrote it, with its query; without what a proxy before this front door adds."""
+    """What is asked for as the client wrote it, with its query; without what a proxy before this router adds."""
     written: bytes = scope.get("raw_path") or quote(path).encode()
     query: bytes = scope["query_string"]
     return written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
@@ -329,7 +329,7 @@ async def read_body(
     together are too large, and :class:`ClientLeft` if that happens before its end.
     """
     announced = context.headers.get("content-length", "")
-    taker = "this front door (--max-request-bytes)"
+    taker = "this router (--max-request-bytes)"
     first = await receive()
     if first["type"] == "http.request" and first.get("more_body", False):
         async with kept.until_let_go():
@@ -392,7 +392,7 @@ def fault_of(error: BaseException) -> TercetError:
             return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
         causes = [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
         seen += [cause for cause in causes if cause is not None and cause not in seen]
-    return FrontDoorFailed("the front door failed while it served this request; its log says how")
+    return FrontDoorFailed("the router failed while it served this request; its log says how")
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a front door counts itself; ``/metrics`` is put together in :mod:`.exposition`."""
+"""What a router counts itself; ``/metrics`` is put together in :mod:`.exposition`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._running = Gauge(
-            "tercet_sequences_running", "Sequences that this front door is serving.", multiprocess_mode="livesum"
+            "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
         )
         self._sequences = Counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
         self.fallbacks = Counter(
@@ -34,7 +34,7 @@ class Metrics:
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
         self._verb = Histogram(
-            "tercet_verb_seconds", "Duration of a verb, as the front door sees it.", ["verb", "engine"], buckets=SECONDS
+            "tercet_verb_seconds", "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS
         )
         self._admitted = Gauge(
             "tercet_requests_in_flight",
@@ -61,7 +61,7 @@ class Metrics:
         self._state_failed = Gauge(
             "tercet_fleet_state_failed", "Processes that cannot apply the newest state.", multiprocess_mode="livesum"
         )
-        self.workers = Gauge("tercet_workers", "Processes of this front door that serve.", multiprocess_mode="livesum")
+        self.workers = Gauge("tercet_workers", "Processes of this router that serve.", multiprocess_mode="livesum")
         self._pooling = Gauge(
             "tercet_pooling_server_up", "Whether the server of a pooling model answers.", ["server"],
             multiprocess_mode="livemin",
@@ -143,7 +143,7 @@ class Metrics:
         self._pooling.labels(url).set(answers)
 
     def returned(self, program: str, to_version: int) -> None:
-        """The front door went back to a version because a program kept failing."""
+        """The router went back to a version because a program kept failing."""
         self._returns.labels(program).inc()
         self.version.set(to_version)
 

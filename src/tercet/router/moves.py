@@ -63,7 +63,7 @@ class MoveRecord(msgspec.Struct):
 
 
 class MoveMetrics(Protocol):
-    """Who counts moves: the front door's metrics, or a simulation."""
+    """Who counts moves: the router's metrics, or a simulation."""
 
     def move(self) -> AbstractContextManager[object]:
         """One move is under way while entered."""

@@ -60,7 +60,7 @@ class NamedFiles:
             if not names_files:
                 raise
             logger.error("%s cannot be used: %s", name, error.message)
-            raise BadRequest(f"{field}: {name} cannot be used; the front door's log says why", field) from None
+            raise BadRequest(f"{field}: {name} cannot be used; the router's log says why", field) from None
 
     def _locate(self, path: str, field: str, base: Path = Path()) -> Path:
         """The file itself, links followed: what has been looked at is what is read."""
@@ -75,7 +75,7 @@ class NamedFiles:
             pass
         inline = "content" if field == "file" else "source"
         raise _Told(
-            Forbidden(f"{field}: {path!r} is below no --admin-folder of this front door; send it as `{inline}`", field)
+            Forbidden(f"{field}: {path!r} is below no --admin-folder of this router; send it as `{inline}`", field)
         )
 
 

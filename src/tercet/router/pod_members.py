@@ -1,4 +1,4 @@
-"""Pods of Kubernetes as engines of the state that a front door's processes follow."""
+"""Pods of Kubernetes as engines of the state that a router's processes follow."""
 
 from __future__ import annotations
 

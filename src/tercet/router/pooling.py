@@ -40,8 +40,8 @@ SILENT_LOOKS = 3
 # has computed everything.
 CONNECT_SECONDS = 5.0
 PART_SECONDS = 30.0
-# What servers do not see of a request: the key to this front door, which server was meant, what the body's framing was
-# before it was read, and what is said to Tercet. The front door says by itself who it is and what time it is.
+# What servers do not see of a request: the key to this router, which server was meant, what the body's framing was
+# before it was read, and what is said to Tercet. The router says by itself who it is and what time it is.
 NOT_ASKED_WITH = frozenset(
     {
         b"authorization",
@@ -126,7 +126,7 @@ class Answer:
         server.in_flight += 1
 
     def require_sendable(self) -> None:
-        """Raises :class:`~tercet.protocol.EngineError` for a head that no front door could send."""
+        """Raises :class:`~tercet.protocol.EngineError` for a head that no router could send."""
         wrong = next((name for name, value in self.headers if not NO_CONTROLS.fullmatch(value)), None)
         if wrong is not None or self.status > LARGEST_STATUS:
             what = (
@@ -165,7 +165,7 @@ class PassedRequest:
 
 
 class PoolingServers:
-    """Those of a front door. Use as an async context manager; while entered they are looked at.
+    """Those of a router. Use as an async context manager; while entered they are looked at.
 
     ``key`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
     ``timeout_s`` how long an answer may take; ``told`` hears of each, by its URL, whether it answers.
@@ -252,7 +252,7 @@ class PoolingServers:
         known = sorted({name for each in self.servers for name in each.models or ()})
         if model and known and model not in known and all(each.models is not None for each in self.servers):
             raise UnknownModel(
-                f"model: no pooling server of this front door serves {model!r:.200}; there is {', '.join(known)}",
+                f"model: no pooling server of this router serves {model!r:.200}; there is {', '.join(known)}",
                 "model",
             )
 

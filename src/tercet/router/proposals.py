@@ -53,7 +53,7 @@ async def pass_on(fleet: EngineFleet, seq_id: str, destination: str, reason: str
     """Have the engine that generates a sequence pass a proposal on to the process that runs it.
 
     Raises :class:`~tercet.protocol.UnknownEngine` for the destination, :class:`~tercet.protocol.Conflict` if its tokens
-    go to no front door, and :class:`~tercet.protocol.UnknownSequence` if no engine of the fleet has it.
+    go to no router, and :class:`~tercet.protocol.UnknownSequence` if no engine of the fleet has it.
     """
     fleet.member(destination)
     engines = [member.engine for member in fleet.members]

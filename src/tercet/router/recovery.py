@@ -1,4 +1,4 @@
-"""What is tried next when an attempt at a sequence has failed, and when; also in simulations of a front door."""
+"""What is tried next when an attempt at a sequence has failed, and when; also in simulations of a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts ``tercet rescheduler`` together: the engines of a front door, followed, and what moves their sequences."""
+"""Puts ``tercet rescheduler`` together: the engines of a router, followed, and what moves their sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOLLOW_SECONDS = 1.0
 
 
 class ListedEngine(msgspec.Struct, frozen=True):
-    """What is needed of an engine that a front door lists."""
+    """What is needed of an engine that a router lists."""
 
     name: str
     url: str
@@ -43,7 +43,7 @@ class ListedEngine(msgspec.Struct, frozen=True):
 
 
 def serve_rescheduler(config: ReschedulerConfig) -> None:
-    """Run it until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no front door answers."""
+    """Run it until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no router answers."""
     log_to_stderr(config.log_level, config.log_format)
     asyncio.run(_serve(config))
 
@@ -78,7 +78,7 @@ async def _serve(config: ReschedulerConfig) -> None:
 
 
 async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, background: TaskSet) -> str:
-    """Engines are those of the front door, or the pods that are found; returns whose they are, once they are known."""
+    """Engines are those of the router, or the pods that are found; returns whose they are, once they are known."""
     if not config.discovery.is_wanted:
         await _follow_once(config, membership)
         background.spawn(_follow(config, membership), "engines")
@@ -90,7 +90,7 @@ async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, ba
 
 
 async def _follow(config: ReschedulerConfig, membership: Membership) -> None:
-    """Engines join, leave, change their roles and are drained as at the front door, until cancelled."""
+    """Engines join, leave, change their roles and are drained as at the router, until cancelled."""
     answers = True
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)

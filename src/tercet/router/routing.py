@@ -165,7 +165,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Return:
-    """The front door went back from one version to another because ``program`` had failed so often in a row."""
+    """The router went back from one version to another because ``program`` had failed so often in a row."""
 
     from_version: int
     to_version: int

@@ -46,7 +46,7 @@ from tercet.streams import StreamListener
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
-    """Run the front door until SIGINT or SIGTERM; as one of several workers with what they have in common.
+    """Run the router until SIGINT or SIGTERM; as one of several workers with what they have in common.
 
     The first signal has it finish what runs, any other one ends it at once.
     """
@@ -162,7 +162,7 @@ async def _serve_openai(
     keys = DoorKeys(config, api_keys(args))
     if not args.uds:
         keys.require_private(config.host, config)
-    # The front door asks for keys, of websockets as well: vLLM's own check would not know those of files.
+    # The router asks for keys, of websockets as well: vLLM's own check would not know those of files.
     args.api_key = None
     os.environ.pop(API_KEY_VARIABLE, None)
     following = TaskSet()

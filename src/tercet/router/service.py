@@ -44,7 +44,7 @@ GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structur
 
 
 class Service:
-    """The programs of this front door over its fleet.
+    """The programs of this router over its fleet.
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
     ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
@@ -291,7 +291,7 @@ def _last_output(chosen: Chosen, error: BaseException, seq_id: str) -> Output:
 
 def _words_to_clients(error: BaseException) -> str:
     """What is said of a program's own fault to those who are not its operators: nothing of what it raised."""
-    return str(error) if isinstance(error, ProgramFault) else "the front door's log says why"
+    return str(error) if isinstance(error, ProgramFault) else "the router's log says why"
 
 
 def _words(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""How a front door ends: it takes nothing new, finishes what runs, and tells what it cannot finish why it ends."""
+"""How a router ends: it takes nothing new, finishes what runs, and tells what it cannot finish why it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FAREWELL_SECONDS = 2.0
 
 
 class Shutdown:
-    """The end of this process's front door; ``timeout_s`` is for how long running requests may go on then.
+    """The end of this process's router; ``timeout_s`` is for how long running requests may go on then.
 
-    ``requests`` counts those that are under way here, ``elsewhere`` those in other processes of this front door, while
+    ``requests`` counts those that are under way here, ``elsewhere`` those in other processes of this router, while
     they shut down.
     """
 
@@ -49,13 +49,13 @@ class Shutdown:
         """Raises :class:`~tercet.protocol.ShuttingDown` with the number of requests that are left, once it begins."""
         if self.has_begun:
             left = self.requests + self.elsewhere()
-            raise ShuttingDown(f"this front door is shutting down; requests left: {left}")
+            raise ShuttingDown(f"this router is shutting down; requests left: {left}")
 
     @contextmanager
     def request(self) -> Generator[None]:
         """A request is under way while entered. Raises :class:`~tercet.protocol.ShuttingDown` once none is taken."""
         if self.has_begun:
-            raise ShuttingDown("this front door is shutting down, and takes no new requests")
+            raise ShuttingDown("this router is shutting down, and takes no new requests")
         self.requests += 1
         self._idle.clear()
         try:
@@ -68,18 +68,18 @@ class Shutdown:
     async def run(
         self, stop_waiting: Callable[[TercetError], object], give_up: Callable[[TercetError], object]
     ) -> None:
-        """Return once the front door may end: a while after :meth:`begin`, soon after :meth:`hurry`.
+        """Return once the router may end: a while after :meth:`begin`, soon after :meth:`hurry`.
 
         ``stop_waiting`` is called with the error of requests that have not been let in yet, ``give_up`` with that of
         those which still run when their time is over.
         """
         await self._begun.wait()
-        stop_waiting(ShuttingDown("this front door is shutting down, and the request had not begun yet"))
+        stop_waiting(ShuttingDown("this router is shutting down, and the request had not begun yet"))
         await self._finish()
         if self.requests:
             why = "was not waited for" if self._hurried.is_set() else f"did not end within {self._timeout_s:g} s"
             SHUTTING_DOWN.tell(requests=self.requests, reason="what is left ends with an error")
-            give_up(ShuttingDown(f"this front door is shutting down, and the request {why}"))
+            give_up(ShuttingDown(f"this router is shutting down, and the request {why}"))
             await _first_of(FAREWELL_SECONDS, self._idle)
 
     async def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""The process that imports vLLM once for all workers of a front door, and forks each of them.
+"""The process that imports vLLM once for all workers of a router, and forks each of them.
 
 See :mod:`tercet.aio.warm_parent`. A supervisor that was forked with vLLM imported forks this process too.
 """

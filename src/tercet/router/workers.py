@@ -1,4 +1,4 @@
-"""Several front-door processes behind one port: a supervisor starts workers and replaces those that end.
+"""Several router processes behind one port: a supervisor starts workers and replaces those that end.
 
 Each worker has its own view of the fleet, its own programs and its own token streams. What operators change reaches all
 of them by the state that they follow: see :mod:`tercet.router.shared_state`.
@@ -102,7 +102,7 @@ COMMAND = "from tercet.router.workers import main; main()"
 
 
 def supervise(config: RouterConfig) -> int:
-    """Run ``config.workers`` front doors until SIGINT or SIGTERM; returns an exit code.
+    """Run ``config.workers`` routers until SIGINT or SIGTERM; returns an exit code.
 
     The first signal has them finish what runs, any other one ends them at once. The code is not 0 if a
     worker ends before it serves, at the start or again and again later.

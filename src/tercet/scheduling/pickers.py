@@ -39,7 +39,7 @@ class WeightedRandomPicker(Picker, frozen=True):
 class PowerOfTwoPicker(Picker, frozen=True):
     """Of two engines drawn at random, the one with the higher score; if equal, the one with fewer sequences.
 
-    Many front doors with the same, slightly old, reports do not all pick the same engine.
+    Many routers with the same, slightly old, reports do not all pick the same engine.
     """
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:

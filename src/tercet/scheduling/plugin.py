@@ -120,12 +120,12 @@ class Engines:
 
     @cached_property
     def in_flight(self) -> Floats:
-        """Sequences that this front door runs on each engine."""
+        """Sequences that this router runs on each engine."""
         return self._reports.counted("in_flight", self.rows)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
-        """Prompt tokens of the sequences that this front door runs on each engine."""
+        """Prompt tokens of the sequences that this router runs on each engine."""
         return self._reports.counted("in_flight_tokens", self.rows)
 
     @cached_property

@@ -88,7 +88,7 @@ class ActiveRequestScorer(Scorer, frozen=True):
 class TokenLoadScorer(Scorer, frozen=True):
     """1 for an engine without work, falling to 0 at ``queue_threshold_tokens`` tokens of it.
 
-    An engine's work is the reported tokens or the prompts that this front door runs there, whichever is more.
+    An engine's work is the reported tokens or the prompts that this router runs there, whichever is more.
     """
 
     queue_threshold_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
@@ -242,8 +242,8 @@ class SessionAffinityScorer(Scorer, frozen=True):
     """1 for the engine that the request's session belongs to, 0 for the others; 0 for all without a session.
 
     ``header`` (lower case) names the session; without it, and with ``by_user``, the OpenAI request's ``user`` does. It
-    belongs to an engine by consistent hashing: no table is kept, front doors agree, and only the sessions of an engine
-    that leaves move. An engine that has more than ``max_load`` times its share of this front door's sequences is
+    belongs to an engine by consistent hashing: no table is kept, routers agree, and only the sessions of an engine
+    that leaves move. An engine that has more than ``max_load`` times its share of this router's sequences is
     skipped; its sessions go to the next engine of their preference.
     """
 

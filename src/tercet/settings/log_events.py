@@ -80,7 +80,7 @@ PREFILL_FAILED = LogEvent("prefill_failed", INFO, "{seq_id}: {engine} does not p
 REQUEST_FAILED = LogEvent("request_failed", WARNING, "{seq_id}: {code}: {reason}")
 MOVE = LogEvent("move", INFO, "{seq_id}: {engine} -> {to} ({reason}): {outcome}: {result}")
 
-# ---- this front door -------------------------------------------------------------------------------------------
+# ---- this router -------------------------------------------------------------------------------------------
 
 ROUTER_READY = LogEvent("router_ready", INFO, "it serves {model} at {address}, program {program}")
 WORKER_ENDED = LogEvent("worker_ended", ERROR, "worker {worker}: {reason}")

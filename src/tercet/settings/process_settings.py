@@ -20,7 +20,7 @@ EngineSecret = Annotated[
 AdminKey = Annotated[
     str,
     Setting(
-        "What `/tercet/v1` of a front door asks for; best given as a variable.", flag="", env=ADMIN_KEY_VARIABLE,
+        "What `/tercet/v1` of a router asks for; best given as a variable.", flag="", env=ADMIN_KEY_VARIABLE,
         default="none", is_key=True,
     ),
 ]  # fmt: skip

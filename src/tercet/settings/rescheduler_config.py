@@ -14,10 +14,10 @@ from tercet.settings.router_config import Port
 
 
 class ReschedulerConfig(Settings, frozen=True):
-    """One rescheduler for all front doors of a fleet; ``moves``, ``reschedule`` and more are groups."""
+    """One rescheduler for all routers of a fleet; ``moves``, ``reschedule`` and more are groups."""
 
     url: Annotated[
-        str, Setting("A front door, whose engines these are; not asked where engines are found in Kubernetes.")
+        str, Setting("A router, whose engines these are; not asked where engines are found in Kubernetes.")
     ] = "http://127.0.0.1:8000"
     discovery: DiscoverySettings = DiscoverySettings()
     stream_port: Annotated[

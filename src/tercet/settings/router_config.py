@@ -1,4 +1,4 @@
-"""The front door's settings: those that ``tercet router`` and ``tercet up`` share, and the router's own."""
+"""The router's settings: those that ``tercet router`` and ``tercet up`` share, and the router's own."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Limits(Settings, frozen=True):
 
 
 class FrontDoorConfig(Settings, frozen=True):
-    """What every front door can be told.
+    """What every router can be told.
 
     ``retries``, ``limits``, ``moves`` and ``reschedule`` are groups; limits are one worker's own. ``model`` gives the
     tokenizer and the chat template; the engines must serve the same one.
@@ -238,7 +238,7 @@ class FrontDoorConfig(Settings, frozen=True):
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
     ] = MAX_REQUEST_BYTES
     workers: Annotated[
-        Annotated[int, Meta(ge=1, le=256)], Setting("Front-door processes that share the port.")
+        Annotated[int, Meta(ge=1, le=256)], Setting("Router processes that share the port.")
     ] = 1  # fmt: skip
     stream_port: Annotated[
         Port,
@@ -290,7 +290,7 @@ class FrontDoorConfig(Settings, frozen=True):
         ),
     ] = ()  # fmt: skip
     vllm_args: Annotated[
-        tuple[str, ...], Setting("Flags of the front door's vLLM layer; with `tercet router` after `--`.", flag="")
+        tuple[str, ...], Setting("Flags of the router's vLLM layer; with `tercet router` after `--`.", flag="")
     ] = msgspec.field(default=(), name="router-args")
 
     def __post_init__(self) -> None:
@@ -339,7 +339,7 @@ class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
         str | None,
         Setting(
             "File that keeps engines, programs and scheduling; routers with the same file share them.",
-            metavar="FILE", default="of this front door alone",
+            metavar="FILE", default="of this router alone",
         ),
     ] = None  # fmt: skip
     engine_tls: EngineTLS = EngineTLS()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 
 URL_VARIABLE = "TERCET_URL"
-"""The front door that commands talk to, and that is measured."""
+"""The router that commands talk to, and that is measured."""
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
 WARM_PARENT_VARIABLE = "TERCET_WARM_PARENT"
 COLD = "cold"
@@ -22,7 +22,7 @@ ADMIN_KEY_FILE_VARIABLE = "TERCET_ADMIN_KEY_FILE"
 CLIENT_KEY_VARIABLE = "TERCET_API_KEY"
 POOLING_KEY_VARIABLE = "TERCET_POOLING_KEY"
 OF_COMMANDS = frozenset({URL_VARIABLE, ADMIN_KEY_VARIABLE, ADMIN_KEY_FILE_VARIABLE, CLIENT_KEY_VARIABLE})
-"""Those that commands read which talk to a front door."""
+"""Those that commands read which talk to a router."""
 INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES"})
 """What Tercet's own processes tell one another."""
 OF_TESTS = frozenset({"TERCET_LONG_TESTS", "TERCET_GOLDEN"})
@@ -73,7 +73,7 @@ VARIABLES = (
     ),
     Variable(
         API_KEY_VARIABLE,
-        "engines and front doors",
+        "engines and routers",
         "none",
         "vLLM's: the API key that the server asks for, as with its `--api-key`.",
     ),

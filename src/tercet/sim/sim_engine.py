@@ -286,7 +286,7 @@ class SimEngine:
         )
 
     async def sequences(self) -> list[SequenceReport]:
-        """The sequences that are generated here; an engine does not know the front doors of their tokens."""
+        """The sequences that are generated here; an engine does not know the routers of their tokens."""
         await self._reach()
         return self.reports()
 
@@ -300,7 +300,7 @@ class SimEngine:
         return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
 
     def load(self) -> EngineLoad:
-        """The engine's load now, as reported to front doors."""
+        """The engine's load now, as reported to routers."""
         return self._scheduler.load()
 
     # ---- the other side of a send ----------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class Verbs:
             return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
-        """Decode; outputs go to a front door, or are server-sent events, or one answer with ``stream: false``."""
+        """Decode; outputs go to a router, or are server-sent events, or one answer with ``stream: false``."""
         call = decode_call(await http.read(), StartGenerateCall, http.content_type)
         if call.door is not None:
             await self._relay(call, call.door)
@@ -257,7 +257,7 @@ class Verbs:
         return logged_call(verb, call, http.headers, call.adapter or self._model)
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
-        """Connect to a front door; token streams and reports go there."""
+        """Connect to a router; token streams and reports go there."""
         door = decode_call(await http.read(), ConnectCall).door
         await self.relay.front_doors.connect(door.address, door.key)
         return json_of({"connected": True})
@@ -288,7 +288,7 @@ class Verbs:
         )
 
     async def propose_move(self, http: web.Request) -> web.StreamResponse:
-        """Pass a proposal to move a sequence on to the front door that runs it."""
+        """Pass a proposal to move a sequence on to the router that runs it."""
         call = decode_call(await http.read(), MoveCall)
         senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
         propose_move(senders, http.match_info["seq_id"], call)

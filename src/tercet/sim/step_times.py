@@ -86,7 +86,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """One engine's profile.
 
     ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``front_door`` is the time that a
-    front door adds to a request, and ``sharing`` has the factors of engines that share a machine, if they were
+    router adds to a request, and ``sharing`` has the factors of engines that share a machine, if they were
     measured.
     """
 

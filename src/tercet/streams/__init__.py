@@ -1,8 +1,8 @@
-"""Token streams: one connection from each engine to each front door carries the outputs of all sequences.
+"""Token streams: one connection from each engine to each router carries the outputs of all sequences.
 
-The front door listens (:class:`StreamListener`), engines connect (:class:`FrontDoors`). An engine sends one message per
-engine step and front door, with the new tokens of all of the front door's sequences and the engine's load; at least one
-every 100 ms. The front door sends heartbeats, new sequences and cancellations the other way.
+The router listens (:class:`StreamListener`), engines connect (:class:`FrontDoors`). An engine sends one message per
+engine step and router, with the new tokens of all of the router's sequences and the engine's load; at least one
+every 100 ms. The router sends heartbeats, new sequences and cancellations the other way.
 """
 
 from tercet.streams.engine_connection import EngineConnection, SequenceInbox

@@ -1,4 +1,4 @@
-"""One engine's connection, on the front door's side: incoming data, by sequence."""
+"""One engine's connection, on the router's side: incoming data, by sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _batches = msgspec.msgpack.Decoder(OutputBatch)
 
 
 class EngineConnection:
-    """The sequences that one engine runs for this front door, and the TCP connection that carries their tokens.
+    """The sequences that one engine runs for this router, and the TCP connection that carries their tokens.
 
     The engine connects to ``address`` and shows ``key`` there. ``on_load`` receives every report of its load,
     ``on_proposal`` every move that it passes on. ``numbers`` numbers the sequences and never repeats one in this
@@ -119,7 +119,7 @@ class EngineConnection:
         self.inbox.lose(EngineUnreachable(f"{self.engine}: its token stream ended: {why}"))
 
     def heartbeat(self) -> None:
-        """Send a heartbeat: the front door is listening."""
+        """Send a heartbeat: the router is listening."""
         self._send(StreamCommand())
 
     def _send(self, command: StreamCommand) -> None:

@@ -1,4 +1,4 @@
-"""One engine's connection to one front door."""
+"""One engine's connection to one router."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from tercet.streams.wire_format import (
 
 logger = logging.getLogger(__name__)
 Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
-"""Starts to generate for a front door; returns once the engine has the sequence, or raises."""
-# Bytes that a front door may leave unread before it counts as dead. The longest message must not cause that, so a large
+"""Starts to generate for a router; returns once the engine has the sequence, or raises."""
+# Bytes that a router may leave unread before it counts as dead. The longest message must not cause that, so a large
 # message that does not fit below this mark ends its sequence.
 MOST_UNSENT = 2 * LONGEST_FRAME
 LARGE = 1024 * 1024
@@ -61,7 +61,7 @@ _unread_calls = msgspec.msgpack.Decoder(UnreadCall)
 
 @dataclass(slots=True, eq=False)
 class SequenceSender:
-    """Sends one sequence's outputs to its front door. Use :meth:`FrontDoorConnection.sender`."""
+    """Sends one sequence's outputs to its router. Use :meth:`FrontDoorConnection.sender`."""
 
     connection: FrontDoorConnection
     number: int
@@ -82,12 +82,12 @@ class SequenceSender:
         self.close()
 
     def propose(self, proposal: MoveProposal) -> None:
-        """Send a proposal to move the sequence; the front door decides."""
+        """Send a proposal to move the sequence; the router decides."""
         self.connection.propose(proposal)
 
     @property
     def open(self) -> bool:
-        """Whether the front door still wants outputs."""
+        """Whether the router still wants outputs."""
         return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class SequenceSender:
 class FrontDoorConnection(asyncio.Protocol):
     """Sends output batches, and receives commands. ``lost`` is called at its end, when every sequence is stopped.
 
-    ``address`` is the front door's. ``start`` runs commands; its errors end the sequence. A call has ``longest_call``
+    ``address`` is the router's. ``start`` runs commands; its errors end the sequence. A call has ``longest_call``
     bytes at most.
     """
 
@@ -124,12 +124,12 @@ class FrontDoorConnection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the front door has accepted the connection, and has not disconnected since."""
+        """Whether the router has accepted the connection, and has not disconnected since."""
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
     async def greet(self, key: str, engine: str, incarnation: str) -> None:
-        """Introduce the engine; returns once the front door has accepted it. Raises ``OSError`` if it does not."""
+        """Introduce the engine; returns once the router has accepted it. Raises ``OSError`` if it does not."""
         if self._transport is not None:
             self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine, incarnation)))
         await self._accepted.wait()
@@ -144,7 +144,7 @@ class FrontDoorConnection(asyncio.Protocol):
         if number in self.senders:
             raise Conflict(f"door: sequence {number} runs already", "door")
         if not self.open:
-            raise FrontDoorUnreachable("door: the front door has disconnected", "door")
+            raise FrontDoorUnreachable("door: the router has disconnected", "door")
         sender = self.senders[number] = SequenceSender(self, number, position, stop)
         return sender
 
@@ -167,7 +167,7 @@ class FrontDoorConnection(asyncio.Protocol):
         self._flush()
 
     def tick(self) -> None:
-        """Send a report if nothing was sent lately; close if the front door is silent or does not read."""
+        """Send a report if nothing was sent lately; close if the router is silent or does not read."""
         now = time.monotonic()
         if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
@@ -211,7 +211,7 @@ class FrontDoorConnection(asyncio.Protocol):
                 transport.write(frame)
                 return True
             if fits(frame):
-                error = FrontDoorUnreachable(f"door: the front door has {self._unread()} unread bytes", "door")
+                error = FrontDoorUnreachable(f"door: the router has {self._unread()} unread bytes", "door")
             else:
                 error = BadRequest(
                     f"sampling_params: the output of one step has {len(frame)} bytes, and a message at most "
@@ -250,7 +250,7 @@ class FrontDoorConnection(asyncio.Protocol):
             for frame in self._splitter.split(data):
                 self._follow(_commands.decode(frame))
         except (FrameTooLong, *UNREADABLE) as error:
-            logger.error("a front door violated the protocol of token streams: %s", error)
+            logger.error("a router violated the protocol of token streams: %s", error)
             self.abort()
 
     def _follow(self, command: ReceivedCommand) -> None:
@@ -295,7 +295,7 @@ class FrontDoorConnection(asyncio.Protocol):
 
 
 def failure_of(error: Exception) -> TercetError:
-    """The error that a front door gets for a failed sequence; unexpected errors are also logged."""
+    """The error that a router gets for a failed sequence; unexpected errors are also logged."""
     if isinstance(error, TercetError):
         return error
     logger.error("a sequence failed", exc_info=error)

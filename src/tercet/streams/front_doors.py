@@ -1,4 +1,4 @@
-"""An engine's side of token streams: its connections to front doors, and their sequences."""
+"""An engine's side of token streams: its connections to routers, and their sequences."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MOST_CONNECTIONS = 256
 
 
 class FrontDoors:
-    """One engine's connections, one for each front door that it was asked to connect to.
+    """One engine's connections, one for each router that it was asked to connect to.
 
     ``incarnation`` identifies this start of the engine. ``load`` returns its load; it is called often, so it must be
-    cheap. ``start`` generates for front doors that ask for it over their connections. Without connections nothing runs.
+    cheap. ``start`` generates for routers that ask for it over their connections. Without connections nothing runs.
     A call to ``start`` has ``longest_call`` bytes at most.
     """
 
@@ -43,7 +43,7 @@ class FrontDoors:
         return len(self._connections)
 
     async def connect(self, address: str, key: str) -> FrontDoorConnection:
-        """Return the connection to the front door at ``address`` (``host:port``) with this ``key``; connect if needed.
+        """Return the connection to the router at ``address`` (``host:port``) with this ``key``; connect if needed.
 
         Raises :class:`~tercet.protocol.FrontDoorUnreachable`, and :class:`~tercet.protocol.BadRequest` for an invalid
         address.
@@ -60,13 +60,13 @@ class FrontDoors:
         return await asyncio.shield(making)
 
     def tell_now(self) -> int:
-        """Send every front door a report at once; returns their number."""
+        """Send every router a report at once; returns their number."""
         for connection in list(self._connections.values()):
             connection.report()
         return len(self._connections)
 
     def close(self) -> None:
-        """Close every connection, which ends the front doors' sequences."""
+        """Close every connection, which ends the routers' sequences."""
         for task in list(self._connecting.values()):
             task.cancel()
         for connection in list(self._connections.values()):
@@ -76,7 +76,7 @@ class FrontDoors:
         address, key = where
         host, port = _parsed(address)
         if len(self._connections) >= MOST_CONNECTIONS:
-            raise FrontDoorUnreachable(f"door: {len(self._connections)} front doors are connected already", "door")
+            raise FrontDoorUnreachable(f"door: {len(self._connections)} routers are connected already", "door")
         loop = asyncio.get_running_loop()
         connection = FrontDoorConnection(
             address, self._load, self._start, lambda: self._connections.pop(where, None), self._longest_call
@@ -91,8 +91,8 @@ class FrontDoors:
             if not isinstance(error, OSError | ValueError):
                 raise
             said = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
-            logger.warning("no front door answers at %s, the address that a call named: %s", address, said)
-            raise FrontDoorUnreachable("door: no front door answers at the address in the call", "door") from error
+            logger.warning("no router answers at %s, the address that a call named: %s", address, said)
+            raise FrontDoorUnreachable("door: no router answers at the address in the call", "door") from error
         self._connections[where] = connection
         self._tick = self._tick or loop.call_later(REPORT_SECONDS, self._report)
         return connection
@@ -118,7 +118,7 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 class StreamRelay:
-    """Generates for front doors, each sequence in a task that ends when its front door disconnects.
+    """Generates for routers, each sequence in a task that ends when its router disconnects.
 
     ``senders`` has the sender of each sequence's outputs, by its id.
     """
@@ -131,7 +131,7 @@ class StreamRelay:
     async def start(self, seq_id: str, door: Destination, position: int, outputs: OutputStream) -> None:
         """Generate; ``position`` is that of the first token among the sequence's output. Errors are sent, too.
 
-        Returns once the front door is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it cannot be
+        Returns once the router is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it cannot be
         reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
         """
         connection = await self.front_doors.connect(door.address, door.key)

@@ -1,4 +1,4 @@
-"""Listener for engines' connections at a front door."""
+"""Listener for engines' connections at a router."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_STRANGERS = 256
 
 
 class StreamListener:
-    """Engines' connections of one front-door process, and the ports where they arrive. An async context manager.
+    """Engines' connections of one router process, and the ports where they arrive. An async context manager.
 
     It listens only on the addresses of this machine that face its engines: at ``port``, or any free port if that is 0.
     """
@@ -75,9 +75,9 @@ class StreamListener:
         return connection
 
     def forget(self, connection: EngineConnection) -> None:
-        """Refuse the engine from now on; its running sequences for this front door are lost."""
+        """Refuse the engine from now on; its running sequences for this router are lost."""
         self._connections.pop(connection.key, None)
-        connection.drop("the front door has removed it")
+        connection.drop("the router has removed it")
 
     async def address_for(self, url: str) -> str:
         """Return the address, ``host:port``, that the engine at ``url`` connects to.
@@ -116,7 +116,7 @@ class StreamListener:
 
 
 class _Arrival(asyncio.Protocol):
-    """One connection. Nothing in it is trusted before a hello with a key that this front door issued."""
+    """One connection. Nothing in it is trusted before a hello with a key that this router issued."""
 
     def __init__(self, find: Callable[[str], EngineConnection | None], arrivals: dict[_Arrival, None]) -> None:
         self._find = find

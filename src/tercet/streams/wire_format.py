@@ -1,6 +1,6 @@
 """The wire format of token streams: frames of MessagePack, each after its length in four bytes, big-endian.
 
-An engine sends one :class:`StreamHello`, then an :class:`OutputBatch` after each step. The front door answers the hello
+An engine sends one :class:`StreamHello`, then an :class:`OutputBatch` after each step. The router answers the hello
 with an empty :class:`StreamCommand`, and sends commands from then on; an empty one is a heartbeat. Structs are arrays
 on the wire, except the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::
 
@@ -28,7 +28,7 @@ PROTOCOL = "tercet-stream/4"
 REPORT_SECONDS = 0.1
 """Interval of an engine's load reports if it sends nothing else."""
 HEARTBEAT_SECONDS = 1.0
-"""Interval of a front door's heartbeats."""
+"""Interval of a router's heartbeats."""
 SILENCE_SECONDS = 15.0
 """Silence of the other side after which a connection is closed."""
 LENGTH_BYTES = 4
@@ -50,7 +50,7 @@ class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of the sequence that the front door calls ``number``.
+    """New tokens of the sequence that the router calls ``number``.
 
     ``position`` is that of the first of them among the sequence's output tokens, including those that were generated
     elsewhere; it follows the delta before without a gap.
@@ -97,7 +97,7 @@ def failed_delta(number: int, position: int, error: TercetError) -> TokenDelta:
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The outputs of one engine step for one front door, the engine's present load, and proposals that it passes on."""
+    """The outputs of one engine step for one router, the engine's present load, and proposals that it passes on."""
 
     deltas: tuple[TokenDelta, ...] = ()
     load: EngineLoad | None = None
@@ -105,7 +105,7 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamHello(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of a connection: ``key`` identifies the front door's engine, and authorises it.
+    """The first frame of a connection: ``key`` identifies the router's engine, and authorises it.
 
     ``incarnation`` is the engine's, as in its status; it changes with each start.
     """
@@ -117,7 +117,7 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
-    """A front door's command to an engine: sequences to end and to start. An empty one is a heartbeat.
+    """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat.
 
     Every call in ``starts`` has its ``door``. Its results come back as the sequence's deltas. ``names`` are the
     clients' ids of the requests, empty without one; older engines do not read them.

@@ -242,7 +242,7 @@ async def start_generate(request: Request) -> Response:
 
 @router.post("/connect", openapi_extra=_body(ConnectCall))
 async def connect(request: Request) -> Response:
-    """Connect to a front door; token streams and reports of load go there."""
+    """Connect to a router; token streams and reports of load go there."""
     door = (await _call(request, ConnectCall)).door
     await _verbs(request).front_doors.connect(door.address, door.key)
     return _json({"connected": True})
@@ -270,13 +270,13 @@ async def status(request: Request) -> Response:
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
-    """Sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and front door."""
+    """Sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
     return _json(await _verbs(request).sequences())
 
 
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
 async def propose_move(request: Request, seq_id: str) -> Response:
-    """Pass a proposal to move a sequence on to the front door that runs it."""
+    """Pass a proposal to move a sequence on to the router that runs it."""
     call = await _call(request, MoveCall)
     _verbs(request).propose_move(seq_id, call)
     return _json({"accepted": True}, 202)

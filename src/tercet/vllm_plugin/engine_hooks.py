@@ -338,7 +338,7 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="images",
-        what="Images come as tensors that a front door's processor has made; a lease's request names them",
+        what="Images come as tensors that a router's processor has made; a lease's request names them",
         why="Placeholder tokens of all images are the same, and KV of them is not",
         until="AsyncLLM accepts processed features together with token ids by a stable interface",
         relies_on=(

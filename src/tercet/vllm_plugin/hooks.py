@@ -1,7 +1,7 @@
 """Every dependency of Tercet on vLLM's internals, and whether the installed vLLM still matches.
 
 ``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match; with ``--json`` it
-prints what does not match, by side. Engines and front doors require their side of it at start.
+prints what does not match, by side. Engines and routers require their side of it at start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A front door: its own routes and the bodies of requests, what engines answer it, and the files that it reads."""
+"""A router: its own routes and the bodies of requests, what engines answer it, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Named:
 
 
 class AdminRoom:
-    """The routes of one front door over engines in memory; programs and engines are put back behind each case."""
+    """The routes of one router over engines in memory; programs and engines are put back behind each case."""
 
     def __init__(self, door: Door, client: httpx.AsyncClient, folder: Path) -> None:
         self._door, self._client, self._folder = door, client, folder
@@ -196,7 +196,7 @@ class ClientRoom:
                 return f"{(await self._engine.status()).block_size > 0}"
             case 3:
                 await ask_front_door(self._url, "GET", "/program")
-                return "a front door"
+                return "a router"
             case _:
                 await self._engine.abort("s")
                 return "aborted"

@@ -1,4 +1,4 @@
-"""Token streams: what an engine says to a front door, and a front door to an engine."""
+"""Token streams: what an engine says to a router, and a router to an engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Wire:
 
 
 class Sequence:
-    """One sequence at the front door; remembers what came."""
+    """One sequence at the router; remembers what came."""
 
     def __init__(self, position: int) -> None:
         self.outputs: list[Output] = []
@@ -84,7 +84,7 @@ class Sequence:
 
 
 class FrontDoorRoom:
-    """A front door, and an engine that says what a case holds; sequences 1 to 4 are open, from 0 and from 3 on."""
+    """A router, and an engine that says what a case holds; sequences 1 to 4 are open, from 0 and from 3 on."""
 
     def __init__(self) -> None:
         self._loads = 0
@@ -147,7 +147,7 @@ def _batch_cases() -> list[Case]:
 
 
 class EngineRoom:
-    """An engine, and a front door that says what a case holds; every third call of it is refused."""
+    """An engine, and a router that says what a case holds; every third call of it is refused."""
 
     def __init__(self) -> None:
         self._calls = 0

@@ -27,7 +27,7 @@ class FakeServer:
     after so many; ``hang``: says nothing after so many, until its client goes; ``silent``: an answer without a token;
     ``raw``: these bytes as an event after the first token; ``finish``: the last reason. ``root`` is where its tokenizer
     is.
-    ``programs`` are those that it knows, as a front door does; None for a server that knows nothing of programs.
+    ``programs`` are those that it knows, as a router does; None for a server that knows nothing of programs.
     """
 
     def __init__(self, root: str = "") -> None:

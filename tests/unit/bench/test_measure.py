@@ -89,7 +89,7 @@ def test_a_known_profile_is_found_again() -> None:
 def test_what_was_not_measured_is_assumed_and_said() -> None:
     found = profile_from(measured_on(KNOWN, engines=1), PLAN, "command", ASSUMED)
     assert found.transfer == ASSUMED
-    assert "Not measured: transfer, front door" in found.provenance.note
+    assert "Not measured: transfer, router" in found.provenance.note
     assert "max_num_batched_tokens=512" in found.provenance.note
 
 
@@ -188,7 +188,7 @@ async def test_what_a_front_door_adds_is_the_time_beyond_its_engine(server: Fake
 async def test_front_doors_that_do_not_answer_are_named(server: FakeServer) -> None:
     chance = random.Random(0)
     probe = Probe(SimEngine("e", KNOWN, Network(), OPTIONS), chance, names_from(chance))
-    with pytest.raises(BadRequest, match=r"no front door answers at http://127\.0\.0\.1:1"):
+    with pytest.raises(BadRequest, match=r"no router answers at http://127\.0\.0\.1:1"):
         await measure_front_door("http://127.0.0.1:1", probe, 1, lambda _: None)
     server.behave = {"status": 503}
     with pytest.raises(EngineError, match="HTTP 503: no room"):

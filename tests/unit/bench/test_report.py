@@ -187,7 +187,7 @@ def test_a_percentile_is_told_from_the_requests_on_that_it_needs() -> None:
 
 
 def served(program: str, url: str = "http://a:1", **more: Any) -> BenchResult:
-    """A run that named no program, at a front door that ran one."""
+    """A run that named no program, at a router that ran one."""
     target = {"base_url": url, "model": "m", "program": {"program": program, "args": more.pop("args", {})}}
     return result(point("m", records=more.pop("records", None)), target={**target, **more.pop("target", {})}, **more)
 

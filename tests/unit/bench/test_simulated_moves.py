@@ -1,4 +1,4 @@
-"""Moves and rescheduling in ``tercet sim``: the front door's own code over simulated engines, and what is reported."""
+"""Moves and rescheduling in ``tercet sim``: the router's own code over simulated engines, and what is reported."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -99,15 +100,21 @@ async def a_server(answering: Answering) -> AsyncGenerator[tuple[str, int]]:
         yield server.sockets[0].getsockname()[:2]
 
 
+async def _whole(reader: asyncio.StreamReader) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    await reader.readexactly(int(length[1]) if length else 0)
+
+
 async def _five_hundred(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.readuntil(b"\r\n\r\n")
+    await _whole(reader)
     writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n")
     await writer.drain()
     writer.close()
 
 
 async def _served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.readuntil(b"\r\n\r\n")
+    await _whole(reader)
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
     await writer.drain()
     writer.close()

@@ -1,4 +1,4 @@
-"""What clients of a real front door write down, whatever the front door does."""
+"""What clients of a real router write down, whatever the router does."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_a_demo_that_breaks_off_says_so(tmp_path: Path, up: list[Run]) -> None:
     up.append(run)
     assert run.process.wait(timeout=200) == 1
     last = run.out.read_text().splitlines()[-1]
-    assert last.startswith("tercet: the front door's answer broke off")
+    assert last.startswith("tercet: the router's answer broke off")
     assert run.leaves_nothing(0)
 
 

@@ -1,4 +1,4 @@
-"""`tercet program` and `tercet engines` against the routes of a front door in this process."""
+"""`tercet program` and `tercet engines` against the routes of a router in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["metrics"]
 
 
 class Running:
-    """A front door on a port of its own, in a thread; ``door`` is to be looked at between calls only."""
+    """A router on a port of its own, in a thread; ``door`` is to be looked at between calls only."""
 
     def __init__(self, metrics: Metrics, *keys: str, admin_keys: tuple[str, ...] = ()) -> None:
         self.door = Door(metrics, "disaggregated", return_after=3)
@@ -247,7 +247,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     assert app._run(["program", "show", "--url", url]) == 1
-    assert capsys.readouterr().err.startswith(f"tercet: no front door answers at {url}: ")
+    assert capsys.readouterr().err.startswith(f"tercet: no router answers at {url}: ")
     assert app._run(["engines", "list", "--url", "nowhere"]) == 2
     assert "--url" in capsys.readouterr().err
 
@@ -270,7 +270,7 @@ def test_somebody_else_there(capsys: pytest.CaptureFixture[str], status: int, bo
         url = f"http://127.0.0.1:{server.server_port}"
         assert app._run(["program", "show", "--url", url]) == 1
         server.shutdown()
-    assert capsys.readouterr().err == f"tercet: the server at {url} is not a front door: HTTP {status}\n"
+    assert capsys.readouterr().err == f"tercet: the server at {url} is not a router: HTTP {status}\n"
 
 
 @pytest.mark.parametrize("line", ["program --help", "program set --help", "program split --help", "engines --help"])

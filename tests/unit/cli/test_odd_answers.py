@@ -1,4 +1,4 @@
-"""Commands before a server that says what no front door says: one line of complaint, and nothing for the terminal."""
+"""Commands before a server that says what no router says: one line of complaint, and nothing for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tercet up` tells its front door arrives there."""
+"""What `tercet up` tells its router arrives there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> RouterConfig:
-    """The configuration that the front door of `tercet up` with these flags would serve with."""
+    """The configuration that the router of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
     monkeypatch.setattr("tercet.cli.servers.serve", found.append)
     monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)

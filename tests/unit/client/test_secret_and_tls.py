@@ -1,4 +1,4 @@
-"""What a front door shows its engines: the fleet's secret, and over TLS who it is. Real sockets, simulated engine."""
+"""What a router shows its engines: the fleet's secret, and over TLS who it is. Real sockets, simulated engine."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_a_redirect_is_not_followed() -> None:
 async def test_verbs_and_token_streams_of_an_engine_behind_tls(tmp_path: Path) -> None:
     ours = Authority(tmp_path, "ours")
     clients = Authority(tmp_path, "clients")
-    certificate, key = clients.issue("front-door")
+    certificate, key = clients.issue("router")
     seen: list[str | None] = []
     async with served(server_tls(ours, clients), seen) as url, StreamListener() as listener:
         tls = engine_tls(str(ours.file), str(certificate), str(key))

@@ -74,7 +74,7 @@ RDMA = (InfinibandDevice("mlx5_0", active=True, usable=True),)
         (WELL, {"vllm_for_cpu": False}, "vLLM", "broken"),
         (ON_GPU, {"vllm_for_cpu": True}, "vLLM", "costs"),
         (WELL, {"hooks": HookReport(engine=("block pool: gone",))}, "hooks of engines", "broken"),
-        (WELL, {"hooks": HookReport(frontend=("client: gone",))}, "hooks of front doors", "broken"),
+        (WELL, {"hooks": HookReport(frontend=("client: gone",))}, "hooks of routers", "broken"),
         (WELL, {"hooks": HookReport(error="cannot be imported")}, "hooks", "broken"),
         (ON_GPU, {"devices": (msgspec.structs.replace(GPU, free=GIB),)}, "device 0", "costs"),
         (ON_GPU, {"devices": (msgspec.structs.replace(GPU, exclusive="Prohibited"),)}, "device 0", "broken"),

@@ -1,4 +1,4 @@
-"""A fleet becomes what is wanted: by an operator's state, or as another front door lists it."""
+"""A fleet becomes what is wanted: by an operator's state, or as another router lists it."""
 
 from __future__ import annotations
 

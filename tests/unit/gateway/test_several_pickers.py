@@ -1,4 +1,4 @@
-"""Several pickers, and a picker beside a front door, over the same engines: they pick alike, as well as one would."""
+"""Several pickers, and a picker beside a router, over the same engines: they pick alike, as well as one would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front door without vLLM's part: the service, the membership and the routes, over engines in memory."""
+"""A router without vLLM's part: the service, the membership and the routes, over engines in memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Engine(FakeEngine):
 
 
 class Door:
-    """One front door; ``engines`` are those that exist in the world, by URL."""
+    """One router; ``engines`` are those that exist in the world, by URL."""
 
     def __init__(self, metrics: Metrics, program: str, return_after: int) -> None:
         self.engines = {f"http://{name}": Engine(name) for name in ("p", "d")}

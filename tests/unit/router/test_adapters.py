@@ -1,4 +1,4 @@
-"""LoRA adapters at the front door: its routes, its state, and all processes that share it."""
+"""LoRA adapters at the router: its routes, its state, and all processes that share it."""
 
 from __future__ import annotations
 

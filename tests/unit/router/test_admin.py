@@ -1,4 +1,4 @@
-"""The front door's own routes: programs and engines over HTTP, what they refuse, and who may call them."""
+"""The router's own routes: programs and engines over HTTP, what they refuse, and who may call them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SteadyEngine(FakeEngine):
 
 
 class House:
-    """A front door over engines, the first of which is the least loaded."""
+    """A router over engines, the first of which is the least loaded."""
 
     def __init__(self, metrics: Metrics, *engines: FakeEngine) -> None:
         self.engines = engines

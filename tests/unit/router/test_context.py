@@ -1,4 +1,4 @@
-"""What the front door found in the body reaches vLLM's handlers."""
+"""What the router found in the body reaches vLLM's handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a front door's /metrics has of vLLM's metrics, and of engines that are there and gone."""
+"""What a router's /metrics has of vLLM's metrics, and of engines that are there and gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rescheduler for several front doors: it proposes within limits, and looks at what engines say afterwards."""
+"""One rescheduler for several routers: it proposes within limits, and looks at what engines say afterwards."""
 
 from __future__ import annotations
 

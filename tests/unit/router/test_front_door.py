@@ -59,7 +59,7 @@ class App:
 
 
 class House:
-    """An application behind the front door."""
+    """An application behind the router."""
 
     def __init__(self, door: Door, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000):
         self.app = App()

@@ -305,7 +305,7 @@ async def test_what_a_program_raised_is_for_the_log_and_for_clients_of_those_who
     )  # fmt: skip
     trace, _ = await served(door)
     (event,) = [event for event in trace.events if event.verb == "fallback"]
-    assert event.reason == f"{trace.program}: " + ("ValueError: oh no" if dev else "the front door's log says why")
+    assert event.reason == f"{trace.program}: " + ("ValueError: oh no" if dev else "the router's log says why")
     assert [each["reason"] for each in told(log_events.FALLBACK)] == ["ValueError: oh no"]
 
 
@@ -315,7 +315,7 @@ async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
     door.service = Service(door.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=0))
     with pytest.raises(ProgramFailed) as failed:
         await served(door)
-    assert failed.value.message == f"the program {programs}:raises failed at s1: the front door's log says why"
+    assert failed.value.message == f"the program {programs}:raises failed at s1: the router's log says why"
     ServicePrograms(door.service).failed("s1", failed.value)
     (line,) = told(log_events.REQUEST_FAILED)
     assert line["reason"] == f"{failed.value.message} (ValueError: oh no)"

@@ -1,4 +1,4 @@
-"""Pods as engines of a front door: they join and leave its state, and every process that follows it has them."""
+"""Pods as engines of a router: they join and leave its state, and every process that follows it has them."""
 
 from __future__ import annotations
 

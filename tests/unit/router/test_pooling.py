@@ -1,4 +1,4 @@
-"""Embeddings and their like through the front door, to servers that are simple ones here."""
+"""Embeddings and their like through the router, to servers that are simple ones here."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_a_query_goes_with_it_as_it_is(client: httpx.AsyncClient, embedder
 
 
 async def asked_through(front: FrontDoor, body: bytes, scope: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the front door's own server is given to write."""
+    """What the router's own server is given to write."""
     waits = asyncio.Event()
     received = [{"type": "http.request", "body": body, "more_body": False}]
     sent = list[dict[str, Any]]()

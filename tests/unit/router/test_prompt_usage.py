@@ -23,7 +23,7 @@ SPLIT = ("balanced", "disaggregated")
 
 
 class House:
-    """A front door over an engine that prefills and one that decodes."""
+    """A router over an engine that prefills and one that decodes."""
 
     def __init__(self, metrics: Metrics, program: str, **options: Any) -> None:
         self.prefill, self.decode = engines_of("p", "d", stream_every=1)

@@ -40,7 +40,7 @@ TOKENS = 400
 
 
 class Process:
-    """One front-door process: what it runs, and its routes."""
+    """One router process: what it runs, and its routes."""
 
     def __init__(self, fleet: EngineFleet, metrics: Metrics, moves: MoveSettings) -> None:
         self.fleet = fleet
@@ -83,7 +83,7 @@ async def until(condition: Any) -> None:
 
 @dataclass
 class World:
-    """Two processes of one front door, and two engines; new sequences begin on ``a``."""
+    """Two processes of one router, and two engines; new sequences begin on ``a``."""
 
     owner: Process
     other: Process
@@ -163,7 +163,7 @@ async def test_what_nobody_can_move_is_refused(metrics: Metrics) -> None:
         assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_engine")
         async with aclosing(a.start_generate(request_of("s", max_tokens=TOKENS))) as outputs:
             await anext(outputs)
-            with pytest.raises(Conflict, match="not run by a front door"):
+            with pytest.raises(Conflict, match="not run by a router"):
                 await a.propose_move("s", "b", "test")
             plain = await found.other.routes.post("/sequences/s/move", json={"destination": "b"})
             assert (plain.status_code, plain.json()["error"]["code"]) == (409, "conflict")

@@ -1,4 +1,4 @@
-"""Front doors that share a state: what one decides all apply, and who cannot says so."""
+"""Routers that share a state: what one decides all apply, and who cannot says so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .conftest import Door, Engine, draining
 
 
 class Other:
-    """A second front door over the same engines, that follows the same file."""
+    """A second router over the same engines, that follows the same file."""
 
     def __init__(self, door: Door, metrics: Metrics) -> None:
         self.fleet = EngineFleet(())

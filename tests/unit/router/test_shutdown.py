@@ -1,4 +1,4 @@
-"""How a front door ends: what it still takes, how long it waits, and what those hear that it does not wait for."""
+"""How a router ends: what it still takes, how long it waits, and what those hear that it does not wait for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 3600.0
 
 
 class House:
-    """An application behind a front door that is to end."""
+    """An application behind a router that is to end."""
 
     def __init__(self, door: Door, metrics: Metrics, timeout_s: float) -> None:
         self.app = App()

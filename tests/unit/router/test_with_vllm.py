@@ -1,4 +1,4 @@
-"""The whole front door but its socket: before vLLM, vLLM's serving layer and the service, over engines in memory."""
+"""The whole router but its socket: before vLLM, vLLM's serving layer and the service, over engines in memory."""
 
 from __future__ import annotations
 

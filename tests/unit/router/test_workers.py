@@ -60,7 +60,7 @@ def lines(port: int, name: str) -> list[str]:
 
 def serves(door: Door, workers: int) -> bool:
     port, process = door
-    assert process.poll() is None, "the front door has ended"
+    assert process.poll() is None, "the router has ended"
     try:
         return metric(port, "tercet_workers") == workers
     except OSError:
@@ -88,7 +88,7 @@ def workers_of(supervisor: int) -> set[int]:
 
 
 class Door(NamedTuple):
-    """A front door; `process` ends when the supervisor does, with its code."""
+    """A router; `process` ends when the supervisor does, with its code."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -233,7 +233,7 @@ class Answer:
 
 
 def refuses(port: int) -> bool:
-    """Whether the front door takes nothing new; it must go on listening."""
+    """Whether the router takes nothing new; it must go on listening."""
     try:
         status, found = ask(port, "POST", "/v1/chat/completions", CHAT)
     except (ConnectionResetError, urllib.error.URLError):

@@ -193,7 +193,7 @@ def test_counts_always_add_up(steps: list[tuple[bool, int, int, int]]) -> None:
 
 
 def test_names_cover_all_that_is_before() -> None:
-    """Whoever observes from the start and whoever comes late hears of the same blocks, by the hashes of front doors."""
+    """Whoever observes from the start and whoever comes late hears of the same blocks, by the hashes of routers."""
     tokens = tuple(range(64))
     names = dict[bool, set[int]]()
     for late in (False, True):

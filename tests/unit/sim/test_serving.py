@@ -1,4 +1,4 @@
-"""Simulated engines in real time: the front door's own client and programs over HTTP, and what is given back."""
+"""Simulated engines in real time: the router's own client and programs over HTTP, and what is given back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STREAMED = False
 
 @pytest.fixture(autouse=True, params=["server-sent events", "token stream"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How outputs reach the front door."""
+    """How outputs reach the router."""
     monkeypatch.setitem(globals(), "STREAMED", request.param == "token stream")
     return request.param
 

@@ -48,7 +48,7 @@ def config_of(name: str, port: int) -> ServerConfig:
 
 
 async def stream_forever(url: str, count: int) -> None:
-    """A front door in a process of its own: says on standard output that every sequence has begun, and goes on."""
+    """A router in a process of its own: says on standard output that every sequence has begun, and goes on."""
     async with StreamListener() as listener, HttpEngine("e", url, listener=listener) as engine:
         streams = [engine.start_generate(request_of(f"s{index}", 100, MANY)) for index in range(count)]
         await asyncio.gather(*(anext(stream) for stream in streams))

@@ -107,11 +107,11 @@ async def test_an_output_that_cannot_be_said_ends_its_own_sequence(caplog: pytes
         await other.require_whole(pair)
 
 
-@pytest.mark.parametrize("how_large", ["no message holds it", "its front door has much unread"])
+@pytest.mark.parametrize("how_large", ["no message holds it", "its router has much unread"])
 async def test_a_message_that_is_read_late_does_not_end_the_others(
     how_large: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A front door that takes a large message slowly is not gone."""
+    """A router that takes a large message slowly is not gone."""
     async with connected() as pair:
         monkeypatch.setattr(front_door_connection, "LARGE", 256)
         monkeypatch.setattr(front_door_connection, "MOST_UNSENT", 2 * LONGEST)

@@ -1,4 +1,4 @@
-"""The front door's end of an engine: connected before it is needed, again after a loss, and never in silence."""
+"""The router's end of an engine: connected before it is needed, again after a loss, and never in silence."""
 
 from __future__ import annotations
 

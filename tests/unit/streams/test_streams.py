@@ -51,7 +51,7 @@ async def no_start(call: StartGenerateCall, door: Destination) -> None:
 
 @dataclass
 class Pair:
-    """A front door's end of an engine's connection, and the engine's end."""
+    """A router's end of an engine's connection, and the engine's end."""
 
     listener: StreamListener
     engine: EngineConnection
@@ -275,7 +275,7 @@ async def test_a_front_door_that_is_not_there_is_named_in_the_log_alone(caplog: 
     with pytest.raises(FrontDoorUnreachable) as failed:
         await FrontDoors("e", "i", lambda: None, no_start).connect("127.0.0.1:1", "k")
     assert "127.0.0.1" not in failed.value.message
-    assert "no front door answers at 127.0.0.1:1" in caplog.text
+    assert "no router answers at 127.0.0.1:1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_what_takes_long_is_refused_by_its_field(structured: dict[str, Any], fie
 )
 @pytest.mark.parametrize("field", ["regex", "grammar"])
 def test_looking_at_a_text_takes_no_longer_than_its_length(text: str, field: str) -> None:
-    """A class without its end was looked for from each of its beginnings: minutes, on the front door's event loop."""
+    """A class without its end was looked for from each of its beginnings: minutes, on the router's event loop."""
     began = time.process_time()
     with suppress(BadRequest):
         require_small({field: text})

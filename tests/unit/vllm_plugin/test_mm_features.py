@@ -82,7 +82,7 @@ def spec_of(pixels: torch.Tensor) -> MultiModalFeatureSpec:
 @settings(deadline=None)
 @given(numbers=st.lists(st.floats(width=32), min_size=1, max_size=40), name=st.sampled_from(["bfloat16", "float16"]))
 def test_a_model_is_given_the_same_wherever_its_tensors_are_cast(numbers: list[float], name: str) -> None:
-    """Cast at the front door they take half the bytes, and no other digest than at another front door."""
+    """Cast at the router they take half the bytes, and no other digest than at another router."""
     pixels, dtype = torch.tensor(numbers), getattr(torch, name)
     precise, short = to_wire(spec_of(pixels)), to_wire(spec_of(pixels), name)
     assert precise == to_wire(spec_of(pixels), "float32") == to_wire(spec_of(pixels), "float64")

@@ -124,7 +124,7 @@ async def test_a_proposal_goes_to_whoever_has_the_sequence() -> None:
     table.propose_move("s.2", call)
     table.propose_move("s", call)
     assert told == [MoveProposal("s.2", "d", "why")] * 2
-    with pytest.raises(Conflict, match="plain is not run by a front door"):
+    with pytest.raises(Conflict, match="plain is not run by a router"):
         table.propose_move("plain", call)
     table.add(streamed("left", told, is_open=False))
     with pytest.raises(Conflict, match="left sends"):

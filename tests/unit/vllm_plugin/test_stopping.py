@@ -11,7 +11,7 @@ from tercet.vllm_plugin.engine.stopping import StopWhenEmpty
 
 
 class Engine:
-    """With ``doors`` front doors; ``happened`` is what it was told to do, in order."""
+    """With ``doors`` routers; ``happened`` is what it was told to do, in order."""
 
     def __init__(self, doors: int, is_empty: bool, grace: float = 1000.0) -> None:
         self.doors, self.is_empty = doors, is_empty

@@ -1,4 +1,4 @@
-"""Requests to engines, directly or through a front door, with the times of their tokens.
+"""Requests to engines, directly or through a router, with the times of their tokens.
 
 Also the interference of two engines of one machine: one is measured while the other sleeps, computes, or lingers. An
 engine lingers when it has no more work and its processes still poll without a pause, which keeps their cores busy.
@@ -94,16 +94,16 @@ class Probe:
 
 
 async def measure_front_door(url: str, engine: Probe, rounds: int, note: Callable[[str], None]) -> float:
-    """Seconds by which a first token comes later through the front door at ``url`` than from its engine itself.
+    """Seconds by which a first token comes later through the router at ``url`` than from its engine itself.
 
     Requests of a few tokens alternate between both ways, and the medians count. Raises
-    :class:`~tercet.protocol.BadRequest` when there is no front door, ``EngineError`` when it fails.
+    :class:`~tercet.protocol.BadRequest` when there is no router, ``EngineError`` when it fails.
     """
     model = await _model_of(url)
     direct, through = list[float](), list[float]()
     async with Client(time.perf_counter(), TIMEOUT_SECONDS) as client:
         for number in range(rounds + 1):
-            note(f"front door, {number + 1} of {rounds + 1}")
+            note(f"router, {number + 1} of {rounds + 1}")
             seconds = (await engine.ttft(engine.fresh(TOKENS)))[0]
             beyond = await _first_token(client, url, model, engine.fresh(TOKENS))
             if number:  # the first one opens connections
@@ -117,7 +117,7 @@ async def _model_of(url: str) -> str:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as response:
             return msgspec.json.decode(await response.read())["data"][0]["id"]
     except (aiohttp.ClientError, LookupError, TypeError, *UNREADABLE) as error:
-        raise BadRequest(f"--front-door: no front door answers at {url}: {reason_of(error)}", "--front-door") from error
+        raise BadRequest(f"--front-door: no router answers at {url}: {reason_of(error)}", "--front-door") from error
 
 
 async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, ...]) -> float:
@@ -126,7 +126,7 @@ async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, 
     call = PreparedCall(0, url + path_of("completions"), body, {PROGRAM_HEADER: "data_parallel"})
     record = (await client.send(call, client.now())).record
     if record.failure is not None or record.first_token is None:
-        raise EngineError(f"the front door at {url} failed: {record.error or record.failure}")
+        raise EngineError(f"the router at {url} failed: {record.error or record.failure}")
     return record.first_token - record.sent
 
 

@@ -32,7 +32,7 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
     ``same_host``, the second engine is on the first one's machine, and what they do to one another is measured.
-    ``front_door`` is the URL of a front door of both.
+    ``front_door`` is the URL of a router of both.
     """
 
     name: str
@@ -241,7 +241,7 @@ def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transf
     steps, errors = fit_steps(measured.prefills, measured.decodes, knots)
     parts = {
         "transfer": measured.transfer,
-        "front door": plan.front_door,
+        "router": plan.front_door,
         "sharing a host": measured.sharing,
     }
     missing = ", ".join(name for name, found in parts.items() if found is None)

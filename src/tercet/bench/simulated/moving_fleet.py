@@ -1,4 +1,4 @@
-"""Moves and rescheduling in a simulation: the front door's own code, in virtual time, and its results."""
+"""Moves and rescheduling in a simulation: the router's own code, in virtual time, and its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tercet.router.rescheduler import Rescheduler
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 from tercet.sim import SimEngine
 
-# The interval of the front door's watch for stuck engines.
+# The interval of the router's watch for stuck engines.
 WATCH_SECONDS = 0.5
 
 
@@ -93,7 +93,7 @@ class MoveCounts:
 
 
 class MovingFleet:
-    """Background work of a front door: a rescheduler and a watch over engines, with the sequences of both.
+    """Background work of a router: a rescheduler and a watch over engines, with the sequences of both.
 
     Each runs only if it can find work: with policies, or with engines that may be stuck or drained, if there are faults
     (``has_faults``).

@@ -39,7 +39,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """An event on engine ``engine`` at second ``at``, and ends ``down`` seconds later (``None``: never).
 
     ``die``: it loses everything, and comes back empty. ``freeze``: its core stops, as after SIGSTOP. ``drain``: the
-    front door empties it, and does not pick it.
+    router empties it, and does not pick it.
     """
 
     engine: str

@@ -31,7 +31,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One run: ``rate`` in requests per second, the figures of ``tercet bench``, and the engines' counters.
 
     ``rate`` is None for a trace at its own times. ``fallbacks`` counts requests that one engine served after another
-    program had failed, ``retries`` every attempt after a failure, those included; the front door's metrics count so.
+    program had failed, ``retries`` every attempt after a failure, those included; the router's metrics count so.
     ``busy`` is the share of the engines' time in which a step ran, and ``counts`` are sums over all engines.
     ``imbalance`` is None without samples.
     """

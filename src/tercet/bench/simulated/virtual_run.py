@@ -225,7 +225,7 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
             engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
 
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
-    # A fleet has one front door: that of the default profile of its engines.
+    # A fleet has one router: that of the default profile of its engines.
     front_door = profiles[profile].front_door if profile in profiles else 0.0
     recovery = Recovery(fleet, WAIT_FOR_ENGINE, asyncio.get_running_loop().time)
     with_moves = MovingFleet(fleet, engines, moving, bool(spec.faults))
@@ -338,7 +338,7 @@ async def _converse(
 async def _serve(
     program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool
 ) -> RunningSequence:
-    """One sequence, served to its end as at the front door; after a failure it has not ended."""
+    """One sequence, served to its end as at the router; after a failure it has not ended."""
     loop = asyncio.get_running_loop()
     sequence = RunningSequence(request, "", RETRIES, loop.time(), WAIT_FOR_ENGINE)
     if built.front_door:

@@ -1,6 +1,6 @@
 """First uses of code that loads libraries or compiles kernels at its first use, before an engine serves.
 
-That takes seconds, in which the API server, the core or every worker is blocked, and a front door could not distinguish
+That takes seconds, in which the API server, the core or every worker is blocked, and a router could not distinguish
 it from a stuck engine. So a few requests of a token or two run at the start.
 """
 

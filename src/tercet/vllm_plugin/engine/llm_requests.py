@@ -183,7 +183,7 @@ class DecodingSequence:
     """A generation, and the resources to give back at its end: ``on_end`` is called once, with whether it began.
 
     ``number`` identifies it in the core, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
-    usage from the number of cached tokens. ``sender`` sends its outputs to a front door, if it has one. The log names
+    usage from the number of cached tokens. ``sender`` sends its outputs to a router, if it has one. The log names
     the ``model``.
     """
 
@@ -254,7 +254,7 @@ class DecodingSequence:
             self.end()
 
     async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
-        """Send outputs to a front door, until the last one, or until the front door cancels.
+        """Send outputs to a router, until the last one, or until the router cancels.
 
         Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
         """

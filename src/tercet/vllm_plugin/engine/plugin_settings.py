@@ -25,7 +25,7 @@ from tercet.settings.prefill_settings import (
 )
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 
-SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and front door of the fleet"
+SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and router of the fleet"
 ORIGIN = "kv_connector_extra_config: "
 # A message of the token stream to an engine has 64 MiB at most, and images are a third longer in JSON.
 MAX_REQUEST_BYTES = 128 * 1024 * 1024

@@ -20,7 +20,7 @@ ANSWER_SECONDS = 0.25
 
 
 class SequenceTable:
-    """Tokens, age and front door are known here; blocks, and whether a sequence runs, only in the core.
+    """Tokens, age and router are known here; blocks, and whether a sequence runs, only in the core.
 
     ``ask`` polls the core, one poll at a time. A stuck core blocks no caller: then its last answer is reported. Relies
     on vLLM making its id from a request's id and a suffix.

@@ -1,4 +1,4 @@
-"""SIGTERM empties an engine before it stops: its front doors move its sequences to other engines first."""
+"""SIGTERM empties an engine before it stops: its routers move its sequences to other engines first."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tercet.aio import TaskSet
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.05
 HEARD_SECONDS = 0.3
-"""Time until every front door knows that the engine stops, and its earlier calls have arrived."""
+"""Time until every router knows that the engine stops, and its earlier calls have arrived."""
 
 
 class StopWhenEmpty:
     """Decides when an engine stops after a stop request.
 
-    ``announce`` notifies its front doors, and returns their number. ``is_empty`` tells whether it holds nothing for
+    ``announce`` notifies its routers, and returns their number. ``is_empty`` tells whether it holds nothing for
     others. ``stop`` ends it: once it is empty, after ``grace`` seconds at the latest, or at a second request. Without
-    front doors and work it stops at once.
+    routers and work it stops at once.
     """
 
     def __init__(

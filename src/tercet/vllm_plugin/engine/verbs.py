@@ -288,7 +288,7 @@ class EngineVerbs:
                 yield decoding.told(output)
 
     async def stream_generate(self, call: StartGenerateCall, door: DoorDestination) -> None:
-        """Decode, and send the outputs to a front door; returns once the engine has the request."""
+        """Decode, and send the outputs to a router; returns once the engine has the request."""
         connection = await self.front_doors.connect(door.address, door.key)
         decoding = await self._decoding(call)
         await decoding.stream(connection, door, len(call.output))
@@ -449,7 +449,7 @@ class EngineVerbs:
         return await self._generated.reports()
 
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
-        """Pass a proposal to move a sequence on to the front door that runs it.
+        """Pass a proposal to move a sequence on to the router that runs it.
 
         ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no front
         door receives its tokens.
@@ -457,7 +457,7 @@ class EngineVerbs:
         self._generated.propose_move(seq_id, call)
 
     def announce_stop(self) -> int:
-        """Notify the front doors that this engine stops when it is empty; returns their number."""
+        """Notify the routers that this engine stops when it is empty; returns their number."""
         self.meter.stopping = True
         return self.front_doors.tell_now()
 

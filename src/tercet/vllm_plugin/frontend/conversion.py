@@ -21,7 +21,7 @@ from tercet.vllm_plugin.grammar_bounds import require_small
 from tercet.vllm_plugin.mm_features import to_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
-# Fields that the front door uses itself for the text, or that vLLM derives again on the engine.
+# Fields that the router uses itself for the text, or that vLLM derives again on the engine.
 NOT_FORWARDED = frozenset(
     {"n", "stop", "output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args",
      "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",

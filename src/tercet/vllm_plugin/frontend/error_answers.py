@@ -37,7 +37,7 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
     if isinstance(error, ShuttingDown):
-        headers.append((b"connection", b"close"))  # the next request must find another front door
+        headers.append((b"connection", b"close"))  # the next request must find another router
     return headers
 
 

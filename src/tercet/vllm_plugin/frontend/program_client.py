@@ -123,7 +123,7 @@ class SequenceOutputs:
             raise self._failed(error) from error
         except Exception as error:  # it fails its own request only
             logger.exception("request %s failed", self.seq_id)
-            failure = FrontDoorFailed("the front door failed while it served this request; its log says how")
+            failure = FrontDoorFailed("the router failed while it served this request; its log says how")
             raise self._failed(failure) from error
 
     def _failed(self, error: TercetError) -> SequenceFailed:
@@ -143,7 +143,7 @@ class SequenceFailed(GracefulHTTPError):
 def _require_few(context: RequestContext) -> None:
     if context.most_sequences is not None and len(context.running) >= context.most_sequences:
         raise VLLMValidationError(
-            f"the request asks for more than {context.most_sequences} sequences, which is all that this front door "
+            f"the request asks for more than {context.most_sequences} sequences, which is all that this router "
             "takes of one (--max-sequences); send several requests"
         )
 

@@ -31,7 +31,7 @@ class InPortions(Protocol):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What the front door itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take."""
+    """What the router itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take."""
 
     model: str | None = ""
     priority: int = 0

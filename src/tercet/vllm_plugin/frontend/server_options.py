@@ -1,4 +1,4 @@
-"""vLLM's server options at a front door: each is passed on to vLLM's parts, served here, or refused at the start.
+"""vLLM's server options at a router: each is passed on to vLLM's parts, served here, or refused at the start.
 
 Relies on ``make_arg_parser`` putting the server's own options into the group ``Frontend``, and those of each of vLLM's
 configurations into a group of its name. An option that is not listed here, of a later vLLM, is refused.
@@ -15,7 +15,7 @@ from typing import Any
 from tercet.protocol import BadRequest
 
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
-# Groups of options for a front door's own model configuration: how prompts become tokens, and tokens text.
+# Groups of options for a router's own model configuration: how prompts become tokens, and tokens text.
 HANDED_ON = frozenset({"ModelConfig", "MultiModalConfig", "StructuredOutputsConfig"})
 # Options of other groups, and of none, that vLLM's serving objects, its application or its client use.
 SERVED_BY_VLLM = frozenset(
@@ -29,14 +29,14 @@ SERVED_BY_VLLM = frozenset(
      "structured_outputs_config", "tokens_only", "tool_call_parser", "tool_parser_plugin", "tool_server",
      "tool_strict_level", "trust_request_chat_template", "trust_request_mm_kwargs"}
 )  # fmt: skip
-# Options that the front door implements itself: keys, sockets, TLS and the server's log.
+# Options that the router implements itself: keys, sockets, TLS and the server's log.
 SERVED_HERE = frozenset(
     {"api_key", "disable_uvicorn_access_log", "enable_ssl_refresh", "help", "host", "model", "port",
      "served_model_name", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "uds",
      "uvicorn_log_level"}
 )  # fmt: skip
 _TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs", "enable_ssl_refresh")
-_LOG = "--log-level, --log-format and --access-log before the -- are a front door's"
+_LOG = "--log-level, --log-format and --access-log before the -- are a router's"
 _ENGINES = "it configures engines; give it to them: tercet engine ... -- FLAG, or engine-args"
 REFUSED: Mapping[str, str] = {
     "aggregate_engine_logging": _LOG,
@@ -51,12 +51,12 @@ REFUSED: Mapping[str, str] = {
     "enable_log_deltas": _LOG,
     "enable_log_outputs": _LOG,
     "enable_log_requests": _LOG,
-    "fail_on_environ_validation": "a front door reports unknown TERCET_ variables by itself, and ignores vLLM's",
-    "grpc": "a front door speaks HTTP",
-    "grpc_port": "a front door speaks HTTP",
-    "h11_max_header_count": "a front door's parser is not h11",
-    "h11_max_incomplete_event_size": "a front door's parser is not h11",
-    "headless": "a front door serves",
+    "fail_on_environ_validation": "a router reports unknown TERCET_ variables by itself, and ignores vLLM's",
+    "grpc": "a router speaks HTTP",
+    "grpc_port": "a router speaks HTTP",
+    "h11_max_header_count": "a router's parser is not h11",
+    "h11_max_incomplete_event_size": "a router's parser is not h11",
+    "headless": "a router serves",
     "log_config_file": _LOG,
     "log_level": _LOG,
     "logging_config": _LOG,
@@ -74,12 +74,12 @@ def options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def refusal_of(name: str, group: str) -> str | None:
-    """Why a front door does not accept an option of a group; None if it does."""
+    """Why a router does not accept an option of a group; None if it does."""
     if name in REFUSED:
         return REFUSED[name]
     if name in SERVED_BY_VLLM or name in SERVED_HERE or group in HANDED_ON:
         return None
-    return "front doors do not support it" if group == "Frontend" else _ENGINES
+    return "routers do not support it" if group == "Frontend" else _ENGINES
 
 
 def require_served(parser: argparse.ArgumentParser, given: Sequence[str], workers: int = 1) -> None:

@@ -73,7 +73,7 @@ class ScriptedEngine(FakeEngine):
 
 
 class Doors:
-    """Two ports of one front door: ``fast`` writes plain streams itself, ``stock`` has vLLM do everything."""
+    """Two ports of one router: ``fast`` writes plain streams itself, ``stock`` has vLLM do everything."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, engine: ScriptedEngine, service: Service, metrics: Metrics

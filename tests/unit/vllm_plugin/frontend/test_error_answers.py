@@ -1,4 +1,4 @@
-"""What errors of vLLM's look like once they have passed the front door."""
+"""What errors of vLLM's look like once they have passed the router."""
 
 from __future__ import annotations
 

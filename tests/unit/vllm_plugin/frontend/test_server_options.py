@@ -1,4 +1,4 @@
-"""vLLM's server options and variables at a front door: none of them is taken and has no effect."""
+"""vLLM's server options and variables at a router: none of them is taken and has no effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tercet.vllm_plugin.frontend.server_options import (
 
 from ...client.certificates import HOST, Authority
 
-# What vLLM's own server tells uvicorn, and a front door does not: its options are refused.
+# What vLLM's own server tells uvicorn, and a router does not: its options are refused.
 NOT_TOLD = {"log_config", "h11_max_incomplete_event_size", "h11_max_header_count"}
 # Engines compute by these groups.
 OF_ENGINES = ["ParallelConfig", "CacheConfig", "SchedulerConfig", "LoadConfig", "CompilationConfig", "LoRAConfig"]
