@@ -99,15 +99,21 @@ async def a_server(answering: Answering) -> AsyncGenerator[tuple[str, int]]:
         yield server.sockets[0].getsockname()[:2]
 
 
+async def _whole(reader: asyncio.StreamReader) -> None:
+    """Read a request: a server that answers before would reset the connection, and its answer might be lost."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+
+
 async def _five_hundred(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.readuntil(b"\r\n\r\n")
+    await _whole(reader)
     writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n")
     await writer.drain()
     writer.close()
 
 
 async def _served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.readuntil(b"\r\n\r\n")
+    await _whole(reader)
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
     await writer.drain()
     writer.close()
