@@ -56,10 +56,10 @@ def test_plans(devices: list[Device], engines: int, each: int, plan: list[Device
 @pytest.mark.parametrize(
     ("devices", "engines", "each", "given", "says"),
     [
-        (gpus(4), 3, 2, None, "3 engines with 2 GPUs each need 6, 4 can be used"),
+        (gpus(4), 3, 2, None, "3 engines with 2 GPUs each need 6, and 4 can be used"),
         (gpus(1, 80, 2), 2, 1, None, "2 engines would share device 0, of which 2.0 GiB are free"),
         (gpus(1), 2, 1, 0.6, "choose 0.46 or less"),
-        ([], 1, 1, None, "need 1, 0 can be used"),
+        ([], 1, 1, None, "need 1, and 0 can be used"),
         ([EXCLUSIVE], 1, 1, None, "device 0 is in compute mode Exclusive_Process"),
         ([EXCLUSIVE], 1, 1, 0.5, "device 0 is in compute mode Exclusive_Process"),
     ],

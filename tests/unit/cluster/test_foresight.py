@@ -170,7 +170,7 @@ def test_weights_and_kv_of_all_engines_have_to_fit(tmp_path: Path) -> None:
     with pytest.raises(BadRequest) as refused:
         require_memory([spec(model), spec(model)], 5 * GIB - 1)
     assert refused.value.message.startswith(
-        "--kv-cache-gib: 2 engines with 0.5 GiB of weights and 2 GiB of KV each need 5.0 GiB, 5.0 are free"
+        "--kv-cache-gib: 2 engines with 0.5 GiB of weights and 2 GiB of KV each need 5.0 GiB, and 5.0 GiB are free"
     )
     with pytest.raises(BadRequest, match=r"an engine with 1\.0 GiB of weights"):  # twice as large as in the file
         require_memory([spec(model, dtype="float32")], 3 * GIB - 1)

@@ -191,7 +191,7 @@ def test_the_time_in_which_steps_run_is_the_loops() -> None:
 
 def test_a_profile_must_say_what_engines_of_a_host_do_to_one_another() -> None:
     async def main() -> None:
-        with pytest.raises(BadRequest, match=r"host: profile test does not say") as refused:
+        with pytest.raises(BadRequest, match=r"host: profile test has no data on") as refused:
             engines_on(Host(), profile_of())
         assert refused.value.param == "host"
 
