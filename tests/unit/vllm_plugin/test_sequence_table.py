@@ -127,7 +127,7 @@ async def test_a_proposal_goes_to_whoever_has_the_sequence() -> None:
     with pytest.raises(Conflict, match="plain is not run by a router"):
         table.propose_move("plain", call)
     table.add(streamed("left", told, is_open=False))
-    with pytest.raises(Conflict, match="left sends"):
+    with pytest.raises(Conflict, match="left is not run"):
         table.propose_move("left", call)
     with pytest.raises(UnknownSequence):
         table.propose_move("t", call)
