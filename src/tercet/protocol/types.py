@@ -133,7 +133,7 @@ class AdapterReport(msgspec.Struct, frozen=True):
         """Raise :class:`~tercet.protocol.UnknownAdapter` if another digest is required; empty means any digest."""
         if digest and digest != self.digest:
             raise UnknownAdapter(
-                f"adapter: this engine's {self.name!r} has digest {self.digest}, and the request needs digest {digest}",
+                f"adapter: {self.name!r} has the digest {self.digest} here, and the request needs digest {digest}",
                 "adapter",
             )
 
