@@ -291,7 +291,7 @@ def test_autoscalers_go_by_metrics_that_there_are(values: Object) -> None:
     passed_on = {rule["seriesQuery"].partition("{")[0] for kind in ("custom", "external") for rule in rules[kind]}
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     sections = {text.splitlines()[0]: text for text in page.split("\n## ")}
-    said_by = "Of a front door" if values.get("frontDoor", {}).get("enabled", True) else "Of an endpoint picker"
+    said_by = "Of a router" if values.get("frontDoor", {}).get("enabled", True) else "Of an endpoint picker"
     for metrics in scalers.values():
         assert metrics.keys() <= passed_on
         assert all(f"`{name}`" in sections[said_by] for name in metrics)

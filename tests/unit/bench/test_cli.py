@@ -267,7 +267,7 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve --request-rate 1 --goodput tttft:5", "tttft"),
         ("serve --request-rate 1 --extra-body []", "--extra-body: is not a JSON object"),
         ("serve --request-rate 1 --header nonsense", "--header"),
-        ("serve --request-rate 1 --base-url localhost", "base-url: is no URL"),
+        ("serve --request-rate 1 --base-url localhost", "base-url: is not a URL"),
         ("serve --request-rate 1 --result-filename /nowhere/x.json", "--result-filename /nowhere/x.json"),
         ("serve --request-rate 1 --config /nowhere.yaml", "--config /nowhere.yaml: it cannot be read: No such file"),
         ("serve --request-rate 1 --bogus", "No such option: --bogus; tercet bench serve has --arrival, --base-url, "),
