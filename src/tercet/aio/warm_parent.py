@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 FORK = b"fork 0"
@@ -135,9 +136,12 @@ class _Parent:
         if reason is not None:
             channel.send(f"refused {reason}".encode()[:MOST_BYTES])
             return
+        reported, report = os.pipe()
         pid = os.fork()
         if not pid:
-            _be_child(group, own, descriptors, self._child)
+            os.close(report)
+            _be_child(group, own, descriptors, partial(_once_reported, reported, self._child))
+        os.close(reported)
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid, channel.fileno()
         self._poll.register(pidfd, select.POLLIN)
@@ -146,9 +150,13 @@ class _Parent:
                 os.setpgid(pid, group)
         try:
             socket.send_fds(channel, [f"forked {pid}".encode()], [pidfd])
+            with suppress(BrokenPipeError):  # the child was killed
+                os.write(report, b"\n")
         except OSError:
             os.kill(pid, signal.SIGKILL)  # its requester has disconnected, and would not see it end
             raise
+        finally:
+            os.close(report)
 
     def _report_end(self, pidfd: int) -> None:
         pid, asked = self._children.pop(pidfd)
@@ -198,6 +206,14 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _once_reported(reported: int, child: Callable[[list[int]], int], descriptors: list[int]) -> int:
+    """Run ``child`` once its requester knows of it: one that hears of no fork starts the command a second time."""
+    if not os.read(reported, 1):
+        return 1
+    os.close(reported)
+    return child(descriptors)
 
 
 def _unjoinable(group: int) -> str | None:

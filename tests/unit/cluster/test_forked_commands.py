@@ -173,6 +173,17 @@ def test_where_it_is_not_forked_the_guard_runs_it_and_says_why(does_before: str,
         assert run.ends() == 0
 
 
+def test_a_parent_that_dies_before_it_reports_a_fork_leaves_one_command() -> None:
+    dies = "socket.send_fds = lambda *_: (time.sleep(1), os.kill(os.getpid(), 9))"
+    with parent_that(dies) as parent:
+        run = Run(parent.address, WAITS)
+        assert "the warm parent has ended" in run.line()
+        assert run.line() == str(run.guard.pid)
+        (command,) = run.commands()
+        os.kill(command, signal.SIGTERM)
+        assert run.ends() == 128 + signal.SIGTERM
+
+
 def test_without_a_warm_parent_the_guard_runs_it_and_says_why(tmp_path: Path) -> None:
     run = Run(tmp_path / "nowhere", "import os; print(os.getppid())")
     assert "No such file" in run.line()
