@@ -28,7 +28,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "tests"
 SLOWEST = 20
-# A run of a part that takes longer is killed, with all processes below it. The longest took half of it on a busy machine.
+# A run of a part that takes longer is killed, with all its processes. The longest took half of it on a busy machine.
 MOST_SECONDS = 4000
 
 # A test that ignores its timeout ends its process after so many seconds, with all stacks.
