@@ -24,9 +24,7 @@ class LazyCommands(Mapping[str, Any]):
     """Commands by name; reading one imports and builds it."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in MODULES:
-            raise KeyError(name)
-        return _built(name)
+        return _built(name)  # raises KeyError for an unknown one
 
     def __contains__(self, name: object) -> bool:
         return name in MODULES

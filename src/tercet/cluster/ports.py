@@ -30,13 +30,12 @@ def require_free(host: str, port: int, setting: str = "port") -> None:
     family, address = _resolve(host, port)
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            flag = "host" if error.errno in _HOST_ERRORS else setting
-            raise BadRequest(
-                f"--{flag}: cannot listen at {host}:{port}: {_reason(error)}; choose another --{flag}", flag
-            ) from error
+        error = _bind_error(probe, address)
+    if error is not None:
+        flag = "host" if error.errno in _HOST_ERRORS else setting
+        raise BadRequest(
+            f"--{flag}: cannot listen at {host}:{port}: {_reason(error)}; choose another --{flag}", flag
+        ) from error
 
 
 def free_ports(host: str, count: int) -> list[int]:
@@ -49,23 +48,27 @@ def free_ports(host: str, count: int) -> list[int]:
     found: list[int] = []
     for _ in range(_TRIES):
         port = _RANDOM.choice(_FREE)
-        if port not in _returned and _can_bind(host, family, (address[0], port, *address[2:])):
+        if port in _returned:
+            continue
+        with socket.socket(family) as probe:
+            error = _bind_error(probe, (address[0], port, *address[2:]))
+        if error is None:
             _returned.add(port)
             found.append(port)
+        elif error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise BadRequest(f"--host: cannot listen at {host}: {_reason(error)}", "host") from error
         if len(found) == count:
             return found
     raise BadRequest(f"--host: no {count} ports are free at {host}; stop what listens there", "host")
 
 
-def _can_bind(host: str, family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
-    with socket.socket(family) as probe:
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            raise BadRequest(f"--host: cannot listen at {host}: {_reason(error)}", "host") from error
-    return True
+def _bind_error(probe: socket.socket, address: tuple[Any, ...]) -> OSError | None:
+    """The reason why the socket cannot be bound to the address, or None."""
+    try:
+        probe.bind(address)
+    except OSError as error:
+        return error
+    return None
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
