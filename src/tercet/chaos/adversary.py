@@ -1,7 +1,7 @@
 """A hostile client: it plays its tricks over raw connections, and checks that the router ends each of them.
 
-What it sends is refused, answered, or cut off, in a time that the router promises. What it does to others is not
-its own to see: the arena's other checks hold for them all the while.
+The router must refuse, answer, or cut off each trick within a time limit. This module does not check other clients:
+the arena's other checks do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a hostile client does and when: a pure function of a seed. How it is done is in :mod:`.adversary`."""
+"""The tricks of a hostile client and their times: a pure function of a seed. :mod:`.adversary` plays them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_TRICKS = "none"
 
 
 class PlannedTrick(msgspec.Struct, frozen=True):
-    """From second ``at`` on; the bodies of trick ``number`` follow from the run's seed and it."""
+    """A trick that begins at second ``at``; the run's seed and ``number`` determine its bodies."""
 
     at: float
     kind: TrickKind
@@ -42,9 +42,9 @@ class PlannedTrick(msgspec.Struct, frozen=True):
 
 
 class PlayedTrick(msgspec.Struct, frozen=True, kw_only=True):
-    """A trick and what came of it: the statuses of its answers, 0 where the connection was closed without one.
+    """A trick and its result: the statuses of its answers, 0 for a connection that was closed without one.
 
-    ``wrong`` says what should not have happened; empty if nothing.
+    ``wrong`` is the fault of the router; empty if there was none.
     """
 
     planned: PlannedTrick

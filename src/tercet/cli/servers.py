@@ -209,8 +209,9 @@ def router(config: RouterConfig) -> None:
 def rescheduler(config: ReschedulerConfig) -> None:
     """Run one rescheduler for a fleet that several routers share.
 
-    It asks engines what they run, for whichever router, and has that one move what policies propose. The limits
-    hold for all that it proposes together. A single router, or one with several workers, has its own.
+    It asks the engines for the sequences of all routers, and asks the router of a sequence to move it when a policy
+    proposes that. The limits hold for all proposals together. A single router, also one with several workers, runs
+    its own rescheduler instead.
 
     Examples:
     - `tercet rescheduler --url http://10.0.0.1:8000 --reschedule decode_load`
