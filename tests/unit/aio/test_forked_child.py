@@ -48,6 +48,12 @@ def task(text: str) -> socket.socket:
     return theirs
 
 
+async def runs(child_says: socket.socket) -> None:
+    """Return when a child that was told to write to its task's descriptor has done so."""
+    child_says.setblocking(False)
+    assert await asyncio.get_running_loop().sock_recv(child_says, 1)
+
+
 async def test_exit_codes_and_signals() -> None:
     async with forking() as (forks, _):
         with task("7") as seven, task("time.sleep(60)") as long:
@@ -60,8 +66,11 @@ async def test_exit_codes_and_signals() -> None:
 
 async def test_without_its_parent_a_child_is_still_watched_and_no_other_is_forked() -> None:
     async with forking() as (forks, parent):
-        with task("time.sleep(60)") as long:
+        ours, long = socket.socketpair()
+        with ours, long:
+            ours.sendall(b"os.write(fds[0], b'.') and time.sleep(60)")
             child = await forks.fork([long.fileno()])
+            await runs(ours)  # a child that is reported and not told yet to run ends with its parent
             parent.kill()
             await parent.wait()
             with pytest.raises(NoFork):

@@ -97,14 +97,22 @@ class Door(NamedTuple):
     def supervisor(self) -> int:
         """Forked by the tests' warm parent, in the group of `process`; or a child of it."""
         group = {each.pid: each.ppid() for each in psutil.process_iter() if _group(each.pid) == self.process.pid}
-        guards = psutil.Process(self.process.pid).cmdline()  # a second process watches the guard
-        group = {pid: parent for pid, parent in group.items() if psutil.Process(pid).cmdline() != guards}
+        guards = _command(self.process.pid)  # a second process watches the guard
+        group = {pid: parent for pid, parent in group.items() if _command(pid) not in ([], guards)}
         return next(pid for pid, parent in group.items() if parent not in group)
 
     def interrupt(self) -> None:
         """As from a terminal: the supervisor and its workers."""
         for pid in (self.supervisor, *workers_of(self.supervisor)):
             os.kill(pid, signal.SIGINT)
+
+
+def _command(pid: int) -> list[str]:
+    """Its command line; empty once it has ended, also before it is waited for."""
+    try:
+        return psutil.Process(pid).cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def _group(pid: int) -> int:
