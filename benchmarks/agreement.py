@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from renamed_flags import refuse_renamed
 
-from tercet.bench.compare import STATISTICS, Floats, ratio_interval
-from tercet.bench.results import load_result
-from tercet.bench.summary import Samples
 from tercet.cluster.model import resolve_model
+from tercet.lab.bench.compare import STATISTICS, Floats, ratio_interval
+from tercet.lab.bench.results import load_result
+from tercet.lab.bench.summary import Samples
 
 # The `vllm` command needs a distribution of that name, which the CPU build has not; its benchmark module does not.
 VLLM = (

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tercet.bench.simulated.microserving import (
+from tercet.lab.bench.simulated.microserving import (
     LINES,
     LOWEST,
     RATES,

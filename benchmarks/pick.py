@@ -14,9 +14,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import Engine, EngineLoad, Request
-from tercet.scheduling import Scheduling, load_scheduling
 
 PROMPT, SHARED, GROUPS = 8192, 2048, 50
 FILE = """

@@ -37,9 +37,10 @@ import msgspec
 from msgspec.structs import replace
 from renamed_flags import refuse_renamed
 
-from tercet.bench.bench_config import ServeConfig
-from tercet.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet.bench.profiles.engine_probe import (
+from tercet.cluster.model import resolve_model
+from tercet.lab.bench.bench_config import ServeConfig
+from tercet.lab.bench.experiment import Cell, Contender, Experiment, prepare
+from tercet.lab.bench.profiles.engine_probe import (
     BATCH,
     CONTEXT,
     STEPS,
@@ -50,15 +51,14 @@ from tercet.bench.profiles.engine_probe import (
     names_from,
     sharing_from,
 )
-from tercet.bench.results import Point, RequestRecord
-from tercet.bench.simulated import parse_fleet, point_of, run_requests
-from tercet.bench.simulated.virtual_run import Outcome
-from tercet.client import HttpEngine
-from tercet.cluster.model import resolve_model
+from tercet.lab.bench.results import Point, RequestRecord
+from tercet.lab.bench.simulated import parse_fleet, point_of, run_requests
+from tercet.lab.bench.simulated.virtual_run import Outcome
+from tercet.lab.sim import EngineOptions, Profile, StepModel, load_profile
+from tercet.lab.sim.step_times import pairs_of
 from tercet.programs import load_program
 from tercet.protocol import Request, TercetError
-from tercet.sim import EngineOptions, Profile, StepModel, load_profile
-from tercet.sim.step_times import pairs_of
+from tercet.wire.client import HttpEngine
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512

@@ -13,13 +13,13 @@ import asyncio
 from itertools import pairwise
 from statistics import median
 
+from tercet.decisions.migration import migrate
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.fleet.moving import MovingSequence
 from tercet.fleet.trace import Trace
-from tercet.migration import migrate
+from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.protocol import Output, Request
 from tercet.settings import MoveSettings, RetryBudget
-from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 BEFORE, AFTER = 30, 70
 Measured = tuple[float, float, int]

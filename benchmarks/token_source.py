@@ -42,7 +42,7 @@ async def source(port: int) -> None:
 
     from tercet.protocol import EngineStatus, Output, Usage
     from tercet.protocol.wire import PREFIX, ConnectCall, Destination, StartGenerateCall, decode_call
-    from tercet.streams import FrontDoors, SequenceSender
+    from tercet.wire.streams import FrontDoors, SequenceSender
 
     running: dict[SequenceSender, int] = {}
     outputs = [Output((token,)) for token in range(1000, 2000)]

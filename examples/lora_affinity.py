@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from tercet.decisions.scheduling import load_scheduling
 from tercet.fleet import EngineFleet, EngineObserver, Member
+from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.programs import data_parallel, outputs_of
 from tercet.protocol import Request
-from tercet.scheduling import load_scheduling
-from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 PROMPT, OUTPUT = 512, 128
 # Weights as in llm-d's own example; the last scorer is there or not.

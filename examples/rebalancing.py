@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from tercet.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
-from tercet.bench.simulated.sweep import Estimate
+from tercet.lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
+from tercet.lab.bench.simulated.sweep import Estimate
 from tercet.settings import Source, decode_settings
 
 PICKS = ("round_robin", "least_loaded")

@@ -9,16 +9,16 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from scripts.reference.markdown import code, table
 
-from tercet.client import prefill_metrics
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet.lab.sim.sim_server import COUNTERS, GAUGES
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
 from tercet.router.metrics import Metrics
-from tercet.sim.sim_server import COUNTERS, GAUGES
-from tercet.vllm_plugin.engine import agent_metrics
-from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
+from tercet.vllm_plugin.edge import agent_metrics
+from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
+from tercet.wire.client import prefill_metrics
 
 HEAD = """# Metrics
 

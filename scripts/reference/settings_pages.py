@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from scripts.reference.markdown import code, first_sentence, prose, table
 
-from tercet.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
-from tercet.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
 from tercet.cli.chaos import ChaosConfig
 from tercet.cluster.up_config import UpConfig
+from tercet.decisions.scheduling.assembly import PluginEntry, PluginUse, ProfileConfig, SchedulingConfig
+from tercet.decisions.scheduling.registry import BUILT_IN
+from tercet.lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
+from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
+from tercet.lab.sim import EngineOptions
 from tercet.router.routing import Plan, Rule, Share
-from tercet.scheduling.assembly import PluginEntry, PluginUse, ProfileConfig, SchedulingConfig
-from tercet.scheduling.registry import BUILT_IN
 from tercet.settings import (
     Declared,
     EngineAddress,
@@ -27,8 +28,7 @@ from tercet.settings import (
     SidecarConfig,
     declared,
 )
-from tercet.sim import EngineOptions
-from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
+from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 
 OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet up": UpConfig,

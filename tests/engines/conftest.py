@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.cluster.ports import free_ports
 from tercet.protocol import EngineStatus
+from tercet.wire.client import HttpEngine
 from tests.small_llama import small_llama
 from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.client.vllm_metrics import VllmMetrics, parsed
 from tercet.cluster.model import resolve_model
+from tercet.wire.client.vllm_metrics import VllmMetrics, parsed
 
 from .commands import counted, page
 from .conftest import MODEL, free_port, until_answering

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tercet.chaos.chaos_report import figures, violation_lines
-from tercet.chaos.fault_schedule import FaultSchedule, PlannedFault
-from tercet.chaos.real_arena import REAL_LOAD, run_real
-from tercet.chaos.tricks import TRICKS, plan_tricks
 from tercet.cluster.up_config import UpConfig
+from tercet.lab.chaos.chaos_report import figures, violation_lines
+from tercet.lab.chaos.fault_schedule import FaultSchedule, PlannedFault
+from tercet.lab.chaos.real_arena import REAL_LOAD, run_real
+from tercet.lab.chaos.tricks import TRICKS, plan_tricks
 from tests.small_llama import small_llama
 
 # What the product is known to survive, one after the other; half of the time is for the engine that starts anew.

@@ -13,11 +13,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request, Unauthorized
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import PREFIX
-from tercet.streams import StreamListener
+from tercet.wire.client import HttpEngine
+from tercet.wire.streams import StreamListener
 
 from .conftest import MODEL, free_port, running_engine, settled
 from .prompts import prompt_of

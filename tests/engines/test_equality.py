@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request
+from tercet.wire.client import HttpEngine
 
 from .conftest import MAX_BATCHED, Fleet
 from .prompts import BLOCK, alone, calls_of, complete, prompt_of, tokens_of

@@ -8,8 +8,8 @@ import uuid
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import EngineUnreachable, Request, Sent, TercetError, TransferFailed
+from tercet.wire.client import HttpEngine
 
 from .conftest import Fleet, settled
 from .processes import processes_of, send_signal

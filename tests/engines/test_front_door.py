@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from tercet.client import HttpEngine
+from tercet.wire.client import HttpEngine
 
 from .conftest import Fleet, get_json, settled
 from .long_runs import FULL

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tercet.chaos.fault_schedule import ProcessKind
-from tercet.client import HttpEngine
+from tercet.lab.chaos.fault_schedule import ProcessKind
+from tercet.wire.client import HttpEngine
 
 from .client_streams import BODIES, Answer, Readers, read, read_all
 from .conftest import Fleet, get_json, settled

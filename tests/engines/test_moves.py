@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import UnknownSequence
+from tercet.wire.client import HttpEngine
 
 from .conftest import Fleet
 from .moving import ENGINES, answer_of, ask, logprobs_of, moving, until

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tercet.chaos.arena import fill_cache
-from tercet.client import HttpEngine
+from tercet.lab.chaos.arena import fill_cache
+from tercet.wire.client import HttpEngine
 from tests.small_llama import WIDE, small_llama
 
 from .conftest import Fleet, settled, start_fleet

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request
+from tercet.wire.client import HttpEngine
 
 from .conftest import running_engine, settled
 from .prompts import BLOCK, alone, prompt_of

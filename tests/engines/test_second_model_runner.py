@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from scripts.gpu_report import random_model
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request
+from tercet.wire.client import HttpEngine
 
 from .conftest import settled
 from .long_runs import FULL

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import EngineStatus
+from tercet.wire.client import HttpEngine
 
 from .commands import tercet_process
 from .conftest import Fleet, free_port, settled

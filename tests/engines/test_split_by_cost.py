@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.cluster.model import resolve_model
 from tercet.gateway.split_cost import ENOUGH_PREFILLS
+from tercet.wire.client import HttpEngine
 
 from ..conformance.envoy_side import PREFILLER
 from .commands import SECONDS, generating

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import LayoutMismatch
+from tercet.wire.client import HttpEngine
 from tests.small_llama import small_llama
 
 from .conftest import Fleet, front_door_over, places_of, settled

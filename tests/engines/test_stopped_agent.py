@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request, TercetError
+from tercet.wire.client import HttpEngine
 
 from .conftest import settled
 from .processes import part_of, send_signal

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
 from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, Output, Request
-from tercet.streams import StreamListener
+from tercet.wire.client import HttpEngine
+from tercet.wire.streams import StreamListener
 
 from .conftest import Fleet, settled
 

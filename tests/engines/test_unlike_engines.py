@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tercet.client import HttpEngine
+from tercet.wire.client import HttpEngine
 from tests.small_llama import small_llama
 
 from .conftest import settled

@@ -12,7 +12,6 @@ import aiohttp
 import msgspec
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -24,6 +23,7 @@ from tercet.protocol import (
     TransferFailed,
     UnknownSequence,
 )
+from tercet.wire.client import HttpEngine
 
 from .conftest import MAX_BATCHED, Fleet, settled
 from .prompts import BLOCK, alone, prompt_of

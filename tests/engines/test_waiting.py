@@ -16,8 +16,8 @@ def queue() -> Iterator[tuple[object, object]]:
     """A writer and a reader of one queue, whose reader sleeps between messages."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-    from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
     from tercet.vllm_plugin.hooks import hooks_of
+    from tercet.vllm_plugin.worker.queue_waiting import let_queue_readers_sleep
 
     begin, wait = SpinCondition.__init__, SpinCondition.wait
     let_queue_readers_sleep()

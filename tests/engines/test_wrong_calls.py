@@ -12,9 +12,9 @@ from random import Random
 import aiohttp
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request, UnknownAdapter
 from tercet.protocol.wire import PREFIX
+from tercet.wire.client import HttpEngine
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.targets.verbs import VERBS, Calls, seeds
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request
+from tercet.wire.client import HttpEngine
 from tests.warm import spec_of
 
 from .conftest import free_port, until_answering

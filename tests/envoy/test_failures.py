@@ -15,8 +15,8 @@ from yarl import URL
 
 from tercet.cluster.ports import free_ports
 from tercet.gateway.exchange import CONTROL
+from tests.unit.wire.client.certificates import Authority
 
-from ..unit.client.certificates import Authority
 from .gateway import CANDIDATES, HOST, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -15,8 +15,6 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from tercet.client import HttpEngine
-from tercet.client.ask_front_door import ask_front_door
 from tercet.fleet import FleetKnowledge, kv_events
 from tercet.fleet.kv_inbox import MOST_SIZES, KVInbox
 from tercet.programs.loading import load_program
@@ -37,19 +35,21 @@ from tercet.router.followers import ALIVE, REPORT, Followers
 from tercet.router.shared_state import load_scheduling_file
 from tercet.settings import EngineAddress
 from tercet.settings.decoding import read_yaml
-from tercet.streams import FrontDoors, OutputBatch, StreamListener
 from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, TransportSettings, is_address
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ReadCounters
 from tercet.transport.agent.control_channel import ControlServer
 from tercet.transport.backends.reading import BackendUnavailable
 from tercet.transport.backends.registered import understood
-from tercet.vllm_plugin.engine.agent_reports import AgentReports
-from tercet.vllm_plugin.engine.sampling_params import first_token_only, to_vllm
+from tercet.vllm_plugin.edge.agent_reports import AgentReports
+from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
+from tercet.wire.client import HttpEngine
+from tercet.wire.client.ask_front_door import ask_front_door
+from tercet.wire.streams import FrontDoors, OutputBatch, StreamListener
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import Engine
-from tests.unit.streams.test_streams import connected, until
 from tests.unit.transport.agents import BlockingClient
+from tests.unit.wire.streams.test_streams import connected, until
 
 DEEP = 100_000
 DEEP_JSON = b"[" * DEEP + b"]" * DEEP
@@ -172,7 +172,7 @@ async def test_a_stream_of_nonsense_is_an_engine_error(line: bytes) -> None:
 
 
 async def test_a_line_without_end_is_a_broken_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.client.http_engine.LONGEST_LINE", 1024)
+    monkeypatch.setattr("tercet.wire.client.http_engine.LONGEST_LINE", 1024)
     async with answering(b"data: " + b"x" * 1_000_000 + b"\n", has_status=True) as url, HttpEngine("e", url) as engine:
         with pytest.raises(EngineUnreachable):
             await anext(engine.start_generate(Request(seq_id="s", prompt=(1, 2))))

@@ -20,8 +20,8 @@ from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.memory.staged import StagedMemory, wait_until
 from tercet.transport.memory.torch_blocks import ComputedEvents, PeerBlocks, TorchBlocks, device_planes
 from tercet.transport.memory.torch_devices import CudaDevice
-from tercet.vllm_plugin.engine.device_export import DeviceExport
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.device_export import DeviceExport
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
 from tests.unit.transport.ranks import FINGERPRINT, transfer
 
 pytestmark = pytest.mark.gpu

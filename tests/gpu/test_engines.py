@@ -15,8 +15,8 @@ from contextlib import ExitStack
 import pytest
 from scripts.gpu_report import random_model, servers
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request
+from tercet.wire.client import HttpEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 TOKENS = 40

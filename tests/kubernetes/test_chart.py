@@ -17,11 +17,11 @@ import yaml
 
 from tercet.cli.app import app
 from tercet.cli.setting_flags import flags_given
-from tercet.discovery.api_objects import InferencePool, Pod
-from tercet.discovery.pods import engines_of
+from tercet.fleet.discovery.api_objects import InferencePool, Pod
+from tercet.fleet.discovery.pods import engines_of
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
-from tercet.vllm_plugin.engine.plugin_settings import parse_settings
+from tercet.vllm_plugin.start.plugin_settings import parse_settings
 
 from .chart import CHART, GROUPS, ROOT, VALUES, Object, containers, objects, of_kind, pods, ports_of, rendered, selects
 from .crds import SCHEMAS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
+from tercet.wire.client import HttpEngine
 from tests.engines.conftest import Fleet, get_json, settled, start_fleet
 from tests.engines.moving import answer_of, ask, moving, until
 from tests.engines.processes import processes_of, send_signal

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request, RequestTooLarge
+from tercet.wire.client import HttpEngine
 from tests.engines.conftest import Fleet, get_json, settled, start_fleet
 from tests.engines.moving import ask
 from tests.engines.prompts import chat, tokens_of

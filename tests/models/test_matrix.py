@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import Request
+from tercet.wire.client import HttpEngine
 from tests.engines.conftest import START_SECONDS, Fleet, free_port, get_json, settled, start_fleet
 from tests.engines.moving import answer_of, moving, until
 from tests.engines.processes import processes_of, send_signal

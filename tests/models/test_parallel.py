@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tercet.client import HttpEngine
 from tercet.protocol import LayoutMismatch
+from tercet.wire.client import HttpEngine
 from tests.engines.commands import counted
 from tests.engines.conftest import settled
 from tests.engines.prompts import complete, prompt_of, tokens_of

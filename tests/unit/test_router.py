@@ -17,7 +17,7 @@ from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, Limits, RetryBudget, RouterConfig
-from tercet.vllm_plugin.frontend.request_context import current
+from tercet.wire.serving.request_context import current
 
 from .fakes import FakeEngine
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tercet.protocol.sse import WholeEvents, data_of, events_of, object_of
-from tercet.vllm_plugin.frontend.trace_answers import TracingSend
+from tercet.wire.serving.trace_answers import TracingSend
 
 TEXT = b'data: {"text": "data: [DONE]\\n\\ndata: [DONE]"}\n\n'
 STREAM = TEXT + b": keep-alive\n\n" + b"data: [DONE]\n\n"

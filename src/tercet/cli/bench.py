@@ -15,14 +15,19 @@ import typer
 import uvloop
 
 from tercet.aio import signals_to
-from tercet.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
-from tercet.bench.compare import ratios_of, turns_of
-from tercet.bench.drawing import require_drawing
-from tercet.bench.experiment import Bench, Cell, Contender, Experiment, prepare
-from tercet.bench.figure_lines import figure_of
-from tercet.bench.result_figure import draw
-from tercet.bench.result_report import markdown, point_text, ratio_table
-from tercet.bench.results import (
+from tercet.cli.bench_migration import migration
+from tercet.cli.bench_options import bench_command
+from tercet.cli.bench_transfer import transfer
+from tercet.cli.terminal import require_folder, say, write_file
+from tercet.cluster.model import resolve_model
+from tercet.lab.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
+from tercet.lab.bench.compare import ratios_of, turns_of
+from tercet.lab.bench.drawing import require_drawing
+from tercet.lab.bench.experiment import Bench, Cell, Contender, Experiment, prepare
+from tercet.lab.bench.figure_lines import figure_of
+from tercet.lab.bench.result_figure import draw
+from tercet.lab.bench.result_report import markdown, point_text, ratio_table
+from tercet.lab.bench.results import (
     BenchResult,
     Point,
     command_line,
@@ -32,13 +37,8 @@ from tercet.bench.results import (
     save_result,
     versions,
 )
-from tercet.bench.run_facts import program_served
-from tercet.bench.summary import Summary
-from tercet.cli.bench_migration import migration
-from tercet.cli.bench_options import bench_command
-from tercet.cli.bench_transfer import transfer
-from tercet.cli.terminal import require_folder, say, write_file
-from tercet.cluster.model import resolve_model
+from tercet.lab.bench.run_facts import program_served
+from tercet.lab.bench.summary import Summary
 from tercet.protocol import BadRequest, EngineError
 
 CellsOf = Callable[[Bench], Sequence[Cell]]

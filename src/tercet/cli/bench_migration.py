@@ -10,14 +10,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.bench.drawing import require_drawing
-from tercet.bench.moving import WAYS, MoveCost, measure_moves
-from tercet.bench.moving_figure import plot_pauses
-from tercet.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
-from tercet.bench.results import machine, where_and_when
 from tercet.cli.bench_options import names_in, numbers_in
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
+from tercet.lab.bench.drawing import require_drawing
+from tercet.lab.bench.moving import WAYS, MoveCost, measure_moves
+from tercet.lab.bench.moving_figure import plot_pauses
+from tercet.lab.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
+from tercet.lab.bench.results import machine, where_and_when
 from tercet.settings import MoveSettings, require_url
 
 

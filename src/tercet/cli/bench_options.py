@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tercet.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config
 from tercet.cli.given_names import flags_of, given_as
 from tercet.cli.setting_flags import flags_given, parameters_of, taking
+from tercet.lab.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 

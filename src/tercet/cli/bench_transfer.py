@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from tercet.bench.digits import three_digits
-from tercet.bench.drawing import require_drawing
-from tercet.bench.results import where_and_when
-from tercet.bench.transfer.cases import KIB, MIB, Table, cases
-from tercet.bench.transfer.interference import MEMCPY, Interference, measure_interference
-from tercet.bench.transfer.measurement import (
+from tercet.cli.bench_options import names_in, numbers_in
+from tercet.cli.terminal import progress, require_folder, say, show_table
+from tercet.lab.bench.digits import three_digits
+from tercet.lab.bench.drawing import require_drawing
+from tercet.lab.bench.results import where_and_when
+from tercet.lab.bench.transfer.cases import KIB, MIB, Table, cases
+from tercet.lab.bench.transfer.interference import MEMCPY, Interference, measure_interference
+from tercet.lab.bench.transfer.measurement import (
     BACKENDS,
     failures,
     idle_cpu,
@@ -20,9 +22,7 @@ from tercet.bench.transfer.measurement import (
     report,
     rows,
 )
-from tercet.bench.transfer.transfer_figure import draw_transfer
-from tercet.cli.bench_options import names_in, numbers_in
-from tercet.cli.terminal import progress, require_folder, say, show_table
+from tercet.lab.bench.transfer.transfer_figure import draw_transfer
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings

@@ -12,7 +12,10 @@ import msgspec
 import typer
 from msgspec import Meta
 
-from tercet.chaos.chaos_report import (
+from tercet.cli.setting_flags import settings_command
+from tercet.cli.terminal import note, require_folder, show_table, write_file
+from tercet.cluster.up_config import UpConfig
+from tercet.lab.chaos.chaos_report import (
     HEADINGS,
     MOVE_HEADINGS,
     TRICK_HEADINGS,
@@ -23,8 +26,8 @@ from tercet.chaos.chaos_report import (
     trick_rows,
     violation_lines,
 )
-from tercet.chaos.client_load import LoadShape
-from tercet.chaos.fault_schedule import (
+from tercet.lab.chaos.client_load import LoadShape
+from tercet.lab.chaos.fault_schedule import (
     KINDS,
     FaultKind,
     FaultSchedule,
@@ -33,10 +36,7 @@ from tercet.chaos.fault_schedule import (
     parse_kinds,
     plan_faults,
 )
-from tercet.chaos.tricks import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
-from tercet.cli.setting_flags import settings_command
-from tercet.cli.terminal import note, require_folder, show_table, write_file
-from tercet.cluster.up_config import UpConfig
+from tercet.lab.chaos.tricks import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, declared
 
@@ -161,7 +161,7 @@ class _Site(NamedTuple):
 
 
 def _simulated(config: ChaosConfig) -> _Site:
-    from tercet.chaos.simulated_arena import SIMULATED_LOAD, SimulatedFleet, run_simulated
+    from tercet.lab.chaos.simulated_arena import SIMULATED_LOAD, SimulatedFleet, run_simulated
 
     logging.basicConfig(level=logging.CRITICAL)
     prefill, decode = config.counts
@@ -176,8 +176,8 @@ def _simulated(config: ChaosConfig) -> _Site:
 
 
 def _real(config: ChaosConfig) -> _Site:
-    from tercet.chaos.real_arena import REAL_LOAD, real_shape, run_real
     from tercet.cluster.model import resolve_model
+    from tercet.lab.chaos.real_arena import REAL_LOAD, real_shape, run_real
 
     prefill, decode = config.counts
     up = UpConfig(

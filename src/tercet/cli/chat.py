@@ -16,11 +16,11 @@ import typer
 
 from tercet.cli.fleet_commands import HERE, ApiKey, Url
 from tercet.cli.terminal import note, write
-from tercet.client.connection_errors import reason_of
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
+from tercet.wire.client.connection_errors import reason_of
 
 # Between two tokens of an answer; a request may also wait for a place.
 ANSWER = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)

@@ -11,13 +11,13 @@ import typer
 
 from tercet.cli.terminal import console, say
 from tercet.cli.up import run_fleet
-from tercet.client.connection_errors import reason_of
 from tercet.cluster.local import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.protocol.trace import TraceEvent
+from tercet.wire.client.connection_errors import reason_of
 
 MAX_TOKENS = 48
 ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=120)

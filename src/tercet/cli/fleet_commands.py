@@ -16,12 +16,12 @@ import typer
 
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import say
-from tercet.client.ask_front_door import ask_front_door
 from tercet.protocol import BadRequest, EngineUnreachable, Role
 from tercet.protocol.bearer import key_of
 from tercet.settings import require_engine_url, require_url
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
+from tercet.wire.client.ask_front_door import ask_front_door
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The router's base URL.")]
 AdminKey = Annotated[

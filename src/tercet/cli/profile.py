@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from tercet.bench.profiles.silicon import SiliconQuery, import_profile
-from tercet.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, show_table, write_file
-from tercet.client import HttpEngine
+from tercet.lab.bench.profiles.silicon import SiliconQuery, import_profile
+from tercet.lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
+from tercet.lab.sim import Profile, StepModel, load_profile, shipped_profiles
+from tercet.lab.sim.step_times import Transfer, pairs_of
 from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.router_config import engine_address
-from tercet.sim import Profile, StepModel, load_profile, shipped_profiles
-from tercet.sim.step_times import Transfer, pairs_of
+from tercet.wire.client import HttpEngine
 
 profile = typer.Typer(name="profile", rich_markup_mode="markdown", help="Step-time profiles of simulated engines.")
 

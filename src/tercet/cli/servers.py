@@ -13,7 +13,6 @@ from tercet.cli.door_access import require_private_door
 from tercet.cli.given_names import PARTS, given_as
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
-from tercet.client import engine_tls
 from tercet.cluster.compute import devices_for_engines
 from tercet.cluster.device_plan import pick_devices
 from tercet.cluster.engine_command import (
@@ -33,20 +32,21 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model, require_model
 from tercet.cluster.ports import require_free, url_of
-from tercet.migration import policies_of
+from tercet.decisions.migration import policies_of
+from tercet.decisions.scheduling import load_scheduling
+from tercet.lab.sim import EngineOptions, Profile, load_profile, options_from
+from tercet.lab.sim.sim_server import ServerConfig
+from tercet.lab.sim.sim_server import serve as serve_simulated
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.router import serve
 from tercet.router.rescheduler_server import serve_rescheduler
 from tercet.router.workers import supervise
-from tercet.scheduling import load_scheduling
 from tercet.settings import ReschedulerConfig, RouterConfig, key_values, require_url
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.verb_log import log_as_the_environment_says
-from tercet.sim import EngineOptions, Profile, load_profile, options_from
-from tercet.sim.sim_server import ServerConfig
-from tercet.sim.sim_server import serve as serve_simulated
+from tercet.wire.client import engine_tls
 
 
 def engine(

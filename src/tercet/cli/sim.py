@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from tercet.bench.drawing import require_drawing
-from tercet.bench.simulated import MovingSettings, PlannedWorkload, Simulation, SyntheticWorkload, table
-from tercet.bench.simulated.simulation import headings as headings_of_run
-from tercet.bench.simulated.sweep import headings, parse_axis, rows, sweep
-from tercet.bench.simulated.sweep_figure import plot_sweep
-from tercet.bench.summary import Slo
 from tercet.cli.bench_options import limits_of
 from tercet.cli.given_names import given_as
 from tercet.cli.setting_flags import ProgramArg, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
+from tercet.lab.bench.drawing import require_drawing
+from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload, Simulation, SyntheticWorkload, table
+from tercet.lab.bench.simulated.simulation import headings as headings_of_run
+from tercet.lab.bench.simulated.sweep import headings, parse_axis, rows, sweep
+from tercet.lab.bench.simulated.sweep_figure import plot_sweep
+from tercet.lab.bench.summary import Slo
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint

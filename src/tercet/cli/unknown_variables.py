@@ -21,7 +21,7 @@ _OF_COMMAND: Mapping[str, type[Settings]] = {
     "rescheduler": ReschedulerConfig,
 }  # fmt: skip
 # The rooms whose settings come from the environment, too; those of vLLM's plugin and of measurements do not.
-_READ_THEM = ("tercet.settings", "tercet.cluster", "tercet.chaos")
+_READ_THEM = ("tercet.settings", "tercet.cluster", "tercet.lab.chaos")
 
 
 def unknown_variables(command: str = "", environment: Mapping[str, str] = os.environ) -> Iterator[str]:

@@ -21,10 +21,10 @@ from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
-from tercet.migration import policies_of
+from tercet.decisions.migration import policies_of
+from tercet.decisions.scheduling import load_scheduling
+from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
-from tercet.scheduling import load_scheduling
-from tercet.sim import EngineOptions, load_profile, options_from
 
 
 def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:

@@ -22,8 +22,8 @@ from tercet.protocol.bearer import key_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
-from tercet.vllm_plugin.engine.queue_waiting import spin_seconds
-from tercet.vllm_plugin.engine.server_access import require_key_beyond_loopback
+from tercet.vllm_plugin.worker.queue_waiting import spin_seconds
+from tercet.wire.serving.server_access import require_key_beyond_loopback
 
 KV_TRANSFER = "--kv-transfer-config"
 # Tercet uses these to find the server; as vLLM flags they would move it elsewhere.
@@ -77,7 +77,7 @@ def _spelling(arg: str) -> str:
 
 
 PLAIN_SERVER = "vllm.entrypoints.openai.api_server"
-WITH_ONE_IMPORT = "tercet.vllm_plugin.server"
+WITH_ONE_IMPORT = "tercet.vllm_plugin.start.server"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")

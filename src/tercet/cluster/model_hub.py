@@ -15,9 +15,9 @@ from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
-from tercet.client.connection_errors import reason_of
 from tercet.cluster.model import BUILT_IN, OnProgress, resolve_model
 from tercet.protocol import BadRequest
+from tercet.wire.client.connection_errors import reason_of
 
 HUB = "https://huggingface.co"
 ASK_SECONDS = 5.0

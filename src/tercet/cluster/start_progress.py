@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tercet.vllm_plugin.engine.loading_stages import MARK
+from tercet.vllm_plugin.start.loading_stages import MARK
 
 STARTING = "starting"
 # Shorter stages are not reported.

@@ -37,7 +37,7 @@ COMMAND_LINE = "tercet.cli"
 OF_ROUTER = (
     "tercet.cli.app",
     "tercet.router.server",
-    "tercet.vllm_plugin.engine.server_access",
+    "tercet.wire.serving.server_access",
     "tercet.vllm_plugin.frontend.served_adapters",
     "tercet.vllm_plugin.frontend.openai_server",
     "uvloop",
@@ -73,8 +73,8 @@ def main() -> None:
 
     setproctitle.getproctitle()  # it searches the beginning of the environment, before that is changed
     with socket.socket(fileno=int(sys.argv[1])) as listening:
-        from tercet.vllm_plugin.log_noise import without_noise
-        from tercet.vllm_plugin.server import import_engine
+        from tercet.vllm_plugin.start.log_noise import without_noise
+        from tercet.vllm_plugin.start.server import import_engine
 
         began_with = dict(os.environ)
         without_noise()
@@ -109,7 +109,7 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     setproctitle: Any = sys.modules["setproctitle"]
     setproctitle.setproctitle(" ".join(command.argv))
     if module == WITH_ONE_IMPORT:
-        from tercet.vllm_plugin.server import serve_imported
+        from tercet.vllm_plugin.start.server import serve_imported
 
         os.environ[PRELOAD] = began_with[PRELOAD]
         serve_imported()
@@ -164,7 +164,7 @@ def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
 
 def loaded_with() -> dict[str, str]:
     """Variables of a warm parent's environment beyond those of its engines."""
-    from tercet.vllm_plugin.server import openmp, with_openmp
+    from tercet.vllm_plugin.start.server import openmp, with_openmp
 
     return {**ONE_THREAD, PRELOAD: with_openmp(os.environ.get(PRELOAD, ""), openmp())}
 

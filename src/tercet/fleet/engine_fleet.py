@@ -9,7 +9,8 @@ from random import Random
 
 import msgspec
 
-from tercet.cost import Costs, Targets
+from tercet.decisions.cost import Costs, Targets
+from tercet.decisions.scheduling import Scheduling
 from tercet.fleet.adapters import Declared, agreed, differing, has, wanted_by
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
@@ -37,7 +38,6 @@ from tercet.protocol import (
     WithoutRole,
 )
 from tercet.protocol.trace import FALLBACK, TraceEvent
-from tercet.scheduling import Scheduling
 from tercet.settings import log_events
 
 

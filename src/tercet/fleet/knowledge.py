@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tercet.decisions.scheduling.hashing import block_hashes, key_of
+from tercet.decisions.scheduling.plugin import Floats, Integers
 from tercet.fleet.prefix_index import RoutingHistory
 from tercet.fleet.stored_blocks import StoredBlocks
 from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.protocol.block_hashes import Extras
-from tercet.scheduling.hashing import block_hashes, key_of
-from tercet.scheduling.plugin import Floats, Integers
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten reports, one every 100 ms, are missing."""
@@ -26,7 +26,7 @@ STALE_AFTER = 1.0
 class LoadTable:
     """The last report of each engine; every engine has a row from :meth:`add` to :meth:`remove`.
 
-    Plugins see :class:`~tercet.scheduling.plugin.Reports`. ``clock`` gives seconds that never go back.
+    Plugins see :class:`~tercet.decisions.scheduling.plugin.Reports`. ``clock`` gives seconds that never go back.
     """
 
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
@@ -132,8 +132,9 @@ class LoadTable:
 
 
 class FleetKnowledge:
-    """Reports, prefixes and turns of every engine, by its row; plugins see :class:`~tercet.scheduling.Knowledge`.
+    """Reports, prefixes and turns of every engine, by its row.
 
+    Plugins see :class:`~tercet.decisions.scheduling.Knowledge`.
     ``clock`` is monotonic, in seconds; reports older than ``stale_after`` seconds count as unknown.
     """
 
@@ -161,7 +162,7 @@ class FleetKnowledge:
 
     @property
     def stored(self) -> dict[int, StoredBlocks]:
-        """See :class:`tercet.scheduling.Knowledge`; ``told`` is the same, but does not start the reports."""
+        """See :class:`tercet.decisions.scheduling.Knowledge`; ``told`` is the same, but does not start the reports."""
         self.needed()
         begin, self._begin_blocks = self._begin_blocks, None
         if begin is not None:
@@ -185,7 +186,7 @@ class FleetKnowledge:
     # ---- prefixes --------------------------------------------------------------------------------------------
 
     def routed(self, block_size: int, capacity: int) -> RoutingHistory:
-        """See :class:`tercet.scheduling.Knowledge`; a history begins with its first use."""
+        """See :class:`tercet.decisions.scheduling.Knowledge`; a history begins with its first use."""
         history = self._routed.get((block_size, capacity))
         if history is None:
             history = self._routed[block_size, capacity] = RoutingHistory(lambda: self.loads.size, capacity)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from tercet.decisions.migration import CountedMove, LoadedEngine, SequenceView
 from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.members import Member
-from tercet.migration import CountedMove, LoadedEngine, SequenceView
 
 
 def is_stale(fleet: EngineFleet, member: Member, stale_after_s: float) -> bool:

@@ -13,13 +13,13 @@ from typing import Self
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.client import Admit, HttpEngine
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import follow_cache
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
 from tercet.protocol.types import TextFingerprint
 from tercet.settings import EngineAddress
-from tercet.streams import StreamListener
+from tercet.wire.client import Admit, HttpEngine
+from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.fleet")
 LOOK_SECONDS = 0.5
@@ -38,7 +38,7 @@ def connecting(
     """Return a function that connects to an engine by name and URL, and passes its reports to ``fleet``.
 
     Knowledge about an engine's cache is void once the engine was restarted. ``secret`` and ``tls`` as for
-    :class:`~tercet.client.HttpEngine`.
+    :class:`~tercet.wire.client.HttpEngine`.
     """
 
     @asynccontextmanager

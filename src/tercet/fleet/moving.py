@@ -1,4 +1,4 @@
-"""One running sequence during a move to another engine, as :func:`tercet.migration.migrate` sees it."""
+"""One running sequence during a move to another engine, as :func:`tercet.decisions.migration.migrate` sees it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputS
 
 
 class MovingSequence:
-    """Implements :class:`tercet.migration.Movable` for the present generation of ``sequence``.
+    """Implements :class:`tercet.decisions.migration.Movable` for the present generation of ``sequence``.
 
     After the cut-over, ``recomputed`` is the number of positions that the destination computes in addition to that of
     the next token, and ``pause`` the seconds between the last token from the source and the first from the destination;
@@ -40,17 +40,20 @@ class MovingSequence:
 
     @property
     def computed(self) -> int:
-        """See :class:`tercet.migration.Movable`. The last token's KV is computed in the step that makes the next."""
+        """See :class:`tercet.decisions.migration.Movable`.
+
+        The last token's KV is computed in the step that makes the next.
+        """
         return self.generation.computed
 
     def context(self) -> Request:
-        """See :class:`tercet.migration.Movable`."""
+        """See :class:`tercet.decisions.migration.Movable`."""
         request = self.generation.request
         tokens = (*request.prompt, *self.generation.tokens)[: self.computed]
         return msgspec.structs.replace(request, seq_id=self._id, prompt=tokens, sampling_params={})
 
     async def cut_over(self, to: Engine, begin: int) -> None:
-        """See :class:`tercet.migration.Movable`."""
+        """See :class:`tercet.decisions.migration.Movable`."""
         arrival = _FirstOutput(self.engine.costs.clock)
         left_at = None
 

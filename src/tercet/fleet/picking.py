@@ -10,6 +10,11 @@ from typing import Generic, TypeVar, cast
 
 import numpy as np
 
+from tercet.decisions.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
+from tercet.decisions.scheduling.hashing import block_hashes
+from tercet.decisions.scheduling.pickers import TurnPicker
+from tercet.decisions.scheduling.plugin import Integers
+from tercet.decisions.scheduling.profiles import SCHEDULED
 from tercet.fleet.adapters import has, wanted_by
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import (
@@ -24,11 +29,6 @@ from tercet.protocol import (
     UnknownAdapter,
     WithoutRole,
 )
-from tercet.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
-from tercet.scheduling.hashing import block_hashes
-from tercet.scheduling.pickers import TurnPicker
-from tercet.scheduling.plugin import Integers
-from tercet.scheduling.profiles import SCHEDULED
 from tercet.settings import log_events
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tercet.scheduling.plugin import Integers
+from tercet.decisions.scheduling.plugin import Integers
 
 MANY = 24
 
 
 class Holders:
-    """For each block hash, the rows that have it: a :class:`~tercet.scheduling.plugin.PrefixIndex`.
+    """For each block hash, the rows that have it: a :class:`~tercet.decisions.scheduling.plugin.PrefixIndex`.
 
     ``rows`` returns the number of rows.
     """
@@ -74,9 +74,9 @@ def _bits(mask: int) -> Iterator[int]:
 class RoutingHistory(Holders):
     """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
 
-    Plugins see :class:`~tercet.scheduling.plugin.RoutedPrefixes`. Hashes are chained: an engine with a block has all
-    blocks before it, which were routed there with it and are dropped later. So only few blocks of a long prompt are
-    looked up.
+    Plugins see :class:`~tercet.decisions.scheduling.plugin.RoutedPrefixes`. Hashes are chained: an
+    engine with a block has all blocks before it, which were routed there with it and are dropped later. So only few
+    blocks of a long prompt are looked up.
     """
 
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from urllib.parse import urlsplit
 
-from tercet.client import Admit
-from tercet.client.scraped_engine import ScrapedEngine
 from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.kv_events import follow_cache
 from tercet.fleet.membership import Connect
 from tercet.protocol import Engine, KVEvents
 from tercet.protocol.hosts import bracketed
+from tercet.wire.client import Admit
+from tercet.wire.client.scraped_engine import ScrapedEngine
 
 
 def scraping(
@@ -27,7 +27,7 @@ def scraping(
     """Return a function that connects to an engine, and reads its ``/metrics`` every ``interval`` seconds.
 
     With ``kv_events_port`` each engine publishes vLLM's KV events there, on its own host. ``tls`` is as for
-    :class:`~tercet.client.HttpEngine`. The page is open on every vLLM server, so no key is sent.
+    :class:`~tercet.wire.client.HttpEngine`. The page is open on every vLLM server, so no key is sent.
     """
 
     @asynccontextmanager

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from tercet.cost import Costs, RouteDecision
+from tercet.decisions.cost import Costs, RouteDecision
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.fleet.members import Counted, Member
 from tercet.protocol import (

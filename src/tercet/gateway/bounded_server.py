@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
 from tercet.protocol.error_forms import error_body
-from tercet.vllm_plugin.frontend.error_answers import breach_error, last_answer
+from tercet.wire.serving.error_answers import breach_error, last_answer
 
 KEEPALIVE_SECONDS = 75.0
 """Idle time of a connection between two requests; proxies keep theirs for a minute."""

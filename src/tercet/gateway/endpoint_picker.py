@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from tercet.decisions.scheduling import ConcurrencyLimit, Saturation
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.gateway.openai_call import OpenAICall
@@ -27,9 +28,8 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.protocol.hosts import host_and_port
-from tercet.scheduling import ConcurrencyLimit, Saturation
 from tercet.settings import Limits, PickerConfig
-from tercet.streams.wire_format import REPORT_SECONDS
+from tercet.wire.streams.wire_format import REPORT_SECONDS
 
 _numbers = itertools.count(1)
 

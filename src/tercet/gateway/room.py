@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tercet.decisions.scheduling import ConcurrencyLimit, Saturation
 from tercet.fleet import EngineFleet, Member
 from tercet.gateway.reported_load import UNKNOWN_ROOM, ReportedLoad
-from tercet.scheduling import ConcurrencyLimit, Saturation
 
 ENOUGH_ROOM = 8
 """Most requests that hold a slot at a time; a slot is given back as soon as the pick is made."""

@@ -19,9 +19,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
-from tercet.client import engine_tls
-from tercet.discovery import PoolReference, access_of, discovery_of, follow_objectives, follow_pods, until_known
+from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
+from tercet.fleet.discovery import PoolReference, access_of, discovery_of, follow_objectives, follow_pods, until_known
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
@@ -41,10 +41,10 @@ from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.service import EndpointPickerService
 from tercet.protocol import BadRequest, ShuttingDown
 from tercet.protocol.hosts import host_and_port
-from tercet.scheduling import Scheduling, load_scheduling
 from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
-from tercet.streams import StreamListener
+from tercet.wire.client import engine_tls
+from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.gateway")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"

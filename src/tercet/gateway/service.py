@@ -17,7 +17,7 @@ from tercet.gateway.exchange import Exchange, ExchangeBroken, refusal
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.protos import ExternalProcessorServicer, ProcessingRequest, ProcessingResponse
 from tercet.protocol import EngineError, TercetError
-from tercet.vllm_plugin.frontend.error_answers import breach_error
+from tercet.wire.serving.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tercet.cost.cost_model import CostModel
-from tercet.cost.costs import max_tokens_of
-from tercet.cost.reported_work import ReportedWork
-from tercet.cost.routes import RouteCandidate, RouteRequest, Targets, pair_pays
+from tercet.decisions.cost.cost_model import CostModel
+from tercet.decisions.cost.costs import max_tokens_of
+from tercet.decisions.cost.reported_work import ReportedWork
+from tercet.decisions.cost.routes import RouteCandidate, RouteRequest, Targets, pair_pays
+from tercet.decisions.scheduling import Engines
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineLoad, Request, UnknownEngine
-from tercet.scheduling import Engines
 
 ENOUGH_PREFILLS = 8
 """Prefills that must have been timed before costs decide anything."""
@@ -86,6 +86,6 @@ class SplitRule:
     decode: Member
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
-        """See :class:`~tercet.scheduling.Decider`."""
+        """See :class:`~tercet.decisions.scheduling.Decider`."""
         idlest = prefill[int(np.nan_to_num(prefill.tokens).argmin())]
         return self.costs.pays(request, idlest.name, self.decode, cached)

@@ -1,9 +1,9 @@
 """One engine or two, decided for each request."""
 
+from tercet.decisions.scheduling.profiles import LoadBasedDecider
 from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import prefilled_for
 from tercet.protocol import Fleet, Request
-from tercet.scheduling.profiles import LoadBasedDecider
 
 
 async def conditional(

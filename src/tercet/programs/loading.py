@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tercet.aio import keep_cancellation_counts
+from tercet.decisions.scheduling.registry import Locate, load_module, user_file
 from tercet.programs.answer import Answer
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced
@@ -19,7 +20,6 @@ from tercet.programs.conditional import conditional
 from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
 from tercet.protocol import BadRequest, Fleet, Request
-from tercet.scheduling.registry import Locate, load_module, user_file
 from tercet.settings.declaration import complaint
 
 Program = Callable[[Request, Fleet], Answer]

@@ -107,7 +107,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
     With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With a
-    ``door`` the answer is ``{"accepted": true}``, and the outputs go to the router there (:mod:`tercet.streams`).
+    ``door`` the answer is ``{"accepted": true}``, and the outputs go to the router there (:mod:`tercet.wire.streams`).
     """
 
     prompt: Prompt

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Message, Scope, Send
 
 from tercet.settings.log_lines import FIELDS, REQUEST_ID, access_logger, request_id, shortened
-from tercet.vllm_plugin.frontend.request_context import CONTEXT, RequestContext
+from tercet.wire.serving.request_context import CONTEXT, RequestContext
 
 WORDS = "%(method)s %(path)s %(status)d in %(seconds).3f s from %(client)s"
 WITH_MODEL = ", model %(model)s"

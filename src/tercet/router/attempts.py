@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -98,7 +98,8 @@ def first_cause(error: BaseException) -> BaseException:
     """What went wrong in a group of tasks: what is the program's own fault before what is the fleet's."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    causes = [first_cause(each) for each in error.exceptions]
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    causes = [first_cause(each) for each in group.exceptions]
     return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from tercet.protocol import BadRequest
 from tercet.protocol.error_forms import api_of
-from tercet.vllm_plugin.grammar_bounds import require_small
+from tercet.protocol.grammar_bounds import require_small
 
 # Of ``items``, what is left where vLLM takes ten times as long for each, and for each tool there.
 RESPONSES_SHARE, TOOLS_SHARE = 8, 32
@@ -97,12 +97,15 @@ def _count(value: Any, most: int) -> None:
         if isinstance(found, Mapping):
             entries = cast("Mapping[str, Any]", found)
             values += len(entries)
-            inner = [(field or str(name), entry) for name, entry in entries.items() if isinstance(entry, (dict, list))]
+            inner: list[tuple[str, Any]] = [
+                (field or str(name), entry) for name, entry in entries.items() if isinstance(entry, (dict, list))
+            ]
         else:
-            texts = sum(isinstance(entry, str) for entry in found)
-            inner = [(field, entry) for entry in found if isinstance(entry, (dict, list))]
+            elements = cast("list[Any]", found)
+            texts = sum(isinstance(entry, str) for entry in elements)
+            inner = [(field, entry) for entry in elements if isinstance(entry, (dict, list))]
             values += texts
-            numbers[field] += len(found) - texts - len(inner)
+            numbers[field] += len(elements) - texts - len(inner)
         items += len(inner)
         if items > most:
             raise _too_many(field or "the body", "lists and objects", most)

@@ -12,7 +12,7 @@ from tercet.router.admin_access import AdminAccess
 from tercet.settings import FrontDoorConfig
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet.vllm_plugin.engine.server_access import is_loopback
+from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.router")
 LOOK_SECONDS = 1.0

@@ -7,9 +7,11 @@ none of this process's. A sum over routers and engines would count tokens twice,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
-from prometheus_client import REGISTRY, CollectorRegistry, Metric, make_asgi_app
+import prometheus_client
+from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -91,7 +93,8 @@ def with_metrics(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):
-            await make_asgi_app(metrics_of(fleet))(scope, receive, send)
+            make = cast("Callable[[Collector], ASGIApp]", prometheus_client.make_asgi_app)  # its type is incomplete
+            await make(metrics_of(fleet))(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from tercet.aio import TaskSet, repeat
+from tercet.decisions.migration import CountedMove, MovesUnderWay, Rescheduling, SequenceView, Wanted, policies_of
 from tercet.fleet import EngineFleet
 from tercet.fleet.loaded_fleet import counted_move, loaded_engines
-from tercet.migration import CountedMove, MovesUnderWay, Rescheduling, SequenceView, Wanted, policies_of
 from tercet.protocol import NoSpace, SequenceReport, TercetError
 from tercet.settings import ReschedulerConfig
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
-from tercet.discovery import PodEngine, with_pods
+from tercet.fleet.discovery import PodEngine, with_pods
 from tercet.fleet.membership import MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
@@ -152,7 +152,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self._with(member, msgspec.structs.replace(member, draining=draining))
 
     def with_pods(self, found: Sequence[PodEngine], told: Mapping[str, Role]) -> FleetState:
-        """Members that are pods become those that were ``found``; see :func:`tercet.discovery.with_pods`."""
+        """Members that are pods become those that were ``found``; see :func:`tercet.fleet.discovery.with_pods`."""
         members = with_pods(self.members, found, told)
         return self if members == self.members else msgspec.structs.replace(self, members=members)
 

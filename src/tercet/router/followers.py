@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tercet.migration import CountedMove
+from tercet.decisions.migration import CountedMove
 from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import read_file, write_whole
@@ -96,7 +96,7 @@ class Followers:
         return self._of_others(REPORT, FollowerReport)
 
     def announce(self, moves: Sequence[CountedMove]) -> None:
-        """See :class:`tercet.migration.limits.Announcements`; what cannot be written, the others do not count."""
+        """See :class:`~tercet.decisions.migration.limits.Announcements`; others do not count what cannot be written."""
         if self._is_stuck():
             return
         try:
@@ -105,7 +105,7 @@ class Followers:
             logger.error("moves: the limits of several processes do not hold together: %s", error.message)
 
     def announced(self) -> Sequence[CountedMove]:
-        """See :class:`tercet.migration.limits.Announcements`."""
+        """See :class:`tercet.decisions.migration.limits.Announcements`."""
         return [move for moves in self._of_others(MOVES, list[CountedMove]) for move in moves]
 
     def close(self) -> None:

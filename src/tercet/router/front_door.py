@@ -33,20 +33,20 @@ from tercet.router.pooling import Answer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
 from tercet.settings.log_lines import lines_of_request
-from tercet.vllm_plugin.frontend.client_connection import CONNECTION
-from tercet.vllm_plugin.frontend.error_answers import ErrorSend, error_headers
-from tercet.vllm_plugin.frontend.request_context import (
+from tercet.wire.serving.client_connection import CONNECTION
+from tercet.wire.serving.error_answers import ErrorSend, error_headers
+from tercet.wire.serving.request_body import read_whole
+from tercet.wire.serving.request_context import (
     CONTEXT,
     NOTHING,
     Asked,
     RequestContext,
     serving,
 )
-from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
-from tercet.vllm_plugin.request_body import read_whole
+from tercet.wire.serving.trace_answers import TracingSend, wants_trace
 
 if TYPE_CHECKING:
-    from tercet.vllm_plugin.frontend.fast_path import FastPath
+    from tercet.vllm_plugin.fast_path.fast_path import FastPath
 
 logger = logging.getLogger("tercet.router")
 # Where refusals are on their way through the layers around them.
@@ -390,7 +390,9 @@ def fault_of(error: BaseException) -> TercetError:
     for each in seen:
         if isinstance(each, UnicodeEncodeError):
             return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
-        causes = [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+        causes = [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            causes += cast("BaseExceptionGroup[BaseException]", each).exceptions
         seen += [cause for cause in causes if cause is not None and cause not in seen]
     return FrontDoorFailed("the router failed while it served this request; its log says how")
 

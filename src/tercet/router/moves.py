@@ -12,12 +12,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from tercet.decisions.migration import MovesUnderWay, Stage, migrate
 from tercet.fleet import EngineFleet, RunningSequence
 from tercet.fleet.calls_in_flight import until_lost
 from tercet.fleet.loaded_fleet import counted_move
 from tercet.fleet.moving import MovingSequence
 from tercet.fleet.trace import TracedEngine
-from tercet.migration import MovesUnderWay, Stage, migrate
 from tercet.protocol import BadRequest, Conflict, DeadlineExceeded, EngineUnreachable, TercetError
 from tercet.protocol.trace import TraceEvent
 from tercet.settings import MoveSettings

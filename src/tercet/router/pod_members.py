@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import aclosing
 
-from tercet.discovery import PodDiscovery, roles_of
+from tercet.fleet.discovery import PodDiscovery, roles_of
 from tercet.protocol import Role, TercetError
 from tercet.router.shared_state import SharedState
 

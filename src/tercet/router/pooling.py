@@ -21,14 +21,14 @@ import aiohttp
 import msgspec
 
 from tercet.aio import TaskSet, repeat
-from tercet.client.bounded_answers import PLAIN, read_answer
-from tercet.client.connection_errors import reason_of
-from tercet.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.bearer import bearer
 from tercet.protocol.headers import CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER
 from tercet.protocol.openai_routes import POOLING
 from tercet.protocol.wire import UNREADABLE
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
 
 logger = logging.getLogger("tercet.router")
 # The interval at which each server is asked for its models, the timeout, and the number of timeouts in a row after

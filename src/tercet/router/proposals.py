@@ -22,7 +22,7 @@ ANSWER_SECONDS = 5.0
 
 @runtime_checkable
 class PassesOn(Protocol):
-    """An engine that knows for whom it generates: :class:`~tercet.client.HttpEngine` says what its method does."""
+    """An engine that knows for whom it generates: :class:`~tercet.wire.client.HttpEngine` says what its method does."""
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None: ...
 

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Mapping
 
 from tercet.aio import TaskSet, repeat
+from tercet.decisions.migration import LoadedEngine, Rescheduling, SequenceView, drain, failover, policies_of
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
 from tercet.fleet.loaded_fleet import is_stale, loaded_engines
-from tercet.migration import LoadedEngine, Rescheduling, SequenceView, drain, failover, policies_of
 from tercet.router.moves import Moves
 from tercet.settings import RescheduleSettings
 
 
 class Rescheduler:
-    """Moves the sequences of this process as :class:`~tercet.migration.Rescheduling` decides.
+    """Moves the sequences of this process as :class:`~tercet.decisions.migration.Rescheduling` decides.
 
     Engines that are to be emptied, or have shown no progress for a while, are emptied whatever the settings say.
     Raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.

@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.client import Admit, HttpEngine, engine_tls
-from tercet.client.ask_front_door import ask_front_door
-from tercet.discovery import discovery_of, follow_pods, until_known
 from tercet.fleet import EngineFleet
+from tercet.fleet.discovery import discovery_of, follow_pods, until_known
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
@@ -23,7 +21,9 @@ from tercet.router.fleet_rescheduler import FleetRescheduler
 from tercet.settings import EngineAddress, ReschedulerConfig
 from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr
-from tercet.streams import StreamListener
+from tercet.wire.client import Admit, HttpEngine, engine_tls
+from tercet.wire.client.ask_front_door import ask_front_door
+from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.rescheduler")
 FOLLOW_SECONDS = 1.0

@@ -16,10 +16,9 @@ from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.importing import without_collections
-from tercet.client import engine_tls
-from tercet.discovery import discovery_of
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
+from tercet.fleet.discovery import discovery_of
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
 from tercet.router.door_keys import DoorKeys
@@ -42,7 +41,8 @@ from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet.streams import StreamListener
+from tercet.wire.client import engine_tls
+from tercet.wire.streams import StreamListener
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
@@ -134,7 +134,7 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 
 def _import_vllm(config: RouterConfig) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
-    from tercet.vllm_plugin.log_noise import errors_only
+    from tercet.vllm_plugin.start.log_noise import errors_only
 
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     with without_collections():
@@ -152,9 +152,9 @@ async def _serve_openai(
     config: RouterConfig, state: SharedState, membership: Membership, max_model_len: int, shutdown: Shutdown,
     shared: Shared | None, pooling: PoolingServers,
 ) -> None:  # fmt: skip
-    from tercet.vllm_plugin.engine.server_access import api_keys
     from tercet.vllm_plugin.frontend import openai_server as vllm
     from tercet.vllm_plugin.frontend.served_adapters import serve_adapters
+    from tercet.wire.serving.server_access import api_keys
 
     service = state.service
     names = [config.public_name, *config.model_aliases]

@@ -8,7 +8,7 @@ from tercet.fleet import Trace
 from tercet.protocol import ProgramFailed, Request, TercetError, Usage
 from tercet.router.service import Service
 from tercet.settings.log_events import REQUEST_FAILED
-from tercet.vllm_plugin.frontend.request_context import RequestContext
+from tercet.wire.serving.request_context import RequestContext
 
 
 class ServicePrograms:

@@ -16,6 +16,8 @@ from typing import TypeVar
 
 from tercet.aio import TaskSet, run_in_thread
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
+from tercet.decisions.scheduling import Scheduling, load_scheduling
+from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
 from tercet.programs import Program
 from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError, UnknownAdapter
@@ -28,8 +30,6 @@ from tercet.router.routing import Plan
 from tercet.router.service import LoadArm, Service
 from tercet.router.shutdown import Shutdown
 from tercet.router.state_changes import because, changes_with_reasons
-from tercet.scheduling import Scheduling, load_scheduling
-from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress, log_events
 
 logger = logging.getLogger("tercet.router")
@@ -59,6 +59,10 @@ async def load_scheduling_file(
 ) -> Scheduling:
     """What a file says; raises :class:`~tercet.protocol.TercetError` for one that cannot be used."""
     return await run_in_thread(load, path, content)  # it runs the user's modules, however long that takes
+
+
+def _unchanged(state: FleetState) -> FleetState:
+    return state
 
 
 class SharedState:
@@ -109,7 +113,7 @@ class SharedState:
 
     async def start(self, first: FleetState) -> None:
         """Apply the existing state, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
-        self.state = self._found = await self._filed(self._file.update, lambda state: state, first, by=self._changes)
+        self.state = self._found = await self._filed(self._file.update, _unchanged, first, by=self._changes)
         named = tuple(each for each in self.state.members if not each.pod)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
@@ -167,7 +171,7 @@ class SharedState:
                 self._stamp = await self._filed(stamp_of, self._file.path)
                 state = await self._filed(self._file.read)
                 if state is None or state is not state.following(found):  # written again: versions only go up
-                    state = await self._update(lambda state: state)
+                    state = await self._update(_unchanged)
                 if state.version > found.version:
                     found = state
                     await self._apply(state, loaded)
@@ -181,9 +185,11 @@ class SharedState:
     async def _update(self, change: Callable[[FleetState], FleetState]) -> FleetState:
         """Change the file's state; one that was lost or put back goes on from the newest that was read."""
         known = self._found
-        return await self._filed(
-            self._file.update, lambda state: change(state.following(known)), known, by=self._changes
-        )
+
+        def following(state: FleetState) -> FleetState:
+            return change(state.following(known))
+
+        return await self._filed(self._file.update, following, known, by=self._changes)
 
     async def _filed(self, function: Callable[..., T], *args: object, by: FileThread | None = None) -> T:
         """File I/O, next to the loop. Raises :class:`~tercet.protocol.EngineError` where that takes too long."""

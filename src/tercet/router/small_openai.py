@@ -27,8 +27,8 @@ from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.wire import TokenId, decode_call
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.service_programs import ServicePrograms, TracedRun
-from tercet.vllm_plugin.frontend.error_answers import error_headers
-from tercet.vllm_plugin.frontend.request_context import RequestContext, current
+from tercet.wire.serving.error_answers import error_headers
+from tercet.wire.serving.request_context import RequestContext, current
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's completions."""
@@ -117,7 +117,7 @@ class SmallAPI:
     async def completions(self, http: Request) -> Response:
         """``POST /v1/completions``."""
         call = await _read(http, TextCompletionCall)
-        prompt = call.prompt if isinstance(call.prompt, list) else await asyncio.to_thread(self._encode, call.prompt)
+        prompt = await asyncio.to_thread(self._encode, call.prompt) if isinstance(call.prompt, str) else call.prompt
         most = DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens
         return await self._answer(call, prompt, most, Form("cmpl", "text_completion", chat=False))
 

@@ -27,8 +27,8 @@ from tercet.router.shutdown import Shutdown
 from tercet.router.small_openai import prompt_texts, small_app
 from tercet.router.workers import tell_ready
 from tercet.settings import RouterConfig
-from tercet.vllm_plugin.engine.server_access import api_keys
-from tercet.vllm_plugin.frontend.bounded_connection import BoundedProtocol
+from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.server_access import api_keys
 
 CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01

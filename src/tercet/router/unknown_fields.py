@@ -54,7 +54,7 @@ def with_unknown(after: Any, before: Any, kind: inspect.Type) -> Any:
     if item is not None and isinstance(after, list) and isinstance(before, list):
         olds = [(known_part(old, item), old) for old in cast("list[Any]", before)]
         return [_with_unknown_of_one(part, olds, item) for part in cast("list[Any]", after)]
-    return after
+    return cast("Any", after)
 
 
 def _with_unknown_of_one(part: Any, olds: list[tuple[Any, Any]], kind: inspect.Type) -> Any:

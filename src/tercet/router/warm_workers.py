@@ -23,7 +23,7 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMMAND = "from tercet.router.warm_workers import main; main()"
 IMPORTED = (
     "tercet.router.server",
-    "tercet.vllm_plugin.engine.server_access",
+    "tercet.wire.serving.server_access",
     "tercet.vllm_plugin.frontend.served_adapters",
     "uvloop",
 )
@@ -39,7 +39,7 @@ def main() -> None:
             for module in IMPORTED:
                 importlib.import_module(module)
             from tercet.vllm_plugin.frontend.openai_server import import_vllm
-            from tercet.vllm_plugin.log_noise import errors_only
+            from tercet.vllm_plugin.start.log_noise import errors_only
 
             errors_only()
             import_vllm()

@@ -6,6 +6,8 @@ vLLM loads three modules here by name, through flags and entry points:
 - :mod:`.register`, a general plugin, in every process that vLLM starts;
 - :mod:`.endpoint`, an endpoint plugin, in the API server: the verbs over HTTP.
 
-What they do is in :mod:`.engine`. The registry has two sides: :mod:`.engine_hooks` with :mod:`.start_hooks`, in a vLLM
-server, and :mod:`.frontend_hooks`, in a router's process around vLLM's OpenAI layer.
+An engine's processes have a package each: :mod:`.edge`, the API server, with the verbs; :mod:`.core`, next to the
+scheduler; :mod:`.worker`, with the KV cache. :mod:`.start` is how they start. :mod:`.frontend` and :mod:`.fast_path`
+are a router's: vLLM's OpenAI layer over a client that runs programs. The registry has two sides, :mod:`.engine_hooks`
+with :mod:`.start_hooks`, and :mod:`.frontend_hooks`.
 """

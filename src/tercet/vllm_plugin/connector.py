@@ -22,17 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
-from tercet.vllm_plugin.engine.connector_messages import StepMetadata, WorkerHandshake, params_of
-from tercet.vllm_plugin.engine.kv_layout import layout_of
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
-from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
-from tercet.vllm_plugin.engine.plugin_settings import parse_settings
-from tercet.vllm_plugin.engine.requirements import require_supported
-from tercet.vllm_plugin.engine.scheduler_side import SchedulerSide
-from tercet.vllm_plugin.engine.stages import AllStages, StageContents, engine_rank, over_stages
-from tercet.vllm_plugin.engine.table_publisher import TablePublisher
-from tercet.vllm_plugin.engine.worker_side import WorkerSide
+from tercet.vllm_plugin.core.connector_messages import StepMetadata, WorkerHandshake, params_of
+from tercet.vllm_plugin.core.scheduler_side import SchedulerSide
+from tercet.vllm_plugin.core.table_publisher import TablePublisher
 from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
+from tercet.vllm_plugin.start.plugin_settings import parse_settings
+from tercet.vllm_plugin.start.requirements import require_supported
+from tercet.vllm_plugin.worker.kv_layout import layout_of
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
+from tercet.vllm_plugin.worker.stages import AllStages, StageContents, engine_rank, over_stages
+from tercet.vllm_plugin.worker.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,6 @@ from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from tercet.client import engine_tls
-from tercet.client.prefill_attempts import PrefillAttempts
-from tercet.client.remote_prefill import RemotePrefill
 from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -43,13 +40,16 @@ from tercet.protocol.wire import (
 )
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.settings.verb_log import lines_of_call, logged_call
-from tercet.vllm_plugin.engine.adapters import Adapters
-from tercet.vllm_plugin.engine.plugin_settings import PluginSettings, parse_settings
-from tercet.vllm_plugin.engine.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
-from tercet.vllm_plugin.engine.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
-from tercet.vllm_plugin.engine.verbs import EngineVerbs
-from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
-from tercet.vllm_plugin.request_body import read_whole
+from tercet.vllm_plugin.edge.adapters import Adapters
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
+from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
+from tercet.wire.client import engine_tls
+from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.serving.request_body import read_whole
+from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,10 +14,10 @@ def register() -> None:
     import vllm.envs
 
     from tercet.settings.verb_log import log_as_the_environment_says
-    from tercet.vllm_plugin.engine.refusals import refusing_in_a_sentence
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
-    from tercet.vllm_plugin.leak_reports import without_leak_reports
-    from tercet.vllm_plugin.log_noise import bound_lines, without_noise
+    from tercet.vllm_plugin.start.leak_reports import without_leak_reports
+    from tercet.vllm_plugin.start.log_noise import bound_lines, without_noise
+    from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
 
     without_leak_reports()
     without_noise()
@@ -30,13 +30,13 @@ def register() -> None:
         logging.getLogger(__name__).warning("Tercet is installed but inactive: %s", error)
         return
 
-    from tercet.vllm_plugin.engine.core_methods import add_core_methods
-    from tercet.vllm_plugin.engine.grammar_time import bound_grammar_time
-    from tercet.vllm_plugin.engine.loading_stages import tell_stages_of_workers
-    from tercet.vllm_plugin.engine.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
-    from tercet.vllm_plugin.engine.queue_waiting import let_queue_readers_sleep
-    from tercet.vllm_plugin.engine.replay_requests import bound_replay_requests
-    from tercet.vllm_plugin.engine.start_checks import check_before_loading
+    from tercet.vllm_plugin.core.core_methods import add_core_methods
+    from tercet.vllm_plugin.core.grammar_time import bound_grammar_time
+    from tercet.vllm_plugin.core.replay_requests import bound_replay_requests
+    from tercet.vllm_plugin.start.loading_stages import tell_stages_of_workers
+    from tercet.vllm_plugin.start.start_checks import check_before_loading
+    from tercet.vllm_plugin.worker.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
+    from tercet.vllm_plugin.worker.queue_waiting import let_queue_readers_sleep
 
     check_before_loading()
     add_core_methods()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tercet.vllm_plugin.engine.loading_stages import OF_WORKERS
 from tercet.vllm_plugin.expectations import Has, Says, Takes
 from tercet.vllm_plugin.hooks import Hook
+from tercet.vllm_plugin.start.loading_stages import OF_WORKERS
 
 ENGINE_UTILS = "vllm.v1.engine.utils"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"

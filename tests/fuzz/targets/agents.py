@@ -32,7 +32,7 @@ from tercet.transport import (
 )
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.control_channel import Envelope
-from tercet.vllm_plugin.engine.agent_reports import AgentReports
+from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, MessagePack
 from tests.fuzz.targets.kv_transfer import kind_of

@@ -15,8 +15,8 @@ import msgspec
 import prometheus_client
 from aiohttp import web
 
-from tercet.client import HttpEngine
-from tercet.client.ask_front_door import ask_front_door
+from tercet.decisions.scheduling import load_scheduling
+from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import MemberState
 from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
@@ -25,10 +25,10 @@ from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, _read
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
-from tercet.scheduling import load_scheduling
-from tercet.scheduling.registry import user_file
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.decoding import decode_settings, read_yaml
+from tercet.wire.client import HttpEngine
+from tercet.wire.client.ask_front_door import ask_front_door
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.fuzz.targets.kv_transfer import kind_of

@@ -18,9 +18,9 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.protocol.wire import Destination, StartGenerateCall
-from tercet.streams import EngineConnection, FrontDoorConnection, StreamHello
-from tercet.streams.stream_listener import _Arrival
-from tercet.streams.wire_format import (
+from tercet.wire.streams import EngineConnection, FrontDoorConnection, StreamHello
+from tercet.wire.streams.stream_listener import _Arrival
+from tercet.wire.streams.wire_format import (
     LENGTH_BYTES,
     PROTOCOL,
     OutputBatch,

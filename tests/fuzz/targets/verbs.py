@@ -32,15 +32,15 @@ from tercet.protocol import EngineLoad, KVAddrInfo, RankAddress
 from tercet.protocol.call_proofs import Callers
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.wire import PREFIX
-from tercet.streams import StreamListener, front_doors
 from tercet.transport import SendDone
+from tercet.vllm_plugin.core.connector_messages import StepMetadata
+from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription, status
+from tercet.vllm_plugin.edge.agent_calls import AgentCalls
+from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
+from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.endpoint import TercetEndpoints
-from tercet.vllm_plugin.engine.agent_calls import AgentCalls
-from tercet.vllm_plugin.engine.connector_messages import StepMetadata
-from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription, status
-from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
-from tercet.vllm_plugin.engine.verbs import EngineVerbs
+from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet.wire.streams import StreamListener, front_doors
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.unit.fakes import LAYOUT

@@ -17,12 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from tercet.cli import app
-from tercet.migration import Stage
+from tercet.decisions.migration import Stage
 from tercet.router import admin
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
-
-from ..router.conftest import PROGRAMS, Door, Engine, metrics
+from tests.unit.router.conftest import PROGRAMS, Door, Engine, metrics
 
 __all__ = ["metrics"]
 

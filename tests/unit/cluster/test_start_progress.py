@@ -8,7 +8,7 @@ import pytest
 
 from tercet.cluster import start_progress
 from tercet.cluster.start_progress import StartProgress
-from tercet.vllm_plugin.engine.loading_stages import MARK
+from tercet.vllm_plugin.start.loading_stages import MARK
 
 
 class Clock:

@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 import grpc
 import pytest
 
-from ..client.certificates import Authority
+from tests.unit.wire.client.certificates import Authority
+
 from .faults import FAULTS, WIDE_FAULTS
 from .plain_picker import serving_plainly
 

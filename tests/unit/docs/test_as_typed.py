@@ -111,7 +111,7 @@ def test_vllms_own_command_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from tercet.vllm_plugin.engine.start_checks import require_flags
+    from tercet.vllm_plugin.start.start_checks import require_flags
 
     monkeypatch.delenv("TERCET_SECRET", raising=False)
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)

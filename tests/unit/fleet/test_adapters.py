@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.adapters import agreed, differing
 from tercet.fleet.membership import Membership
@@ -24,7 +25,6 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.router.fleet_adapters import AdapterLoader, load_everywhere, unload_everywhere
-from tercet.scheduling import Scheduling
 
 
 def report(name: str, digest: str = "1", path: str = "/p") -> AdapterReport:

@@ -10,8 +10,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import Engine, Role
 from tercet.settings import EngineAddress
-
-from ..fakes import FakeEngine
+from tests.unit.fakes import FakeEngine
 
 
 def wanted(name: str, url: str, role: Role = "both", draining: bool = False) -> MemberState:

@@ -10,15 +10,14 @@ from statistics import median
 
 import pytest
 
+from tercet.decisions.scheduling import Decision, Engines, Scheduling, SchedulingProfile
+from tercet.decisions.scheduling.filters import ByLabel
+from tercet.decisions.scheduling.pickers import MaxScorePicker
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Request, Role, RoleUnavailable
-from tercet.scheduling import Decision, Engines, Scheduling, SchedulingProfile
-from tercet.scheduling.filters import ByLabel
-from tercet.scheduling.pickers import MaxScorePicker
-
-from ..fakes import FakeEngine
-from ..scheduling.builders import loaded, request_of
+from tests.unit.decisions.scheduling.builders import loaded, request_of
+from tests.unit.fakes import FakeEngine
 
 FILE = """
 plugins:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tercet.decisions.scheduling.hashing import block_hashes
 from tercet.fleet.stored_blocks import StoredBlocks
 from tercet.protocol import Request
-from tercet.scheduling.hashing import block_hashes
 
 PROMPT = Request(seq_id="s", prompt=(1, 2, 3, 4, 5, 6))
 

@@ -16,8 +16,7 @@ from tercet.gateway.rendering import ByCharacters
 from tercet.gateway.server import PickerServer, picking, scheduling_of
 from tercet.protocol import EngineLoad, Role
 from tercet.settings import EngineAddress, PickerConfig
-
-from ..fakes import FakeEngine
+from tests.unit.fakes import FakeEngine
 
 IDLE = EngineLoad(waiting=0, running=0, kv_usage=0.0, tokens=0)
 

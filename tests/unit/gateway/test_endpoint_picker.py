@@ -13,8 +13,8 @@ from tercet.gateway.endpoint_picker import Endpoints, address_of
 from tercet.gateway.openai_call import OpenAIBody, OpenAICall
 from tercet.gateway.reported_load import UNTIL_COUNTED
 from tercet.protocol import BadRequest, EngineUnreachable, Request, Saturated, ShuttingDown
+from tests.unit.fakes import FakeEngine
 
-from ..fakes import FakeEngine
 from .pickers import House
 
 D, E, P, Q = (f"10.0.0.{n}:8000" for n in (1, 2, 3, 4))

@@ -9,8 +9,7 @@ import yaml
 
 from tercet.gateway.server import fleet_of, picking
 from tercet.settings import DiscoverySettings, PickerConfig
-
-from ..discovery.api_server import (
+from tests.unit.fleet.discovery.api_server import (
     EARLIER_POOLS,
     NAMESPACE,
     OBJECTIVES,

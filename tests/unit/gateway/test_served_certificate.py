@@ -12,8 +12,8 @@ import pytest
 
 from tercet.gateway.protos import HealthCheckRequest, HealthStub
 from tercet.protocol import BadRequest
+from tests.unit.wire.client.certificates import Authority
 
-from ..client.certificates import Authority
 from .pickers import serving
 
 

@@ -34,9 +34,9 @@ from tercet.gateway.protos import (
 from tercet.gateway.server import READY_NAMES, picking
 from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig
+from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
+from tests.unit.wire.client.certificates import Authority
 
-from ...conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
-from ..client.certificates import Authority
 from .pickers import IDLE, Served, addresses, config_for, fleet_for, serving
 
 BUSY = structs.replace(IDLE, waiting=99)
@@ -210,7 +210,7 @@ async def test_what_is_dropped_says_why() -> None:
 
 async def test_a_plugin_that_fails_is_one_requests_failure(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from tercet.scheduling import Scorer\n"
+        "from tercet.decisions.scheduling import Scorer\n"
         "class Odd(Scorer, frozen=True):\n"
         "    def score(self, decision, engines):\n"
         "        return [1 / (decision.request.num_tokens - 1)] * len(engines)\n"

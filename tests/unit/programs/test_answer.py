@@ -11,8 +11,7 @@ import pytest
 
 from tercet.programs import Answer, outputs_of, run_program
 from tercet.protocol import EngineError, Output, OutputStream
-
-from ..fakes import stream_of
+from tests.unit.fakes import stream_of
 
 
 class Source:

@@ -12,13 +12,13 @@ from typing import cast
 import msgspec
 import pytest
 
-from tercet.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
-from tercet.bench.simulated.virtual_run import run_requests
-from tercet.cost import RouteDecision
+from tercet.decisions.cost import RouteDecision
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
+from tercet.lab.bench.simulated.virtual_run import run_requests
+from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.programs import BUILT_IN, load_program, outputs_of
 from tercet.protocol import Request
-from tercet.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 LLAMA = "llama-3.1-70b-fp8-h100-tp4"
 SMOLLM = "smollm2-135m-cpu"

@@ -11,8 +11,7 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, NoSpace, Output, Request, TransferFailed, UnknownEngine
-
-from ..fakes import FakeEngine
+from tests.unit.fakes import FakeEngine
 
 Pair = tuple[FakeEngine, FakeEngine, EngineFleet]
 
@@ -191,7 +190,7 @@ async def test_a_failing_verb_gives_everything_back(
 
 def force(monkeypatch: pytest.MonkeyPatch, split: int) -> None:
     """Let only the pair p, d with this split be a route."""
-    from tercet.cost import RouteOption, costs
+    from tercet.decisions.cost import RouteOption, costs
 
     only = RouteOption("d", 1.0, 1.0, 1.0, "p", split)
     monkeypatch.setattr(costs, "options_of", lambda *_: [only])

@@ -16,7 +16,6 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from tercet.client import Admit
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, MemberState
@@ -33,8 +32,8 @@ from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
-
-from ..fakes import FakeEngine
+from tercet.wire.client import Admit
+from tests.unit.fakes import FakeEngine
 
 PROGRAMS = """
 from tercet.protocol import BadRequest, NoSpace, Output

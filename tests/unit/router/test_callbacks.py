@@ -11,8 +11,7 @@ from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import EngineUnreachable, Output, Request
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
-
-from ..fakes import FakeEngine
+from tests.unit.fakes import FakeEngine
 
 
 class SteadyEngine(FakeEngine):

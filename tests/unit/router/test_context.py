@@ -10,7 +10,7 @@ from tercet.fleet.admission import Gate
 from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.settings import Limits
-from tercet.vllm_plugin.frontend.request_context import current
+from tercet.wire.serving.request_context import current
 
 from .conftest import Door
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.cost import RouteDecision, RouteOption
+from tercet.decisions.cost import RouteDecision, RouteOption
 from tercet.fleet import Trace
 from tercet.protocol import Request
 from tercet.protocol.trace import TraceEvent

@@ -13,8 +13,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, SequenceReport, TercetError, UnknownSequence
 from tercet.router.fleet_rescheduler import FleetRescheduler
 from tercet.settings import MoveSettings, ReschedulerConfig, RescheduleSettings
-
-from ..fakes import FakeEngine
+from tests.unit.fakes import FakeEngine
 
 DOOR = "127.0.0.1:7000"
 

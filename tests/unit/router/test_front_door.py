@@ -19,8 +19,8 @@ from tercet.router.metrics import Metrics
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
 from tercet.settings.log_lines import request_id
-from tercet.vllm_plugin.frontend.request_context import Asked, current
-from tercet.vllm_plugin.frontend.trace_answers import wants_trace
+from tercet.wire.serving.request_context import Asked, current
+from tercet.wire.serving.trace_answers import wants_trace
 
 from .conftest import Door, counted
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tercet.decisions.migration import CountedMove, MovesUnderWay
 from tercet.fleet import RunningSequence, Trace
-from tercet.migration import CountedMove, MovesUnderWay
 from tercet.protocol import (
     BadRequest,
     Conflict,

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import TercetError
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.settings import MoveSettings
-from tercet.sim import SimEngine, run_virtual
-
-from ..sim.models import engines_of, is_empty, profile_of, request_of
+from tests.unit.lab.sim.models import engines_of, is_empty, profile_of, request_of
 
 pytestmark = pytest.mark.slow
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import EngineLoad
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.service import Service
 from tercet.settings import MoveSettings
-from tercet.sim import SimEngine, run_virtual
-
-from ..sim.models import KV_BYTES, engines_of, is_empty, profile_of, request_of
+from tests.unit.lab.sim.models import KV_BYTES, engines_of, is_empty, profile_of, request_of
 
 STEP = 0.010
 OUTPUT = 400

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.discovery import PodDiscovery
+from tercet.fleet.discovery import PodDiscovery
 from tercet.protocol import BadRequest
 from tercet.router.metrics import Metrics
 from tercet.router.pod_members import follow_pods
 from tercet.settings import DiscoverySettings
+from tests.unit.fleet.discovery.api_server import FAST, ApiServer, api_server, pod
 
-from ..discovery.api_server import FAST, ApiServer, api_server, pod
 from .conftest import Door, Engine, draining
 from .test_shared_state import Other, joined
 

@@ -23,8 +23,8 @@ from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.settings import EngineAddress, Limits, RouterConfig
+from tests.unit.wire.client.raw_http import parsed, raw_server
 
-from ..client.raw_http import parsed, raw_server
 from .conftest import Door
 
 SECRET = "the fleet's"

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from tercet.fleet import EngineFleet, Member
+from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import Request, Usage
 from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
-from tercet.sim import SimEngine, run_virtual
-from tercet.vllm_plugin.frontend.request_context import RequestContext
-
-from ..sim.models import BLOCK, engines_of, request_of, tokens_of
+from tercet.wire.serving.request_context import RequestContext
+from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
 
 LENGTH = 442
 SPLIT = ("balanced", "disaggregated")

@@ -14,10 +14,12 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from tercet.client import HttpEngine
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
+from tercet.lab.sim import SimEngine
+from tercet.lab.sim.sim_server import ServerConfig, serving
+from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import Conflict, EngineLoad, MoveProposal, Role, UnknownSequence
 from tercet.protocol.seq_ids import find_id, further_id
 from tercet.router import admin
@@ -26,12 +28,9 @@ from tercet.router.metrics import MOST_REASONS, Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, MoveSettings
-from tercet.sim import SimEngine
-from tercet.sim.sim_server import ServerConfig, serving
-from tercet.sim.step_times import StepTimes
-from tercet.streams import StreamListener
-
-from ..sim.models import is_empty, profile_of, request_of
+from tercet.wire.client import HttpEngine
+from tercet.wire.streams import StreamListener
+from tests.unit.lab.sim.models import is_empty, profile_of, request_of
 
 HOST = "127.0.0.1"
 # Steps of 5 ms: a request of 400 tokens takes two seconds, if nobody hurries.

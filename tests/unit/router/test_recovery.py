@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.fleet import EngineFleet, Member, RunningSequence, RunningSequences, Trace
+from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -29,9 +30,8 @@ from tercet.protocol import (
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, RetryBudget
-from tercet.sim import SimEngine, run_virtual
+from tests.unit.lab.sim.models import engines_of, is_empty, request_of
 
-from ..sim.models import engines_of, is_empty, request_of
 from .conftest import Door, Engine, counted
 
 ANSWER = [100, 101, 102]

@@ -24,7 +24,7 @@ plugins: [{{type: queue-scorer}}, {{type: "mine.py:Mine"}}]
 schedulingProfiles: [{{name: {}, plugins: [{{pluginRef: queue-scorer}}, {{pluginRef: "mine.py:Mine"}}]}}]
 """
 PLUGIN = """
-from tercet.scheduling import Scorer
+from tercet.decisions.scheduling import Scorer
 
 class Mine(Scorer, frozen=True):
     def score(self, decision, engines):

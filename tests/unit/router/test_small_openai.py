@@ -185,7 +185,7 @@ NEEDS_NOTHING = """
 import sys
 for name in ("torch", "vllm", "transformers", "gguf"):
     sys.modules[name] = None
-import tercet.cli.app, tercet.router.server, tercet.router.small_server, tercet.sim.sim_server
+import tercet.cli.app, tercet.router.server, tercet.router.small_server, tercet.lab.sim.sim_server
 import tercet.cluster.built_in_tokenizer
 """
 

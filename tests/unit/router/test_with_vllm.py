@@ -24,8 +24,8 @@ from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
+from tests.unit.fakes import FakeEngine
 
-from ..fakes import FakeEngine
 from .conftest import shared_over
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,8 +50,8 @@ class House:
         self.app: Any = None
 
     async def build(self) -> Any:
-        from tercet.vllm_plugin.engine.server_access import api_keys
         from tercet.vllm_plugin.frontend import openai_server as vllm
+        from tercet.wire.serving.server_access import api_keys
 
         model = resolve_model("smollm2", lambda _: None)
         args = vllm.server_args(model, ["m"], "127.0.0.1", 0, 512, ("--api-key", "secret"))

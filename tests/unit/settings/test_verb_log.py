@@ -12,7 +12,7 @@ from tercet.protocol.wire import PrepRecvCall
 from tercet.settings import verb_log
 from tercet.settings.log_lines import lines_of_request, request_id
 from tercet.settings.verb_log import LoggedGeneration, log_as_the_environment_says, logged_call
-from tercet.vllm_plugin.engine.llm_requests import DecodingSequence
+from tercet.vllm_plugin.edge.llm_requests import DecodingSequence
 
 CALL = PrepRecvCall(prompt=[1, 2, 3], seq_id="cmpl-mine-0")
 

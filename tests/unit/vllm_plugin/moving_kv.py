@@ -14,8 +14,9 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, M
 from vllm.v1.request import Request
 
 from tercet.transport import Push
-from tercet.vllm_plugin.engine import core_methods, requirements
-from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK, ZEROING_IS_SKIPPED_BY_GROUP
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.cache_groups import NO_BLOCK, ZEROING_IS_SKIPPED_BY_GROUP
+from tercet.vllm_plugin.start import requirements
 
 from .tiny_engine import BLOCK, FULL, TinyEngine, send_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import setproctitle
 
-from tercet.vllm_plugin.standby import StandbyContext, stand_by
+from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
 
 
 def told(role: str) -> dict[str, Any]:

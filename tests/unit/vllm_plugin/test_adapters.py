@@ -22,10 +22,10 @@ from vllm.v1.request import Request
 from tercet.protocol import BadRequest, Conflict, KVAddrInfo, LayoutMismatch, RankAddress, Unauthorized, UnknownAdapter
 from tercet.protocol.content import cache_key, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
-from tercet.vllm_plugin.engine import core_methods
-from tercet.vllm_plugin.engine.adapters import Adapter, Adapters, _require_done, digest_of
-from tercet.vllm_plugin.engine.call_checks import check_adapter
-from tercet.vllm_plugin.engine.lora_on_cpu import leave_the_base_model_alone
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.edge.adapters import Adapter, Adapters, _require_done, digest_of
+from tercet.vllm_plugin.edge.call_checks import check_adapter
+from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
 
 from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, TinyEngine, tokens_of
 

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from tercet.transport import LeaseFilled, SendDone
 from tercet.transport.agent.agent import Reporter
-from tercet.vllm_plugin.engine.agent_reports import AgentReports
+from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tests.unit.transport.models import whose
 
 SECONDS = 30.0

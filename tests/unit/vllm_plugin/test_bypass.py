@@ -17,9 +17,12 @@ import pytest
 from tercet.protocol import EngineError, KVAddrInfo, Output, RankAddress, Usage, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import CORE_WORDS, Push, PushCached, SendDone, core_word
-from tercet.vllm_plugin.engine import core_methods, verbs
-from tercet.vllm_plugin.engine.agent_calls import AgentCalls
-from tercet.vllm_plugin.engine.block_tables import (
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.connector_messages import SendParams, TercetParams
+from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription
+from tercet.vllm_plugin.edge import verbs
+from tercet.vllm_plugin.edge.agent_calls import AgentCalls
+from tercet.vllm_plugin.edge.block_tables import (
     BlockTableReader,
     BlockTableWriter,
     TablePlace,
@@ -27,12 +30,10 @@ from tercet.vllm_plugin.engine.block_tables import (
     create_table,
     row_owner,
 )
-from tercet.vllm_plugin.engine.bypass import Bypass
-from tercet.vllm_plugin.engine.connector_messages import SendParams, TercetParams
-from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription
-from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
-from tercet.vllm_plugin.engine.verbs import EngineVerbs
+from tercet.vllm_plugin.edge.bypass import Bypass
+from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
+from tercet.vllm_plugin.edge.llm_requests import DecodingSequence, LLMRequest
+from tercet.vllm_plugin.edge.verbs import EngineVerbs
 
 from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, FakeAgent, tokens_of
 

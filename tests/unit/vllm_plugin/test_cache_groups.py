@@ -25,21 +25,21 @@ from vllm.v1.kv_cache_interface import (
 
 from tercet.protocol import CacheGroup, UnknownSequence, packed
 from tercet.transport import ExtendLease
-from tercet.vllm_plugin.engine.cache_groups import (
+from tercet.vllm_plugin.core.cache_groups import (
     NO_BLOCK,
     ZEROING_IS_SKIPPED_BY_GROUP,
     described,
     require_movable_groups,
 )
-from tercet.vllm_plugin.engine.drafters import require_drafter
-from tercet.vllm_plugin.engine.requirements import (
+from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.start.requirements import (
     require_generation,
     require_one_rank,
     require_positions_of_the_prompt,
     require_prefill_behind_kv,
 )
-from tercet.vllm_plugin.engine.reservations import FILLER_TOKEN
-from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.worker.drafters import require_drafter
 
 from .moving_kv import MODELS, WINDOW, A, NewPair, Pair, state, window
 from .tiny_engine import BLOCK, FULL, TinyEngine, tokens_of

@@ -16,7 +16,7 @@ from tercet.transport import BlockOrder, RegionShape, shape_of
 from tercet.transport.memory.block_order import rearranged
 from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.memory.torch_blocks import TorchBlocks
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes, is_in_blocks, order_of
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, is_in_blocks, order_of
 
 LAYERS, BLOCKS = 3, 6
 IN_BLOCKS = [layout for layout in KVCacheLayout if layout.is_block_compact]

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from tercet.protocol.call_proofs import Callers, Prover, digest_of
 from tercet.protocol.wire import ReleaseCall
 from tercet.vllm_plugin.endpoint import TercetEndpoints, _call
-from tercet.vllm_plugin.engine.plugin_settings import MAX_REQUEST_BYTES, parse_settings
+from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, parse_settings
 
 MOST = 1000
 PATHS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/x/move", "adapters")

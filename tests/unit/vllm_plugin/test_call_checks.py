@@ -9,7 +9,7 @@ import pytest
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, RankAddress
 from tercet.protocol.wire import RemoteSendCall
-from tercet.vllm_plugin.engine.call_checks import ModelLimits, check_send
+from tercet.vllm_plugin.edge.call_checks import ModelLimits, check_send
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=10)
 LAYOUT = KVLayout(

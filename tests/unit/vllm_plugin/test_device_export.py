@@ -13,11 +13,11 @@ from tercet.protocol import TransferFailed
 from tercet.transport import DeviceHandles, LayersDone, Push, RegionShape
 from tercet.transport.memory.torch_blocks import ComputedEvents, device_planes, open_device_planes
 from tercet.transport.memory.torch_devices import CudaDevice, CudaStream
-from tercet.vllm_plugin.engine.connector_messages import StepMetadata
-from tercet.vllm_plugin.engine.device_export import EVENTS, DeviceExport
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
-from tercet.vllm_plugin.engine.step_layers import StepLayers
-from tercet.vllm_plugin.engine.worker_side import WorkerSide
+from tercet.vllm_plugin.core.connector_messages import StepMetadata
+from tercet.vllm_plugin.worker.device_export import EVENTS, DeviceExport
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.step_layers import StepLayers
+from tercet.vllm_plugin.worker.worker_side import WorkerSide
 from tests.unit.vllm_plugin.fake_cuda import FakeCuda, FakeEvent, install
 
 BLOCKS, LAYERS = 6, 3

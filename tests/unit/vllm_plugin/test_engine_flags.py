@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tercet.vllm_plugin.connector import TercetConnector
-from tercet.vllm_plugin.engine import requirements
-from tercet.vllm_plugin.engine.requirements import require_both_roles, require_memory_that_stays
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.start import requirements
+from tercet.vllm_plugin.start.requirements import require_both_roles, require_memory_that_stays
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

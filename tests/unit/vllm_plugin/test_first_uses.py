@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tercet.vllm_plugin.engine import first_uses
-from tercet.vllm_plugin.engine.core_methods import CoreCalls, forget_grammar_backend
-from tercet.vllm_plugin.engine.first_uses import practise_first_uses
+from tercet.vllm_plugin.core.core_methods import CoreCalls, forget_grammar_backend
+from tercet.vllm_plugin.edge import first_uses
+from tercet.vllm_plugin.edge.first_uses import practise_first_uses
 
 
 class Core(CoreCalls):

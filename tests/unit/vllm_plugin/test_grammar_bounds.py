@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.grammar_bounds import MOST_CHOICES, MOST_REPEATED, require_small
+from tercet.protocol.grammar_bounds import MOST_CHOICES, MOST_REPEATED, require_small
 
 ADDRESS = {
     "type": "object",

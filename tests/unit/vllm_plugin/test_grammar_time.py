@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import xgrammar
 
-from tercet.vllm_plugin.engine.grammar_time import require_beginning, within
+from tercet.vllm_plugin.core.grammar_time import require_beginning, within
 
 
 def test_a_grammar_that_takes_too_long_fails_and_what_it_comes_to_later_is_dropped() -> None:

@@ -15,7 +15,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tercet.transport import KVRegion
-from tercet.vllm_plugin.engine.block_tables import open_table
+from tercet.vllm_plugin.edge.block_tables import open_table
 
 from .tiny_engine import BLOCK, NUM_BLOCKS, TinyEngine, send_of, tiny_config, tokens_of
 

@@ -24,13 +24,13 @@ from vllm.v1.kv_cache_interface import (
 from tercet.protocol import KVLayout, LayoutMismatch
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.routes import RankRoute, routes
-from tercet.vllm_plugin.engine import requirements
-from tercet.vllm_plugin.engine.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, require_movable_groups, state_layers
-from tercet.vllm_plugin.engine.kv_layout import layout_of, packing_of
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes, order_of
-from tercet.vllm_plugin.engine.stages import AllStages, StageContents
-from tercet.vllm_plugin.engine.step_layers import StepLayers
+from tercet.vllm_plugin.core.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, require_movable_groups, state_layers
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.start import requirements
+from tercet.vllm_plugin.worker.kv_layout import layout_of, packing_of
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, order_of
+from tercet.vllm_plugin.worker.stages import AllStages, StageContents
+from tercet.vllm_plugin.worker.step_layers import StepLayers
 
 BLOCK, BLOCKS = 16, 8
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
@@ -77,7 +77,7 @@ def layout(tp_size: int, heads: int, head_size: int, *specs: KVCacheSpec) -> KVL
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     planes, groups = planes_of(config), [group.layer_names for group in config.kv_cache_groups]
-    with patch("tercet.vllm_plugin.engine.kv_layout.packing_of", return_value="cpu-vec"):
+    with patch("tercet.vllm_plugin.worker.kv_layout.packing_of", return_value="cpu-vec"):
         return layout_of(vllm, config, planes, AllStages([StageContents.of(groups, planes)]), staged=False)
 
 

@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY
 from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, packed
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled, RevokeLease
-from tercet.vllm_plugin.engine import agent_calls, lease_timers
-from tercet.vllm_plugin.engine.agent_calls import AgentCalls
-from tercet.vllm_plugin.engine.core_methods import CoreCalls
-from tercet.vllm_plugin.engine.lease_timers import EdgeLease, LeaseTimers
+from tercet.vllm_plugin.core.core_methods import CoreCalls
+from tercet.vllm_plugin.edge import agent_calls, lease_timers
+from tercet.vllm_plugin.edge.agent_calls import AgentCalls
+from tercet.vllm_plugin.edge.lease_timers import EdgeLease, LeaseTimers
 
 from .tiny_engine import BLOCK, NUM_BLOCKS, FakeAgent, TinyEngine, tokens_of
 

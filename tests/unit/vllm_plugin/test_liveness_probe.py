@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tercet.protocol import EngineError
 from tercet.transport import AsyncControlClient, ControlServer, ReadCounters
 from tercet.transport.agent.agent_messages import Command
-from tercet.vllm_plugin.engine import liveness_probe
-from tercet.vllm_plugin.engine.agent_metrics import ProbeCollector
-from tercet.vllm_plugin.engine.liveness_probe import LOOK_SECONDS, LivenessProbe, StallClock
+from tercet.vllm_plugin.edge import liveness_probe
+from tercet.vllm_plugin.edge.agent_metrics import ProbeCollector
+from tercet.vllm_plugin.edge.liveness_probe import LOOK_SECONDS, LivenessProbe, StallClock
 
 SECONDS = 30.0
 

@@ -33,10 +33,11 @@ from tercet.protocol.wire import (
     decode_call,
     encode_call,
 )
-from tercet.vllm_plugin.engine import core_methods, llm_requests
-from tercet.vllm_plugin.engine.call_checks import ModelLimits
-from tercet.vllm_plugin.engine.connector_messages import TercetParams
-from tercet.vllm_plugin.engine.llm_requests import LLMRequest
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.connector_messages import TercetParams
+from tercet.vllm_plugin.edge import llm_requests
+from tercet.vllm_plugin.edge.call_checks import ModelLimits
+from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.frontend import conversion
 from tercet.vllm_plugin.mm_features import to_prompt, to_specs, to_wire
 

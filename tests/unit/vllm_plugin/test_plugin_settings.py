@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.engine.plugin_settings import MAX_CPUS, PluginSettings, parse_settings
+from tercet.vllm_plugin.start.plugin_settings import MAX_CPUS, PluginSettings, parse_settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"lease": 3}, "lease"),

@@ -15,9 +15,9 @@ from tercet.protocol import LeaseEnded, Request, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
-from tercet.vllm_plugin.engine.connector_messages import SeqParams, TercetParams, params_of
-from tercet.vllm_plugin.engine.load_meter import LoadMeter
-from tercet.vllm_plugin.frontend.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.vllm_plugin.core.connector_messages import SeqParams, TercetParams, params_of
+from tercet.vllm_plugin.edge.load_meter import LoadMeter
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 

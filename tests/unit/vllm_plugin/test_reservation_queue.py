@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tercet.protocol import NoSpace, UnknownSequence
-from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.core import core_methods
 
 from .tiny_engine import BLOCK, TinyEngine, tokens_of
 

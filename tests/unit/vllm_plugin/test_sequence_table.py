@@ -11,11 +11,12 @@ import pytest
 
 from tercet.protocol import Conflict, MoveProposal, Output, SequenceReport, UnknownSequence, Usage
 from tercet.protocol.wire import MoveCall
-from tercet.vllm_plugin.engine import core_methods, sequence_table
-from tercet.vllm_plugin.engine.connector_messages import REQUEST_PREFIX, TercetParams
-from tercet.vllm_plugin.engine.core_methods import RequestInCore
-from tercet.vllm_plugin.engine.llm_requests import DecodingSequence, LLMRequest
-from tercet.vllm_plugin.engine.sequence_table import SequenceTable
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
+from tercet.vllm_plugin.core.core_methods import RequestInCore
+from tercet.vllm_plugin.edge import sequence_table
+from tercet.vllm_plugin.edge.llm_requests import DecodingSequence, LLMRequest
+from tercet.vllm_plugin.edge.sequence_table import SequenceTable
 
 from .tiny_engine import BLOCK, TinyEngine, tokens_of
 

@@ -19,8 +19,8 @@ from tercet.settings import (
     from_environment,
 )
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet.vllm_plugin.engine.plugin_settings import PluginSettings
-from tercet.vllm_plugin.engine.server_access import api_keys, callers_of, is_loopback
+from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet.wire.serving.server_access import api_keys, callers_of, is_loopback
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 8, 16, 1024, 1, "cpu")
 INFO = KVAddrInfo("f" * 32, "d", 16, 40, "tcp", (RankAddress(0, ("tcp://127.0.0.1:7001",)),), LAYOUT)

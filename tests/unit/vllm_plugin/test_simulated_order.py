@@ -19,12 +19,12 @@ import msgspec
 import pytest
 from vllm.config import VllmConfig
 
+from tercet.lab.sim import EngineOptions, Network, SimEngine, run_virtual
+from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import NoSpace, Request
-from tercet.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet.sim.step_times import StepTimes
-from tercet.vllm_plugin.engine import core_methods
+from tercet.vllm_plugin.core import core_methods
+from tests.unit.lab.sim.models import profile_of
 
-from ..sim.models import profile_of
 from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine
 
 MAX_SEQS = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.vllm_plugin.engine.kv_planes import LayerPlanes
-from tercet.vllm_plugin.engine.stages import AllStages, StageContents
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.stages import AllStages, StageContents
 
 BLOCKS = 4
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tercet.cluster.engine_command import PLAIN_SERVER, WITH_ONE_IMPORT, EngineSpec, engine_argv, plain_argv
-from tercet.vllm_plugin import server
-from tercet.vllm_plugin.server import read_once
+from tercet.vllm_plugin.start import server
+from tercet.vllm_plugin.start.server import read_once
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet.vllm_plugin.engine.start_checks import check_before_loading
+from tercet.vllm_plugin.start.start_checks import check_before_loading
 
 CONNECTOR = {
     "kv_connector": "TercetConnector",

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tercet.vllm_plugin.engine import stopping
-from tercet.vllm_plugin.engine.stopping import StopWhenEmpty
+from tercet.vllm_plugin.edge import stopping
+from tercet.vllm_plugin.edge.stopping import StopWhenEmpty
 
 
 class Engine:

@@ -22,8 +22,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from tercet.protocol import NoSpace
 from tercet.transport import KVRegion, core_word
-from tercet.vllm_plugin.engine.block_tables import BlockTableReader, Residence, open_table
-from tercet.vllm_plugin.engine.bypass import NULL_BLOCK
+from tercet.vllm_plugin.edge.block_tables import BlockTableReader, Residence, open_table
+from tercet.vllm_plugin.edge.bypass import NULL_BLOCK
 
 from .tiny_engine import BLOCK, FULL, MAX_BATCHED, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
 
@@ -275,7 +275,7 @@ def _nothing_is_found(published: Published) -> None:
 
 
 def test_without_the_workers_memory_nothing_is_published(config: VllmConfig, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "tercet.vllm_plugin.engine.table_publisher"):
+    with caplog.at_level(logging.WARNING, "tercet.vllm_plugin.core.table_publisher"):
         engine = TinyEngine(config)
     assert engine.side.tables is None
     engine.run(engine.add("1", tokens_of(20), number=1))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tercet.protocol.types import TextFingerprint
-from tercet.vllm_plugin.text_fingerprint import text_fingerprint
+from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 Change = Callable[[dict[str, Any]], object]

@@ -15,10 +15,10 @@ from tercet.aio import TaskSet
 from tercet.protocol import KVAddrInfo, RankAddress, UnknownSequence
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import Push
-from tercet.vllm_plugin.engine.agent_calls import AgentCalls
-from tercet.vllm_plugin.engine.core_methods import CoreCalls, EngineDescription, end_send, push_cached
-from tercet.vllm_plugin.engine.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.engine.verbs import EngineVerbs
+from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription, end_send, push_cached
+from tercet.vllm_plugin.edge.agent_calls import AgentCalls
+from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
+from tercet.vllm_plugin.edge.verbs import EngineVerbs
 
 from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent
 

@@ -36,10 +36,9 @@ from tercet.transport import (
     SendDestination,
 )
 from tercet.vllm_plugin.connector import TercetConnector
-from tercet.vllm_plugin.engine import core_methods
-from tercet.vllm_plugin.engine.adapters import Adapters
-from tercet.vllm_plugin.engine.cache_groups import NO_BLOCK
-from tercet.vllm_plugin.engine.connector_messages import (
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.cache_groups import NO_BLOCK
+from tercet.vllm_plugin.core.connector_messages import (
     ReservedBlocks,
     SendParams,
     SeqParams,
@@ -47,6 +46,7 @@ from tercet.vllm_plugin.engine.connector_messages import (
     TercetParams,
     WorkerHandshake,
 )
+from tercet.vllm_plugin.edge.adapters import Adapters
 
 # Of an engine that was started without LoRA.
 NO_ADAPTERS = Adapters(lambda: cast(Any, None), 0)

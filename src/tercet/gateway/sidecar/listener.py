@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import h11
 
 from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, SECONDS, Breach
-from tercet.client.passing import BrokeOff, Fields, NotReadable, end_to_end, first, values
-from tercet.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, TercetError
 from tercet.protocol.openai_routes import path_of
-from tercet.vllm_plugin.frontend.error_answers import breach_error
+from tercet.wire.client.passing import BrokeOff, Fields, NotReadable, end_to_end, first, values
+from tercet.wire.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
+from tercet.wire.serving.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
 IDLE_SECONDS = 75.0
@@ -283,7 +283,7 @@ async def _linger(connection: Connection) -> None:
 def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
     """The path and the host for the engine, from a target in any of HTTP's forms.
 
-    Raises :class:`~tercet.client.passing.NotReadable` for an invalid target, and for tunnels.
+    Raises :class:`~tercet.wire.client.passing.NotReadable` for an invalid target, and for tunnels.
     """
     if method == b"CONNECT":
         raise NotReadable("CONNECT: this server is not a proxy to other servers", 405)

@@ -15,17 +15,17 @@ import aiohttp
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.client import HttpEngine, prefill_metrics
-from tercet.client.bounded_answers import PLAIN, read_answer
-from tercet.client.connection_errors import reason_of
-from tercet.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
-from tercet.client.remote_prefill import RemotePrefill
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.openai_routes import COMPLETIONS
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
+from tercet.wire.client import HttpEngine, prefill_metrics
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
+from tercet.wire.client.remote_prefill import RemotePrefill
 
 logger = logging.getLogger("tercet.gateway")
 T = TypeVar("T")

@@ -12,20 +12,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from tercet.client.connection_errors import reason_of
-from tercet.client.passing import (
-    Fields,
-    NotConnected,
-    NotReadable,
-    Origin,
-    OriginAnswer,
-    end_to_end,
-    first,
-    passed_on,
-    passed_trailers,
-    values,
-)
-from tercet.client.passing.fields import is_encoded
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.listener import ClientCall
@@ -43,7 +29,21 @@ from tercet.protocol.sse import EVENTS, WholeEvents, object_of
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import PREFIX
 from tercet.settings import SidecarConfig
-from tercet.vllm_plugin.frontend.trace_answers import TracingSend, wants_trace
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.passing import (
+    Fields,
+    NotConnected,
+    NotReadable,
+    Origin,
+    OriginAnswer,
+    end_to_end,
+    first,
+    passed_on,
+    passed_trailers,
+    values,
+)
+from tercet.wire.client.passing.fields import is_encoded
+from tercet.wire.serving.trace_answers import TracingSend, wants_trace
 
 logger = logging.getLogger("tercet.gateway")
 JSON = "application/json"

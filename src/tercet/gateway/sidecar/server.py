@@ -16,11 +16,6 @@ import aiohttp
 from prometheus_client.exposition import generate_latest
 
 from tercet.aio import signals_to
-from tercet.client import HttpEngine, engine_tls, prefill_metrics
-from tercet.client.http_engine import KEEPALIVE_SECONDS
-from tercet.client.passing import Origin
-from tercet.client.prefill_attempts import PrefillAttempts
-from tercet.client.remote_prefill import RemotePrefill
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.listener import ClientCall, Listener
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
@@ -29,7 +24,12 @@ from tercet.protocol import BadRequest, ShuttingDown
 from tercet.protocol.error_forms import error_body
 from tercet.settings import SidecarConfig
 from tercet.settings.log_lines import log_to_stderr
-from tercet.vllm_plugin.engine.server_access import is_loopback
+from tercet.wire.client import HttpEngine, engine_tls, prefill_metrics
+from tercet.wire.client.http_engine import KEEPALIVE_SECONDS
+from tercet.wire.client.passing import Origin
+from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0

@@ -15,9 +15,9 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tercet.protocol import BadRequest, EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
+from tercet.protocol.grammar_bounds import require_small
 from tercet.protocol.json_text import unwritable_field
 from tercet.protocol.seq_ids import sequence_id
-from tercet.vllm_plugin.grammar_bounds import require_small
 from tercet.vllm_plugin.mm_features import to_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}

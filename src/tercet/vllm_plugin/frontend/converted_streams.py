@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 from tercet.protocol.sse import object_of
-from tercet.vllm_plugin.frontend.request_context import current
+from tercet.wire.serving.request_context import current
 
 ERROR_ITEM = 'data: {"error"'
 # Its converter cannot read this, and ends with an error; ``ErrorSend`` inserts the error's text.

@@ -23,17 +23,17 @@ from starlette.types import ASGIApp
 
 from tercet.protocol import BadRequest
 from tercet.protocol.types import TextFingerprint
-from tercet.vllm_plugin.flag_errors import refuse_in_a_sentence
-from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
+from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
+from tercet.vllm_plugin.fast_path.fast_path import FastPath, fast_path
+from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
-from tercet.vllm_plugin.frontend.fast_path import FastPath, fast_path
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
 from tercet.vllm_plugin.frontend.server_options import keep_alive_seconds, require_served
-from tercet.vllm_plugin.frontend.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.frontend.text_bounds import bound_texts
 from tercet.vllm_plugin.hooks import require_hooks
-from tercet.vllm_plugin.leak_reports import without_leak_reports
-from tercet.vllm_plugin.text_fingerprint import text_fingerprint
+from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
+from tercet.vllm_plugin.start.leak_reports import without_leak_reports
+from tercet.wire.serving.client_connection import StreamingProtocol
 
 # Time for remaining connections when the server closes: idle clients, and answers past their timeout.
 CLOSE_SECONDS = 1

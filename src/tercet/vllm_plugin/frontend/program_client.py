@@ -32,7 +32,7 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.vllm_plugin.frontend.conversion import features_of, to_core_output, to_request
-from tercet.vllm_plugin.frontend.request_context import InPortions, RequestContext, current
+from tercet.wire.serving.request_context import InPortions, RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector

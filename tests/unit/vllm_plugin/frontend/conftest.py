@@ -25,9 +25,8 @@ from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
-
-from ...fakes import FakeEngine, stream_of
-from ...router.conftest import shared_over
+from tests.unit.fakes import FakeEngine, stream_of
+from tests.unit.router.conftest import shared_over
 
 CREATED = re.compile(r'"created":\d+')
 Step = list[int] | str
@@ -133,7 +132,7 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     from tercet.vllm_plugin.frontend import openai_server as vllm
-    from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
+    from tercet.wire.serving.client_connection import StreamingProtocol
 
     model = resolve_model("smollm2", lambda _: None)
     more = ("--enable-prompt-tokens-details",)

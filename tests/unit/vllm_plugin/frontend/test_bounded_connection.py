@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
-from tercet.vllm_plugin.frontend.client_connection import StreamingProtocol
+from tercet.wire.serving.client_connection import StreamingProtocol
 
 SOON = 0.1
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"

@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from tercet.vllm_plugin.frontend import client_connection
-from tercet.vllm_plugin.frontend.client_connection import ClientConnection, StreamingProtocol
+from tercet.wire.serving import client_connection
+from tercet.wire.serving.client_connection import ClientConnection, StreamingProtocol
 
 from .conftest import Doors, Step
 

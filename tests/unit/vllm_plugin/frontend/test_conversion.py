@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists
 
 from tercet.protocol import BadRequest, Output, TokenLogprob
-from tercet.vllm_plugin.engine.sampling_params import reasoning_of, to_vllm
+from tercet.vllm_plugin.edge.sampling_params import reasoning_of, to_vllm
 from tercet.vllm_plugin.frontend.conversion import to_core_output, to_request
 
 VOCABULARY = 40

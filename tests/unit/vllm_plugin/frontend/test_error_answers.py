@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tercet.protocol import NoSpace
-from tercet.vllm_plugin.frontend.error_answers import ErrorSend, with_named_code
-from tercet.vllm_plugin.frontend.request_context import RequestContext
+from tercet.wire.serving.error_answers import ErrorSend, with_named_code
+from tercet.wire.serving.request_context import RequestContext
 
 
 def vllms(code: int, **more: Any) -> bytes:

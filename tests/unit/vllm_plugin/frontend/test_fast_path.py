@@ -28,7 +28,7 @@ def script(doors: Doors) -> list[Step]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The routes of requests that took the fast path."""
-    from tercet.vllm_plugin.frontend.stream_metrics import HttpMetrics
+    from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics
 
     found: list[str] = []
     observe = HttpMetrics.observe
@@ -69,7 +69,7 @@ def test_what_is_more_than_plain_does_not(
     if more.keys() & {"n", "prompt", "logprobs"}:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        from tercet.vllm_plugin.frontend.fast_path import is_plain_completion
+        from tercet.vllm_plugin.fast_path.fast_path import is_plain_completion
 
         assert not is_plain_completion(CompletionRequest.model_validate({**PLAIN, **more}))
         return

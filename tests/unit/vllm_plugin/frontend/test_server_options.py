@@ -28,8 +28,7 @@ from tercet.vllm_plugin.frontend.server_options import (
     options_of,
     refusal_of,
 )
-
-from ...client.certificates import HOST, Authority
+from tests.unit.wire.client.certificates import HOST, Authority
 
 # What vLLM's own server tells uvicorn, and a router does not: its options are refused.
 NOT_TOLD = {"log_config", "h11_max_incomplete_event_size", "h11_max_header_count"}

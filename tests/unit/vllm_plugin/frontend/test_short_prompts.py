@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tercet.vllm_plugin.frontend.short_prompts import SHORT, encoder_of, render_short_prompts_here
+from tercet.vllm_plugin.fast_path.short_prompts import SHORT, encoder_of, render_short_prompts_here
 
 from .vocabulary import SPECIAL, tokenizer
 

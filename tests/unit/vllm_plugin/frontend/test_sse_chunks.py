@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.completion.protocol import CompletionResponseStreamChoice, CompletionStreamResponse
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 
-from tercet.vllm_plugin.frontend.sse_chunks import CHAT, COMPLETION, ChunkWriter, framed
+from tercet.vllm_plugin.fast_path.sse_chunks import CHAT, COMPLETION, ChunkWriter, framed
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(['"text":""', '\\"a\\"', "\n\n", "data: "])
 REASON = st.sampled_from(["stop", "length", "abort"])

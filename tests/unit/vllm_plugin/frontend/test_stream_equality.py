@@ -57,7 +57,7 @@ def test_text_and_chunks_are_the_same(doors: Doors, path: str) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_the_fast_path_is_the_one_that_was_taken(doors: Doors, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tercet.vllm_plugin.frontend.plain_stream import PlainStream
+    from tercet.vllm_plugin.fast_path.plain_stream import PlainStream
 
     written: list[Any] = []
     write = PlainStream._write_text
@@ -140,7 +140,7 @@ OTHER = [
 def test_what_is_no_plain_stream_goes_vllms_way(
     doors: Doors, path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tercet.vllm_plugin.frontend.plain_stream import PlainStream
+    from tercet.vllm_plugin.fast_path.plain_stream import PlainStream
 
     monkeypatch.setattr(PlainStream, "run", lambda *_: pytest.fail("it took the fast path"))
     both(doors, path, [*singly(doors, "one two three"), "stop"], **more)

@@ -1,6 +1,0 @@
-"""The engine protocol over HTTP: :class:`HttpEngine` calls a vLLM server that runs Tercet's plugin."""
-
-from tercet.client.engine_tls import engine_tls
-from tercet.client.http_engine import Admit, HttpEngine
-
-__all__ = ["Admit", "HttpEngine", "engine_tls"]

@@ -1,0 +1,241 @@
+"""The work of one engine for this router: prefills in line, running decodes, and promised work.
+
+A state machine without I/O that is notified of begins and ends. Engines prefill first come, first served, so the
+duration of a prefill is the time between two successive ends, or from an arrival at an empty line to its end. That
+holds under any load, while the time from call to answer is mostly waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tercet.decisions.cost.cost_model import CostModel, EnginePace, features_of
+
+FEW = 2
+"""Tokens that are computed as part of a decode step, and so do not wait in line."""
+MOSTLY_PREFILL = 0.7
+MOST_INTERFERENCE = 0.8
+TOGETHER = 0.2
+"""Prefills that end within this share of a prefill's time after another one were in the same step."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence on one engine: ``missing`` tokens to compute behind ``cached`` ones, ``sent`` to push elsewhere.
+
+    ``output`` are the tokens that it is expected to produce here, after the ``given`` ones from elsewhere; 0 where it
+    only prefills. ``context`` is the number of tokens that its decode reads at first. ``seconds`` is the predicted time
+    of its prefill. ``promised``: a route leads here, and the verb has not been called yet. ``ready`` is when its decode
+    is expected to begin.
+    """
+
+    missing: int
+    cached: int = 0
+    sent: int = 0
+    output: float = 0.0
+    given: int = 0
+    context: int = 0
+    max_tokens: int | None = None
+    seconds: float = 0.0
+    stage: Literal["promised", "prefill", "decode"] = "promised"
+    began: float = 0.0
+    ready: float = 0.0
+    expected_end: float = 0.0
+    marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+
+
+class EngineWork:
+    """The jobs of one engine. Times are the clock's, in seconds.
+
+    ``decoding`` of its jobs decode now, and read ``contexts`` KV tokens in a step.
+    """
+
+    def __init__(self, model: CostModel, clock: Callable[[], float]) -> None:
+        self.prefill_pace, self.decode_pace = EnginePace(), EnginePace()
+        self.decoding = self.contexts = 0
+        self._model = model
+        self._clock = clock
+        self._jobs: dict[str, Job] = {}
+        self._line: dict[str, Job] = {}
+        self._coming: dict[str, Job] = {}
+        self._line_seconds = self._promised_seconds = 0.0
+        self._expected_ends = 0.0
+        self._served_until = 0.0
+        self._at = clock()
+        self._recent = self._busy = self._batches = self._contexts_read = 0.0
+        self._prefills = 0
+        self._seen_seconds, self._seen = 0.0, list[float]()
+
+    # ---- what there is to do ---------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no work."""
+        return not self._jobs
+
+    @property
+    def coming(self) -> int:
+        """Number of decodes that will run here, but do not yet."""
+        return len(self._coming)
+
+    @property
+    def backlog(self) -> float:
+        """A rough measure of the work, in seconds, that is cheap to read."""
+        return self._line_seconds + self._promised_seconds + 0.01 * self.decoding
+
+    def waiting(self, now: float) -> float:
+        """Seconds of prefill ahead of a new arrival."""
+        return max(0.0, self._line_seconds - self._progress(now)) + self._promised_seconds
+
+    def under_way(self, now: float) -> float:
+        """Seconds until the running prefill ends."""
+        head = next(iter(self._line.values()), None)
+        return 0.0 if head is None else max(0.0, head.seconds - self._progress(now))
+
+    def interference(self, now: float) -> float:
+        """The share of recent time in which prefills ran here and slowed decodes."""
+        faded = math.exp((self._at - now) / self._model.arrivals.memory)
+        return self._recent * faded + (1 - faded if self._line else 0.0)
+
+    def stall(self, now: float, seconds: float) -> float:
+        """Total delay of decodes here if a prefill that arrives now occupies the engine for ``seconds``.
+
+        Later decodes are delayed by the part that is left when they are ready.
+        """
+        end = self.waiting(now) + seconds
+        later = (min(seconds, max(0.0, now + end - job.ready)) for job in self._coming.values())
+        return seconds * self.decoding + sum(later)
+
+    def seconds_left(self, now: float) -> float:
+        """Average remaining time of a running decode."""
+        return max(0.0, self._expected_ends / self.decoding - now) if self.decoding else 0.0
+
+    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
+        """Seconds per token of a running decode, when prefills take this share of the time between its steps."""
+        step = self._model.step(batch, contexts) * self.decode_pace.factor
+        return step / (1 - min(MOST_INTERFERENCE, interference))
+
+    # ---- what happens ----------------------------------------------------------------------------------------
+
+    def promise(self, seq_id: str, job: Job) -> None:
+        """Record that a route leads here."""
+        self._pass_time()
+        self._enter(seq_id, job)
+        self._promised_seconds += job.seconds
+
+    def begin(self, seq_id: str, job: Job) -> Job:
+        """Record that a verb was called: the promised job takes its place in line, or this one if there is none."""
+        now = self._pass_time()
+        found = self._jobs.get(seq_id)
+        if found is None or found.stage != "promised":
+            self.leave(seq_id)
+            self._enter(seq_id, job)
+        else:
+            self._promised_seconds -= found.seconds
+            job = found
+        job.began = now
+        job.stage = "prefill"
+        job.ready = max(job.ready, now + self.waiting(now) + job.seconds)
+        self._model.arrivals.note(now)
+        if job.missing > FEW:
+            if not self._line:
+                self._served_until = now
+            self._line[seq_id] = job
+            self._line_seconds += job.seconds
+        return job
+
+    def prefilled(self, seq_id: str, job: Job, computed: int, cached: int, sent: int) -> None:
+        """Record that its prefill ended and what it sent is in place; learn from it."""
+        now = self._pass_time()
+        if job.stage == "prefill":
+            took = now - max(job.began, self._served_until)
+            if self._line.pop(seq_id, None) is job:
+                self._line_seconds -= job.seconds
+                self._served_until = now
+                self._prefills += 1
+            if computed > FEW or sent:
+                self._note_prefill(took, computed, cached, sent)
+            job.stage = "decode"
+            if job.output:
+                self._begin_decode(seq_id, job, now)
+
+    def decoded(self, job: Job, tokens: int) -> None:
+        """Record that it produced its last token, ``tokens`` here; learn from it."""
+        now = self._pass_time()
+        self._model.ended(job.max_tokens, job.given + tokens)
+        busy, batches, contexts, prefills = job.marks
+        passed, shared = now - job.began, self._busy - busy
+        steps = tokens - 1 - (self._prefills - prefills)
+        if steps < FEW or passed <= 0 or shared > MOSTLY_PREFILL * passed:
+            return
+        seconds = (passed - shared) / steps
+        batch, read = (self._batches - batches) / passed, (self._contexts_read - contexts) / passed
+        self.decode_pace.observe(seconds, self._model.step(batch, read))
+        self._model.stepped(seconds, batch, read)
+
+    def leave(self, seq_id: str) -> None:
+        """Record that it ended here, however it ended; a job that has left already is ignored."""
+        job = self._jobs.pop(seq_id, None)
+        if job is None:
+            return
+        now = self._pass_time()
+        if job.stage == "promised":
+            self._promised_seconds -= job.seconds
+        elif self._line.pop(seq_id, None) is not None:
+            self._line_seconds -= job.seconds
+            self._served_until = now
+        if self._coming.pop(seq_id, None) is None and job.output:
+            self.decoding -= 1
+            self.contexts -= job.context
+            self._expected_ends -= job.expected_end
+        if not self._jobs:  # sums of floats, which drift
+            self._line_seconds = self._promised_seconds = self._expected_ends = 0.0
+
+    def _enter(self, seq_id: str, job: Job) -> None:
+        self._jobs[seq_id] = job
+        if job.output:
+            self._coming[seq_id] = job
+
+    def _begin_decode(self, seq_id: str, job: Job, now: float) -> None:
+        del self._coming[seq_id]
+        self.decoding += 1
+        self.contexts += job.context
+        tpot = self.pace_of_tokens(self.interference(now), self.decoding, self.contexts)
+        job.began, job.expected_end = now, now + job.output * tpot
+        job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
+        self._expected_ends += job.expected_end
+
+    def _note_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
+        """Record an end; ends that come (nearly) together were computed together, and are one observation."""
+        features = features_of(computed, cached, self.decoding, sent)
+        if took > TOGETHER * self._model.predicted(features):
+            self._learn_prefills()
+        self._seen_seconds += took
+        self._seen = [a + b for a, b in zip(self._seen or (0.0,) * len(features), features, strict=True)]
+        if not self._line:
+            self._learn_prefills()
+
+    def _learn_prefills(self) -> None:
+        if self._seen_seconds > 0:
+            self.prefill_pace.observe(self._seen_seconds, self._model.predicted(self._seen))
+            self._model.prefilled(self._seen_seconds, self._seen)
+        self._seen_seconds, self._seen = 0.0, []
+
+    def _progress(self, now: float) -> float:
+        """Seconds that the first in line has run, limited to a little less than its predicted time."""
+        head = next(iter(self._line.values()), None)
+        return 0.0 if head is None else min(now - self._served_until, 0.95 * head.seconds)
+
+    def _pass_time(self) -> float:
+        """Account for the time since the last event, in which nothing changed; returns now."""
+        now = self._clock()
+        passed = now - self._at
+        self._recent = self.interference(now)
+        self._at = now
+        self._busy += passed if self._line else 0.0
+        self._batches += passed * self.decoding
+        self._contexts_read += passed * self.contexts
+        return now

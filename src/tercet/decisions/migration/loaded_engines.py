@@ -1,0 +1,94 @@
+"""The fleet as policies see it: engines, their sequences, and their loads after the proposed moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tercet.decisions.migration.selection import SequenceView
+from tercet.protocol import Role
+
+
+@dataclass
+class LoadedEngine:
+    """One engine and what may be moved away from it.
+
+    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any, and ``waiting`` the number of
+    requests in its queue. ``draining`` engines are to be emptied, ``stale`` ones have shown no progress for longer than
+    the settings allow.
+    """
+
+    name: str
+    role: Role
+    load: float | None
+    sequences: Sequence[SequenceView] = ()
+    draining: bool = False
+    reachable: bool = True
+    stale: bool = False
+    waiting: int = 0
+    arriving: float = field(default=0.0)
+
+    @property
+    def takes(self) -> bool:
+        """Whether sequences may be moved there."""
+        return self.reachable and not self.draining and not self.stale
+
+    @property
+    def believed(self) -> float:
+        """Its load including what will arrive; an engine without a report counts as idle."""
+        return (self.load or 0.0) + self.arriving
+
+    @property
+    def demand(self) -> float:
+        """The used share if its whole queue had room, too: may exceed 1."""
+        return self.believed + sum(each.share for each in self.queue)
+
+    @property
+    def free(self) -> float:
+        """The share of its KV cache that would be left."""
+        return max(0.0, 1.0 - self.believed)
+
+    def can(self, role: Role) -> bool:
+        """Whether it may serve in the role."""
+        return role == "both" or self.role in (role, "both")
+
+    @property
+    def queue(self) -> list[SequenceView]:
+        """Its waiting sequences, in order of arrival."""
+        if not self.waiting:
+            return []
+        return sorted((each for each in self.sequences if not each.running), key=lambda each: -each.age)[
+            -self.waiting :
+        ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Proposal that one sequence should be on another engine."""
+
+    seq_id: str
+    source: str
+    destination: str
+    reason: str
+
+
+Policy = Callable[[Sequence[LoadedEngine]], Iterable[Wanted]]
+
+
+def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine, reason: str) -> Wanted:
+    """Propose a move, and change the loads of both engines to those after it."""
+    source.arriving -= sequence.share
+    destination.arriving += sequence.share
+    return Wanted(sequence.seq_id, source.name, destination.name, reason)
+
+
+def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
+    """The least loaded engine that accepts sequences and may serve in the role; None if there is none."""
+    able = (each for each in engines if each.takes and each.can(role))
+    return min(able, key=lambda each: each.believed, default=None)
+
+
+def best_fit(engines: Iterable[LoadedEngine], share: float, ceiling: float) -> LoadedEngine | None:
+    """The fullest engine with room for ``share`` below ``ceiling``; None if there is none."""
+    able = (each for each in engines if each.takes and each.load is not None and each.believed + share <= ceiling)
+    return max(able, key=lambda each: each.believed, default=None)

@@ -1,0 +1,59 @@
+"""Decides in each round which moves should begin: policies' proposals, once per sequence and not too often."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from tercet.decisions.migration.loaded_engines import LoadedEngine, Policy, Wanted
+
+logger = logging.getLogger("tercet.router")
+AGAIN_SECONDS = 2.0
+"""Seconds after the start of a move in which its sequence is not moved again.
+
+Engines' reports are older than the move, and a failed move would fail again.
+"""
+
+
+class Rescheduling:
+    """Decides without I/O. Times are seconds of one monotonic clock."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self._policies = tuple(policies)
+        self._not_before: dict[str, float] = {}
+        self._failing: set[Policy] = set()
+
+    def leaves_alone(self, seq_id: str) -> bool:
+        """Whether a move of the sequence began recently."""
+        return seq_id in self._not_before
+
+    def begins(self, now: float) -> None:
+        """Begin a round: sequences whose pause is over may be moved again."""
+        self._not_before = {seq_id: at for seq_id, at in self._not_before.items() if at > now}
+
+    def wanted(self, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
+        """Moves to make, each sequence at most once; ``engines`` have only sequences that may be moved."""
+        seen: set[str] = set()
+        for policy in self._policies:
+            for wanted in self._proposals(policy, engines):
+                if wanted.seq_id not in seen:
+                    seen.add(wanted.seq_id)
+                    yield wanted
+
+    def moved(self, seq_id: str, now: float) -> None:
+        """Record that a move of the sequence has begun."""
+        self._not_before[seq_id] = now + AGAIN_SECONDS
+
+    def _proposals(self, policy: Policy, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
+        """A user's policy may raise anything: then it proposes nothing, and the other policies continue."""
+        try:
+            for wanted in policy(engines):
+                if not isinstance(wanted, Wanted):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise TypeError(f"it proposes {wanted!r}; yield what tercet.decisions.migration.move() returns")
+                yield wanted
+        except Exception:
+            if policy not in self._failing:
+                logger.exception("moves: a policy failed and is ignored in this round: %s", policy)
+            self._failing.add(policy)
+        else:
+            self._failing.discard(policy)

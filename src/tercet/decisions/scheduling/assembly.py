@@ -1,0 +1,218 @@
+"""Makes a :class:`Scheduling` from a scheduling file.
+
+The file is YAML in the form of llm-d's ``EndpointPickerConfig``, and read strictly.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tercet.decisions.scheduling.llm_d import as_in_file, is_of_llm_d, translated
+from tercet.decisions.scheduling.pickers import PICKERS, MaxScorePicker
+from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
+from tercet.decisions.scheduling.profiles import (
+    SCHEDULED,
+    ConcurrencyLimit,
+    Handler,
+    Saturation,
+    Scheduling,
+    SchedulingProfile,
+    of_one_profile,
+)
+from tercet.decisions.scheduling.registry import Locate, plugin_class
+from tercet.protocol import BadRequest
+from tercet.settings.declaration import complaint
+from tercet.settings.decoding import load_yaml, parse_yaml
+
+logger = logging.getLogger("tercet.decisions.scheduling")
+T = TypeVar("T")
+Name = Annotated[str, Meta(min_length=1)]
+FairnessHeader = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9_-]+$")]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    pass
+
+
+class PluginEntry(_Strict, frozen=True):
+    """One plugin: its type, its name in profiles (its type by default), and its parameters."""
+
+    type: Name
+    name: Name | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class PluginUse(_Strict, frozen=True):
+    """A plugin in a profile; ``weight`` is for scorers, 1 by default."""
+
+    plugin_ref: Name
+    weight: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
+
+
+class ProfileConfig(_Strict, frozen=True):
+    """A profile; its filters run in the order of the file."""
+
+    name: Name
+    plugins: tuple[PluginUse, ...] = ()
+
+
+class SchedulingConfig(_Strict, frozen=True):
+    """The whole file. ``api_version`` and ``kind`` are optional and ignored.
+
+    ``saturation_detector`` tells an endpoint picker when an engine has no room for more; ``concurrency_detector``,
+    instead of it, when all engines together have none. ``fairness_headers`` (lower case) name the flow of a request, if
+    its fairness id does not.
+    """
+
+    plugins: tuple[PluginEntry, ...]
+    scheduling_profiles: Annotated[tuple[ProfileConfig, ...], Meta(min_length=1)]
+    api_version: str | None = None
+    kind: Literal["EndpointPickerConfig"] | None = None
+    saturation_detector: Saturation | None = None
+    concurrency_detector: ConcurrencyLimit | None = None
+    fairness_headers: tuple[FairnessHeader, ...] = ()
+
+    def saturation(self) -> Saturation | ConcurrencyLimit | None:
+        """The one of both that is given. Raises :class:`~tercet.protocol.BadRequest` if both are."""
+        if self.saturation_detector is not None and self.concurrency_detector is not None:
+            field = "concurrencyDetector"
+            raise BadRequest(f"{field}: give either this or saturationDetector", field)
+        return self.saturation_detector or self.concurrency_detector
+
+
+def convert(content: object, to: type[T], at: str) -> T:
+    """Convert ``content`` to a record; ``at`` is its place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
+    try:
+        return msgspec.convert(content, to)
+    except msgspec.ValidationError as error:
+        place, _, reason = complaint(at, to, content, error).message.partition(": ")
+        if unknown := re.fullmatch("unknown key (.*?); (.*)", reason):
+            place, reason = f"{place}.{unknown[1]}", f"there is no such field here; {unknown[2]}"
+        place = place.lstrip(".") or "scheduling"
+        raise BadRequest(f"{place}: {reason}", place) from error
+
+
+def load_scheduling(path: Path, content: str | None = None, locate: Locate | None = None) -> Scheduling:
+    """Load a scheduling file; the user's plugins are found relative to its folder.
+
+    A ``content`` is used instead of reading the file. ``locate`` finds the files of plugins. Raises
+    :class:`~tercet.protocol.BadRequest` that names the file and the invalid field.
+    """
+    name = f"scheduling: {path}"
+    found = load_yaml(path, name, "scheduling") if content is None else parse_yaml(content, name, "scheduling")
+    try:
+        return _assembled(found, path, content is None, locate)
+    except BadRequest as error:
+        raise BadRequest(f"scheduling: {path}: {error.message}", error.param) from error
+
+
+def _assembled(found: object, path: Path, is_file: bool, locate: Locate | None) -> Scheduling:
+    content, passed_over = translated(found)
+    for line in passed_over:
+        logger.warning("scheduling: %s of llm-d is ignored: %s", path.name, line)
+    try:
+        return _made(content, path, is_of_llm_d(found), is_file, locate)
+    except BadRequest as error:
+        raise as_in_file(found, error) from error
+
+
+def _made(content: object, path: Path, weighs_anything: bool, is_file: bool, locate: Locate | None) -> Scheduling:
+    config = convert(content, SchedulingConfig, "")
+    plugins = _plugins(config.plugins, path.parent, locate)
+    profiles: dict[str, SchedulingProfile] = {}
+    for index, given in enumerate(config.scheduling_profiles):
+        at = f"schedulingProfiles[{index}]"
+        _require_free_name(given.name, profiles, at)
+        profiles[given.name] = _profile(given, plugins, at, weighs_anything)
+    own = (plugin.type.rpartition(":")[0] for plugin in config.plugins)
+    files = (
+        *((path,) if is_file else ()),
+        *dict.fromkeys(path.parent / Path(file).expanduser() for file in own if file),
+    )
+    return replace(
+        _scheduling(plugins, profiles),
+        files=files,
+        saturation=config.saturation(),
+        fairness_headers=config.fairness_headers,
+    )
+
+
+def _plugins(configs: Sequence[PluginEntry], beside: Path, locate: Locate | None) -> dict[str, Plugin]:
+    made: dict[str, Plugin] = {}
+    for index, config in enumerate(configs):
+        at = f"plugins[{index}]"
+        name = config.name or config.type
+        if name in made:
+            raise BadRequest(
+                f"{at}.name: another plugin is called {name!r} already; give this one a name", f"{at}.name"
+            )
+        kind = plugin_class(config.type, beside, f"{at}.type", locate)
+        made[name] = convert(config.parameters or {}, kind, f"{at}.parameters")
+    return made
+
+
+def _require_free_name(name: str, profiles: Mapping[str, SchedulingProfile], at: str) -> None:
+    if name in profiles:
+        raise BadRequest(f"{at}.name: another profile is called {name!r} already", f"{at}.name")
+    if name in PICKERS or name == SCHEDULED:
+        raise BadRequest(f"{at}.name: {name!r} means something else to pick(); choose another name", f"{at}.name")
+
+
+def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str, weighs_anything: bool) -> SchedulingProfile:
+    """Build the profile; a weight for a plugin that is not a scorer is an error, unless the file ``weighs_anything``.
+
+    Files of llm-d do.
+    """
+    filters: list[Filter] = []
+    scorers: list[tuple[Scorer, float]] = []
+    picker: Picker | None = None
+    for index, use in enumerate(given.plugins):
+        here = f"{at}.plugins[{index}]"
+        plugin = _referred(use, plugins, here)
+        if isinstance(plugin, Scorer):
+            scorers.append((plugin, 1.0 if use.weight is None else use.weight))
+            continue
+        if use.weight is not None and weighs_anything:
+            logger.warning("scheduling: the weight of %s is ignored: it is not a scorer", use.plugin_ref)
+        elif use.weight is not None:
+            raise BadRequest(f"{here}.weight: {use.plugin_ref} is not a scorer; leave its weight out", f"{here}.weight")
+        if isinstance(plugin, Filter):
+            filters.append(plugin)
+        elif isinstance(plugin, Picker) and picker is None:
+            picker = plugin
+        else:
+            why = "is the second picker" if isinstance(plugin, Picker) else "is not a filter, scorer or picker"
+            raise BadRequest(f"{here}.pluginRef: {use.plugin_ref} {why}", f"{here}.pluginRef")
+    scorers.sort(key=lambda weighted: weighted[0].runs_last)  # stable: the others keep their order
+    return SchedulingProfile(given.name, filters, scorers, picker or MaxScorePicker())
+
+
+def _referred(use: PluginUse, plugins: Mapping[str, Plugin], here: str) -> Plugin:
+    found = plugins.get(use.plugin_ref)
+    if found is None:
+        known = ", ".join(plugins) or "none"
+        raise BadRequest(
+            f"{here}.pluginRef: there is no plugin {use.plugin_ref!r} under plugins; there are {known}",
+            f"{here}.pluginRef",
+        )
+    return found
+
+
+def _scheduling(plugins: Mapping[str, Plugin], profiles: Mapping[str, SchedulingProfile]) -> Scheduling:
+    deciders = {name: plugin for name, plugin in plugins.items() if isinstance(plugin, Decider)}
+    handlers = [(index, plugin) for index, plugin in enumerate(plugins.values()) if isinstance(plugin, Handler)]
+    if not handlers:
+        return of_one_profile(profiles, deciders)
+    if len(handlers) > 1:
+        field = f"plugins[{handlers[1][0]}].type"
+        raise BadRequest(f"{field}: is a second profile handler; keep one", field)
+    index, handler = handlers[0]
+    return handler.assign(profiles, deciders, f"plugins[{index}].parameters")

@@ -1,0 +1,78 @@
+"""Plugins for engines meant for certain prompt lengths, by a label such as ``0-8192`` (tokens, both ends included).
+
+llm-d-router has one plugin ``context-length-aware`` for both, whose formulas these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated
+
+from msgspec import Meta
+
+from tercet.decisions.scheduling.plugin import Decision, Engines, Filter, Scorer
+
+Label = Annotated[str, Meta(min_length=1)]
+RANGE_LABEL = "llm-d.ai/context-length-range"
+BEST_OUTSIDE = 0.3
+"""Scores outside of an engine's range are below this, scores inside are above."""
+WITHOUT_LABEL = 0.5
+
+
+class ContextLengthFilter(Filter, frozen=True):
+    """Keeps engines whose range contains the prompt's length, and those without the label."""
+
+    label: Label = RANGE_LABEL
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        length, label = _length_of(decision), self.label
+        texts = [engine.labels.get(label) for engine in engines]
+        return [text is None or _has(_range_of(text), length) for text in texts]
+
+
+class ContextLengthScorer(Scorer, frozen=True):
+    """From 0.3 to 1 in an engine's range, more for a narrow one with room above; less outside, falling with distance.
+
+    0.5 without the label, 0 for a label that is not a range.
+    """
+
+    label: Label = RANGE_LABEL
+
+    def score(self, decision: Decision, engines: Engines) -> Sequence[float]:
+        length, label = _length_of(decision), self.label
+        texts = [engine.labels.get(label) for engine in engines]
+        return [WITHOUT_LABEL if text is None else _fit(_range_of(text), length) for text in texts]
+
+
+def _length_of(decision: Decision) -> int:
+    return 0 if decision.request is None else decision.request.num_tokens
+
+
+@lru_cache(maxsize=1024)
+def _range_of(text: str) -> tuple[int, int] | None:
+    """The lengths of a label's value, both included; None if it is not a range."""
+    first, _, last = text.partition("-")
+    try:
+        least, most = int(first), int(last)
+    except ValueError:
+        return None
+    return (least, most) if 0 <= least <= most else None
+
+
+def _has(lengths: tuple[int, int] | None, length: int) -> bool:
+    return lengths is not None and lengths[0] <= length <= lengths[1]
+
+
+def _fit(lengths: tuple[int, int] | None, length: int) -> float:
+    if lengths is None:
+        return 0.0
+    least, most = lengths
+    width = most - least
+    if not _has(lengths, length):
+        outside = length - most if length > most else least - length
+        return BEST_OUTSIDE / (1 + outside / 1000)
+    if width == 0:
+        return 1.0
+    narrow, room = 1 / (1 + width / 10_000), (most - length) / width
+    return BEST_OUTSIDE + (1 - BEST_OUTSIDE) * (0.7 * narrow + 0.3 * room)

@@ -1,0 +1,267 @@
+"""Base classes of plugins (a frozen record of parameters with one method) and the data for their decisions.
+
+In a file parameters are written in camel case (``block_size`` is ``blockSize``); unknown ones are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+from typing import ClassVar, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tercet.decisions.scheduling.hashing import block_hashes
+from tercet.protocol import AdapterLoad, EngineView, Request, Role
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+
+
+class Reports(Protocol):
+    """Engines' reports, by row; a row is an engine's index in every column, as long as it is a member.
+
+    A value that was never reported, or too long ago, is NaN.
+    """
+
+    def column(self, name: str, rows: Integers) -> Floats:
+        """``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` or ``age`` of the engines in ``rows``."""
+        ...
+
+    def counted(self, name: str, rows: Integers) -> Floats:
+        """``in_flight`` or ``in_flight_tokens``: what this process runs on the engines in ``rows`` now."""
+        ...
+
+    def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
+        """LoRA adapters that the engines in ``rows`` use; None for one without adapters or a recent report."""
+        ...
+
+    def keys(self, rows: Integers) -> NDArray[np.uint64]:
+        """Hashes of the engines' names, the same in every process."""
+        ...
+
+
+def _said(name: str) -> cached_property[Floats]:
+    """Return a property for a column, which is looked up at its first use."""
+    return cached_property(lambda engines: engines._reports.column(name, engines.rows))
+
+
+class Engines:
+    """The candidates of one decision, in one order: ``engines[i]`` belongs to item ``i`` of each column.
+
+    Iterating gives :class:`EngineView` objects. Columns of reports have NaN for unknown values: requests ``waiting``
+    and ``running``, ``tokens`` still to process, the share (0 to 1) of the KV cache in use (``kv_usage``), the seconds
+    of recent steps (``step_time``), and of the last report, however old, its ``age``.
+    """
+
+    waiting = _said("waiting")
+    running = _said("running")
+    tokens = _said("tokens")
+    kv_usage = _said("kv_usage")
+    step_time = _said("step_time")
+    age = _said("age")
+
+    def __init__(
+        self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None
+    ) -> None:
+        """Select ``places`` of ``views``, all if not given."""
+        self.rows = rows
+        self._all = views
+        self._places = places
+        self._reports = reports
+        self._lasting: dict[int, tuple[Filter, Engines]] = {}
+
+    @cached_property
+    def views(self) -> Sequence[EngineView]:
+        """The view of each engine."""
+        if self._places is None:
+            return self._all
+        places: list[int] = self._places.tolist()
+        return [self._all[place] for place in places]
+
+    def anew(self) -> Engines:
+        """Return the same engines for another decision: their reports are looked up again."""
+        same = Engines(self._all, self.rows, self._reports, self._places)
+        same._lasting = self._lasting
+        return same
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[EngineView]:
+        return iter(self.views)
+
+    def __getitem__(self, index: int) -> EngineView:
+        return self._all[index if self._places is None else self._places[index]]
+
+    def where(self, keep: Sequence[bool] | Booleans) -> Engines:
+        """Engines for which ``keep`` is true."""
+        if isinstance(keep, list) and False not in keep:  # a tenth of the cost of an array
+            return self
+        chosen = np.asarray(keep, dtype=np.bool_)
+        if chosen.all():
+            return self
+        places = chosen.nonzero()[0] if self._places is None else self._places[chosen]
+        return Engines(self._all, self.rows[chosen], self._reports, places)
+
+    def kept_by(self, plugin: Filter, decision: Decision) -> Engines:
+        """Engines that a filter keeps; the result of a lasting filter is cached."""
+        if not plugin.lasting:
+            return self.where(plugin.keep(decision, self))
+        known = self._lasting.get(id(plugin))
+        if known is None:  # the filter is stored with the result, so its id is not reused
+            known = self._lasting[id(plugin)] = plugin, self.where(plugin.keep(decision, self))
+        return known[1].anew()
+
+    @cached_property
+    def in_flight(self) -> Floats:
+        """Sequences that this router runs on each engine."""
+        return self._reports.counted("in_flight", self.rows)
+
+    @cached_property
+    def in_flight_tokens(self) -> Floats:
+        """Prompt tokens of the sequences that this router runs on each engine."""
+        return self._reports.counted("in_flight_tokens", self.rows)
+
+    @cached_property
+    def adapter_loads(self) -> Sequence[AdapterLoad | None]:
+        """LoRA adapters that each engine uses; None for one without adapters or a recent report."""
+        return self._reports.adapters(self.rows)
+
+    @cached_property
+    def keys(self) -> NDArray[np.uint64]:
+        """A hash of each engine's name, the same in every process."""
+        return self._reports.keys(self.rows)
+
+
+class PrefixIndex(Protocol):
+    """Index of engines by the blocks that they hold."""
+
+    def matched(self, hashes: Sequence[int]) -> Integers:
+        """Number of the first blocks that each engine (by row) holds, without a gap."""
+        ...
+
+
+class RoutedPrefixes(PrefixIndex, Protocol):
+    """An index of routed prompts only."""
+
+    def note(self, row: int, hashes: Sequence[int]) -> None:
+        """Record that these blocks will be on the engine in ``row``."""
+        ...
+
+
+class Knowledge(Protocol):
+    """Knowledge of a fleet beyond its engines' reports.
+
+    It belongs to the fleet, not to plugins: it is kept when a scheduling file is reloaded.
+    """
+
+    def routed(self, block_size: int, capacity: int) -> RoutedPrefixes:
+        """The index of routed prompts, in blocks of ``block_size`` tokens, at most ``capacity`` blocks per engine."""
+        ...
+
+    @property
+    def stored(self) -> Mapping[int, PrefixIndex]:
+        """The indexes of blocks that engines report to hold, by the block size (tokens) that they use."""
+        ...
+
+    def cold_turns(self, rows: Integers, size: int) -> Floats:
+        """When each engine last got a prompt that no engine had cached: larger is later, 0 is never.
+
+        Only the ``size`` latest engines are remembered.
+        """
+        ...
+
+    def note_cold(self, row: int) -> None:
+        """Record that the engine in ``row`` gets a prompt that no engine had cached."""
+        ...
+
+
+@dataclass
+class Decision:
+    """One pick: its request and role, and the matches that scorers found.
+
+    ``matched`` is the estimated number of the prompt's tokens in the cache of each engine (by row); None before a
+    scorer looked. ``partner`` is the picked decode engine when an engine is picked to prefill for it, if that is known.
+    """
+
+    request: Request | None
+    role: Role
+    knowledge: Knowledge
+    random: Random
+    matched: Integers | None = None
+    partner: EngineView | None = None
+    _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
+
+    def hashes(self, block_size: int, limit: int | None = None) -> list[int]:
+        """The prompt's block hashes, computed once per decision; none without a request."""
+        if self.request is None:
+            return []
+        key = block_size, limit
+        if key not in self._hashes:
+            self._hashes[key] = block_hashes(self.request, block_size, limit)
+        return self._hashes[key]
+
+    def note_match(self, tokens: Integers) -> None:
+        """Record a scorer's estimate of cached tokens, by row; the largest estimate counts."""
+        self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
+
+
+Scores = Floats | Sequence[float]
+
+
+class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Base of all plugins; its fields are the parameters."""
+
+    def picked(self, decision: Decision, row: int) -> None:
+        """Called after the decision for the engine in ``row``. For plugins that record in :class:`Knowledge`."""
+
+
+class Filter(Plugin, frozen=True, kw_only=True):
+    """Leaves out engines.
+
+    If a filter that is not ``strict`` leaves out all, its result is ignored; a strict one then fails the pick. A
+    ``lasting`` filter depends on names, roles and labels of engines alone, so its result is the same for every request:
+    it runs again only when those have changed.
+    """
+
+    strict: bool = True
+    lasting: ClassVar[bool] = False
+
+    def keep(self, decision: Decision, engines: Engines) -> Booleans | Sequence[bool]:
+        """Return for each engine whether it stays."""
+        raise NotImplementedError(f"{type(self).__name__} has no keep()")
+
+
+class Scorer(Plugin, frozen=True):
+    """Gives each engine a score from 0 to 1; pickers get the weighted sum of scores."""
+
+    runs_last: ClassVar[bool] = False
+
+    def score(self, decision: Decision, engines: Engines) -> Scores:
+        """Return a score for each engine, 1 for the best. Scores are clipped to 0 to 1; NaN counts as 0."""
+        raise NotImplementedError(f"{type(self).__name__} has no score()")
+
+
+class Picker(Plugin, frozen=True):
+    """Picks one of the engines that filters left, by their scores."""
+
+    def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
+        """Return the index of the engine to pick; there is at least one."""
+        raise NotImplementedError(f"{type(self).__name__} has no pick()")
+
+
+class Decider(Plugin, frozen=True):
+    """Decides whether a second engine prefills for the picked decode engine."""
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        """Decide. ``cached``: estimated prompt tokens on the decode engine; ``prefill``: engines for the rest.
+
+        ``prefill`` leaves the decode engine out, and is never empty.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no disaggregates()")

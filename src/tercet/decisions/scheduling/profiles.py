@@ -1,0 +1,248 @@
+"""Profiles pick one engine, deciders choose disaggregation, handlers assign both to roles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from tercet.decisions.scheduling.plugin import Decider, Decision, Engines, Filter, Floats, Picker, Plugin, Scorer
+from tercet.protocol import BadRequest, EngineUnreachable, Request, Role
+
+
+class AlwaysDisaggregate(Decider, frozen=True):
+    """Every request is prefilled on another engine."""
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        return True
+
+
+class PrefixBasedDecider(Decider, frozen=True):
+    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine; with 0 never.
+
+    Prompts shorter than ``prompt_tokens`` stay on one engine, whatever is cached.
+    """
+
+    non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        if not self.non_cached_tokens:  # as in llm-d, where 0 switches it off
+            return False
+        return request.num_tokens >= self.prompt_tokens and request.num_tokens - cached >= self.non_cached_tokens
+
+
+class LoadBasedDecider(Decider, frozen=True):
+    """Another engine prefills if enough tokens are missing, unless every prefill engine has a queue.
+
+    The prompt must have ``prompt_tokens``, of which the decode engine lacks at least ``non_cached_tokens``; 0 means no
+    limit. A queue is more than ``max_waiting`` waiting requests; an engine without a recent report counts as one
+    without a queue.
+    """
+
+    non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_waiting: Annotated[int, Meta(ge=0)] = 5
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        if request.num_tokens < self.prompt_tokens or request.num_tokens - cached < self.non_cached_tokens:
+            return False
+        return not (prefill.waiting > self.max_waiting).all()
+
+
+SCHEDULED = "scheduled"
+"""Value of ``by`` in a pick: the profile that the handler has for the role."""
+
+
+def _highest(scores: Floats, most: int) -> list[int]:
+    """Indices of the ``most`` highest scores, in descending order."""
+    if len(scores) <= 2 * most:
+        return (-scores).argsort(kind="stable")[:most].tolist()
+    falling = -scores
+    some = falling.argpartition(most)[:most]
+    some.sort()
+    return some[falling[some].argsort(kind="stable")].tolist()
+
+
+@dataclass(frozen=True)
+class SchedulingProfile:
+    """A way to pick an engine for one purpose; filters and scorers (with weights) run in the given order."""
+
+    name: str
+    filters: Sequence[Filter]
+    scorers: Sequence[tuple[Scorer, float]]
+    picker: Picker
+
+    @cached_property
+    def _weights(self) -> Floats:
+        """Weights of the scorers, as a column."""
+        return np.array([[weight] for _, weight in self.scorers], dtype=np.float64)
+
+    def pick(self, decision: Decision, engines: Engines) -> int:
+        """Return the row of the engine to pick; there is at least one engine.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
+        """
+        return self.ranked(decision, engines, 1)[0]
+
+    def ranked(self, decision: Decision, engines: Engines, most: int) -> list[int]:
+        """Return the row of the engine to pick, then those to try next, by scores; at most ``most`` rows."""
+        left = self._filtered(decision, engines)
+        scores = self._scores(decision, left)
+        first = self.picker.pick(decision, left, scores)
+        rows = [int(left.rows[first])]
+        for plugin in (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker):
+            plugin.picked(decision, rows[0])
+        if most > 1:
+            others = [place for place in _highest(scores, most) if place != first]
+            rows += [int(left.rows[place]) for place in others[: most - 1]]
+        return rows
+
+    def _filtered(self, decision: Decision, engines: Engines) -> Engines:
+        for plugin in self.filters:
+            left = engines.kept_by(plugin, decision)
+            if len(left):
+                engines = left
+            elif plugin.strict:
+                raise EngineUnreachable(
+                    f"the profile {self.name!r} finds no engine: {type(plugin).__name__} leaves out all {len(engines)}"
+                )
+        return engines
+
+    def _scores(self, decision: Decision, engines: Engines) -> Floats:
+        if not self.scorers:
+            return np.zeros(len(engines))
+        scores = np.empty((len(self.scorers), len(engines)))
+        for place, (scorer, _) in enumerate(self.scorers):
+            given = np.asarray(scorer.score(decision, engines), dtype=np.float64)
+            if given.shape != scores.shape[1:]:
+                kind = type(scorer).__name__
+                raise ValueError(f"{kind} gave scores of shape {given.shape} for {len(engines)} engines")
+            scores[place] = given
+        np.fmin(np.fmax(scores, 0.0, out=scores), 1.0, out=scores)  # these two keep NaN
+        scores *= self._weights
+        return np.add.reduce(scores, axis=0)
+
+
+class Saturation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Thresholds of waiting requests and of the used share of the KV cache above which an engine has no room."""
+
+    queue_depth_threshold: Annotated[int, Meta(ge=1)] = 5
+    kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
+
+
+class ConcurrencyLimit(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """The most requests, or tokens of prompts, per engine that all engines run together before they count as full.
+
+    With ``hybrid`` each engine counts by the scarcer of both.
+    """
+
+    max_concurrency: Annotated[int, Meta(ge=1)] = 100
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+    max_token_concurrency: Annotated[int, Meta(ge=1)] = 1_000_000
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """The rules by which a fleet picks engines.
+
+    ``by_role`` has the profile of each role; ``decider`` decides whether a second engine prefills. ``files`` are the
+    scheduling file and those of the user's plugins. ``saturation`` has the limits of room, and the first of the
+    ``fairness_headers`` that a request has names its flow, if nothing else does.
+    """
+
+    profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
+    by_role: Mapping[Role, str] = field(default_factory=dict[Role, str])
+    deciders: Mapping[str, Decider] = field(default_factory=dict[str, Decider])
+    decider: Decider = field(default_factory=AlwaysDisaggregate)
+    files: Sequence[Path] = ()
+    saturation: Saturation | ConcurrencyLimit | None = None
+    fairness_headers: Sequence[str] = ()
+
+    def profile(self, by: str, role: Role) -> SchedulingProfile | None:
+        """The profile called ``by``, or that of the role if ``by`` is ``scheduled``; None if there is none."""
+        return self.profiles.get(self.by_role.get(role, "") if by == SCHEDULED else by)
+
+    @property
+    def splits(self) -> bool:
+        """Whether there is a separate profile for engines that prefill for others."""
+        return self.by_role.get("prefill", "") not in ("", self.by_role.get("decode"))
+
+    def decider_called(self, name: str | None) -> Decider:
+        """The decider of that name, or the handler's for None. Raises :class:`~tercet.protocol.BadRequest`."""
+        if name is None:
+            return self.decider
+        found = self.deciders.get(name)
+        if found is None:
+            known = ", ".join(self.deciders) or "none"
+            raise BadRequest(f"by: there is no decider {name!r}; the scheduling file has {known}", "by")
+        return found
+
+
+class Handler(Plugin, frozen=True):
+    """Assigns the profiles of a file to roles."""
+
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
+        """``at`` is the handler's place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
+        raise NotImplementedError(f"{type(self).__name__} has no assign()")
+
+
+class SingleProfileHandler(Handler, frozen=True):
+    """One profile for every role."""
+
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
+        if len(profiles) != 1:
+            field = "schedulingProfiles"
+            raise BadRequest(
+                f"{field}: a single-profile-handler takes one profile, and there are {len(profiles)}", field
+            )
+        return of_one_profile(profiles, deciders)
+
+
+class DeciderNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``prefill`` is the name of the decider plugin for disaggregation."""
+
+    prefill: str | None = None
+
+
+class ProfileNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of the profile for each role."""
+
+    prefill: str = "prefill"
+    decode: str = "decode"
+
+
+class DisaggProfileHandler(Handler, frozen=True):
+    """One profile for decode engines, one for prefill engines, and a decider; without one, always both."""
+
+    profiles: ProfileNames = ProfileNames()
+    deciders: DeciderNames = DeciderNames()
+
+    def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
+        prefill, decode, wanted = self.profiles.prefill, self.profiles.decode, self.deciders.prefill
+        _require(prefill in profiles, f"{at}.profiles.prefill", "profile", prefill, profiles)
+        _require(decode in profiles, f"{at}.profiles.decode", "profile", decode, profiles)
+        by_role: Mapping[Role, str] = {"prefill": prefill, "decode": decode, "both": decode}
+        if wanted is None:
+            return Scheduling(profiles, by_role, deciders)
+        _require(wanted in deciders, f"{at}.deciders.prefill", "decider", wanted, deciders)
+        return Scheduling(profiles, by_role, deciders, deciders[wanted])
+
+
+def of_one_profile(profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider]) -> Scheduling:
+    """Assign the only profile to every role; with several profiles and no handler, none to any."""
+    if len(profiles) != 1:
+        return Scheduling(profiles, {}, deciders)
+    (name,) = profiles
+    return Scheduling(profiles, {"prefill": name, "decode": name, "both": name}, deciders)
+
+
+def _require(there: bool, field: str, kind: str, name: str, known: Mapping[str, object]) -> None:
+    if not there:
+        raise BadRequest(f"{field}: there is no {kind} {name!r}; there are {', '.join(known) or 'none'}", field)

@@ -1,0 +1,270 @@
+"""Scorers: rate each engine for a request, from 0 to 1.
+
+An engine without a recent report gets the middle of a load scorer's range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Protocol
+
+import numpy as np
+from msgspec import Meta
+
+from tercet.decisions.scheduling.hashing import preference
+from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
+from tercet.protocol import AdapterLoad, Request
+from tercet.protocol.headers import SESSION_HEADER
+
+UNKNOWN = 0.5
+Header = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")]
+
+
+class QueueScorer(Scorer, frozen=True):
+    """1 for the shortest queue among the candidates, 0 for the longest, in proportion between; 1 if all are equal."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return _fewest_first(engines.waiting)
+
+
+class RunningRequestsSizeScorer(Scorer, frozen=True):
+    """1 for the smallest batch among the candidates, 0 for the largest, in proportion between; 1 if all are equal."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return _fewest_first(engines.running)
+
+
+class KVCacheUtilizationScorer(Scorer, frozen=True):
+    """The share of the KV cache that is free."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return 1.0 - _known_or(UNKNOWN, engines.kv_usage)
+
+
+class LoadAwareScorer(Scorer, frozen=True):
+    """0.5 for an empty queue, falling to 0 at ``threshold`` waiting requests."""
+
+    threshold: Annotated[int, Meta(ge=1)] = 128
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        share = np.minimum(engines.waiting / self.threshold, 1.0)
+        return 0.5 * (1.0 - _known_or(UNKNOWN, share))
+
+
+def _known_or(otherwise: float, values: Floats) -> Floats:
+    return np.where(np.isnan(values), otherwise, values)
+
+
+def _fewest_first(counts: Floats) -> Floats:
+    known = ~np.isnan(counts)
+    if not known.any():
+        return np.full(len(counts), UNKNOWN)
+    least, most = counts[known].min(), counts[known].max()
+    if least == most:
+        return np.where(known, 1.0, UNKNOWN)
+    return np.where(known, (most - counts) / (most - least), UNKNOWN)
+
+
+class ActiveRequestScorer(Scorer, frozen=True):
+    """0 for the candidate with the most sequences, up to ``max_busy_score`` for fewer, in proportion.
+
+    1 for an engine with at most ``idle_threshold`` of them.
+    """
+
+    idle_threshold: Annotated[int, Meta(ge=0)] = 0
+    max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        counts = engines.in_flight
+        most = np.maximum.reduce(counts)
+        if most <= self.idle_threshold:
+            return np.ones(len(engines))
+        scores = counts / most
+        np.subtract(1.0, scores, out=scores)
+        scores *= self.max_busy_score
+        return np.maximum(scores, counts <= self.idle_threshold, out=scores)  # True is 1, the highest score
+
+
+class TokenLoadScorer(Scorer, frozen=True):
+    """1 for an engine without work, falling to 0 at ``queue_threshold_tokens`` tokens of it.
+
+    An engine's work is the reported tokens or the prompts that this router runs there, whichever is more.
+    """
+
+    queue_threshold_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return 1.0 - prompt_tokens_of(engines) / self.queue_threshold_tokens
+
+
+def prompt_tokens_of(engines: Engines) -> Floats:
+    """Tokens that each engine has to process: the reported ones or the prompts that run there, whichever is more."""
+    return np.fmax(engines.tokens, engines.in_flight_tokens)
+
+
+class MatchScorer(Scorer, frozen=True):
+    """The share of the prompt that an engine has; ``match_length_weight`` adds the length of the match.
+
+    Length counts by its square, since attention does: 1 from ``match_length_scale_tokens`` tokens on.
+    """
+
+    match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    match_length_scale_tokens: Annotated[int, Meta(ge=1)] = 8192
+
+    def weighed(self, blocks: Integers, of: int, block_size: int) -> Floats:
+        """The score of ``blocks`` out of ``of``."""
+        share: Floats = blocks / of
+        if not self.match_length_weight:
+            return share
+        length = np.minimum(blocks * (block_size / self.match_length_scale_tokens), 1.0) ** 2
+        return self.match_length_weight * length + (1 - self.match_length_weight) * share
+
+
+class PrefixCacheScorer(MatchScorer, frozen=True):
+    """The share of the prompt that was routed to an engine before: an estimate, from routing history alone.
+
+    Prompts are cut into blocks of ``block_size`` tokens; only the first ``max_prefix_blocks_to_match`` count, and per
+    engine the ``lru_capacity_per_server`` blocks routed to it most recently are remembered.
+    """
+
+    block_size: Annotated[int, Meta(ge=1)] = 64
+    max_prefix_blocks_to_match: Annotated[int, Meta(ge=1)] = 256
+    lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 31_250
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        matched, of = routed_match(self, decision)
+        return self.weighed(matched[engines.rows], of, self.block_size) if of else np.zeros(len(engines))
+
+    def picked(self, decision: Decision, row: int) -> None:
+        """Record that the prompt's blocks will be on the picked engine."""
+        hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
+        if hashes:
+            decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
+
+
+class RoutedHistory(Protocol):
+    """Parameters of a plugin's history of routed prompts."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_prefix_blocks_to_match(self) -> int: ...
+
+    @property
+    def lru_capacity_per_server(self) -> int: ...
+
+
+def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, int]:
+    """By row, the number of the prompt's first blocks that were routed before; and the number that counts."""
+    hashes = decision.hashes(history.block_size, history.max_prefix_blocks_to_match)
+    index = decision.knowledge.routed(history.block_size, history.lru_capacity_per_server)
+    matched: Integers = index.matched(hashes)
+    if hashes:
+        decision.note_match(matched * history.block_size)
+    return matched, len(hashes)
+
+
+class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
+    """The share of the prompt's full blocks that an engine reports to hold, through its KV events."""
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        return stored_shares(decision, engines, self.weighed)
+
+
+def stored_shares(
+    decision: Decision, engines: Engines, weighed: Callable[[Integers, int, int], Floats]
+) -> Floats:  # fmt: skip
+    """The best of ``weighed(blocks held, blocks, block size)``, over the block sizes that engines use."""
+    shares = np.zeros(len(engines))
+    for block_size, index in decision.knowledge.stored.items():
+        hashes = decision.hashes(block_size)
+        if hashes:
+            matched: Integers = index.matched(hashes)
+            decision.note_match(matched * block_size)
+            shares = np.maximum(shares, weighed(matched[engines.rows], len(hashes), block_size))
+    return shares
+
+
+class NoHitLRUScorer(Scorer, frozen=True):
+    """For a prompt that no engine has cached: 1 for the engine that took such a prompt the longest ago, 0 for the last.
+
+    Engines that never took one come first. For a prompt that some engine has, all get 0.5. The prefix scorers of the
+    same profile find that; without them, every prompt is new. ``lru_size`` engines are remembered.
+    """
+
+    runs_last: ClassVar[bool] = True
+    lru_size: Annotated[int, Meta(ge=1)] = 1024
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        if not _is_cold(decision):
+            return np.full(len(engines), 0.5)
+        if len(engines) == 1:
+            return np.ones(1)
+        turns = decision.knowledge.cold_turns(engines.rows, self.lru_size)
+        scores = np.empty(len(engines))
+        scores[np.argsort(turns, kind="stable")] = np.linspace(1.0, 0.0, len(engines))
+        return scores
+
+    def picked(self, decision: Decision, row: int) -> None:
+        """Record that the picked engine was the last one to take a new prompt, if the prompt is new."""
+        if _is_cold(decision):
+            decision.knowledge.note_cold(row)
+
+
+def _is_cold(decision: Decision) -> bool:
+    return decision.matched is None or not decision.matched.any()
+
+
+class LoraAffinityScorer(Scorer, frozen=True):
+    """1 for an engine that runs the request's LoRA adapter, 0.8 for one with room for another adapter in its batch.
+
+    0.6 for one without room, where requests for the adapter wait already; 0 for any other, and for one that serves no
+    adapters or has no recent report. The base model counts as an adapter that no engine runs.
+    """
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        wanted = None if decision.request is None else decision.request.adapter
+        return np.array([_affinity(load, wanted) for load in engines.adapter_loads], dtype=np.float64)
+
+
+def _affinity(load: AdapterLoad | None, wanted: str | None) -> float:
+    if load is None:
+        return 0.0
+    if wanted in load.running:
+        return 1.0
+    if len({*load.running, *load.waiting}) < load.max:
+        return 0.8
+    return 0.6 if wanted in load.waiting else 0.0
+
+
+class SessionAffinityScorer(Scorer, frozen=True):
+    """1 for the engine that the request's session belongs to, 0 for the others; 0 for all without a session.
+
+    ``header`` (lower case) names the session; without it, and with ``by_user``, the OpenAI request's ``user`` does. It
+    belongs to an engine by consistent hashing: no table is kept, routers agree, and only the sessions of an engine
+    that leaves move. An engine that has more than ``max_load`` times its share of this router's sequences is
+    skipped; its sessions go to the next engine of their preference.
+    """
+
+    header: Header = SESSION_HEADER
+    by_user: bool = True
+    max_load: Annotated[float, Meta(gt=1)] = 1.25
+
+    def score(self, decision: Decision, engines: Engines) -> Floats:
+        scores = np.zeros(len(engines))
+        session = session_of(decision.request, self.header, self.by_user)
+        if session:
+            weights = preference(session, engines.keys)
+            # One more than its share is always allowed: otherwise with few sequences any engine would exceed it.
+            bound = np.ceil(self.max_load * (engines.in_flight.sum() + 1) / len(engines))
+            weights[engines.in_flight >= bound] = 0
+            scores[int(weights.argmax())] = 1.0
+        return scores
+
+
+def session_of(request: Request | None, header: str, by_user: bool) -> str | None:
+    """The name of the request's session, if it has one."""
+    if request is None:
+        return None
+    return request.headers.get(header) or (request.user if by_user else None)

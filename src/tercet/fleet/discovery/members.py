@@ -1,0 +1,91 @@
+"""Computes the members of a fleet as pods come and go, and lets a fleet follow them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from tercet.fleet.discovery.pod_discovery import PodDiscovery
+from tercet.fleet.discovery.pods import PodEngine
+from tercet.fleet.member_changes import member_changes
+from tercet.fleet.membership import Membership, MemberState
+from tercet.protocol import EngineUnreachable, Role
+from tercet.settings import EngineAddress
+
+KNOWN_SECONDS = 60.0
+
+
+def with_pods(
+    members: Sequence[MemberState], found: Sequence[PodEngine], told: Mapping[str, Role] | None = None
+) -> tuple[MemberState, ...]:
+    """Return the members for the pods ``found``; members that are not pods stay unchanged.
+
+    A pod joins when it is ready. A pod that is not ready any more, or is being deleted, stays as long as it exists, but
+    gets nothing new: its sequences can be followed, and moved. ``told`` are the pods' previous roles: a role that was
+    changed since is kept until the pod's label changes.
+    """
+    named = [each for each in members if not each.pod]
+    names = {each.address.name for each in named}
+    urls = {each.address.url.rstrip("/") for each in named}
+    known = {each.address.name: each for each in members if each.pod}
+    joined: dict[str, MemberState] = {}
+    for engine in sorted(found, key=lambda each: (not each.serves, each.address.name)):
+        address = engine.address
+        if address.name in names or address.url in urls:
+            continue
+        before = known.get(address.name)
+        if before is not None and before.pod != engine.uid:
+            before = None
+        if before is None and not engine.serves:
+            continue
+        joined[address.name] = _member(engine, before, told or {})
+        urls.add(address.url)
+    # Existing members keep their places, so that an unchanged list compares equal.
+    order = [*(name for name in known if name in joined), *sorted(joined.keys() - known.keys())]
+    return (*named, *(joined[name] for name in order))
+
+
+def _member(engine: PodEngine, before: MemberState | None, told: Mapping[str, Role]) -> MemberState:
+    if before is None:
+        return MemberState(engine.address, pod=engine.uid, withheld=engine.withheld)
+    address = engine.address
+    if told.get(address.name) == address.role:
+        address = msgspec.structs.replace(address, role=before.address.role)
+    return msgspec.structs.replace(before, address=address, withheld=engine.withheld)
+
+
+def roles_of(found: Sequence[PodEngine]) -> dict[str, Role]:
+    """The roles in the pods' labels."""
+    return {each.address.name: each.address.role for each in found}
+
+
+async def follow_pods(
+    discovery: PodDiscovery, membership: Membership, named: Sequence[EngineAddress], known: asyncio.Event
+) -> None:
+    """Keep a fleet's members equal to those ``named`` and the pods, until cancelled; changes are logged.
+
+    ``known`` is set once the pods are known.
+    """
+    members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
+    told: dict[str, Role] = {}
+    async with aclosing(discovery.changes()) as changes:
+        async for found in changes:
+            after = with_pods(members, found, told)
+            told = roles_of(found)
+            await membership.become(after)
+            for event, fields, reason in member_changes(members, after):
+                event.tell(**fields, reason=reason or f"{discovery.source} say so")
+            members = after
+            known.set()
+
+
+async def until_known(known: asyncio.Event, seconds: float = KNOWN_SECONDS) -> None:
+    """Wait at most ``seconds`` for the pods; then raise :class:`~tercet.protocol.EngineUnreachable`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await known.wait()
+    except TimeoutError:
+        raise EngineUnreachable(f"the API server of Kubernetes has not listed the pods within {seconds:g} s") from None

@@ -1,0 +1,111 @@
+"""Copy of a collection of the API server: a state machine without I/O, fed with lists and lines of a watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from tercet.fleet.discovery.api_objects import Marked, Metadata, Status, WatchEvent
+from tercet.protocol.wire import UNREADABLE
+
+GONE = 410
+# A pod with many annotations has some ten kilobytes.
+LONGEST_LINE = 8 * 1024 * 1024
+
+
+class HasMetadata(Protocol):
+    """An object of the API server."""
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+
+T = TypeVar("T", bound=HasMetadata)
+
+
+class WatchBroken(Exception):
+    """The input is not a watch's, or the server cannot continue: list again. ``code`` is the server's, or 0."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Mirror(Generic[T]):
+    """Objects of one ``kind`` by name, as of ``version``, from which a watch continues; empty before the first list."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self.version = ""
+        self._decoder = msgspec.json.Decoder(kind)
+        self._objects: dict[str, T] = {}
+
+    @property
+    def objects(self) -> Sequence[T]:
+        """All objects, by name."""
+        return [self._objects[name] for name in sorted(self._objects)]
+
+    def listed(self, objects: Iterable[T], version: str) -> None:
+        """Replace all objects by those of a list, as of ``version``."""
+        self._objects = {each.metadata.name: each for each in objects}
+        self.version = version
+
+    def void(self) -> None:
+        """Mark that a watch cannot continue from here; the objects stay until the next list."""
+        self.version = ""
+
+    def heard(self, line: bytes) -> bool:
+        """Apply one event of a watch; returns whether objects may have changed. Raises :class:`WatchBroken`."""
+        try:
+            event = msgspec.json.decode(line, type=WatchEvent)
+            match event.type:
+                case "ADDED" | "MODIFIED":
+                    found = self._decoder.decode(event.object)
+                    self._objects[found.metadata.name] = found
+                    self.version = found.metadata.resource_version
+                    return True
+                case "DELETED":
+                    return self._deleted(self._decoder.decode(event.object).metadata)
+                case "BOOKMARK":
+                    self.version = msgspec.json.decode(event.object, type=Marked).metadata.resource_version
+                    return False
+                case "ERROR":
+                    status = msgspec.json.decode(event.object, type=Status)
+                    raise WatchBroken(status.message or status.reason or "an error without a message", status.code)
+                case other:
+                    raise WatchBroken(f"an event of the unknown type {other!r}")
+        except UNREADABLE as error:
+            raise WatchBroken(f"a line that is not an event: {error}") from error
+
+    def _deleted(self, gone: Metadata) -> bool:
+        """Delete an object, unless another one of the same name has replaced it."""
+        self.version = gone.resource_version
+        known = self._objects.get(gone.name)
+        if known is None or known.metadata.uid != gone.uid:
+            return False
+        del self._objects[gone.name]
+        return True
+
+
+class LineSplitter:
+    """Splits pieces into whole lines; an unfinished line is dropped when the stream ends."""
+
+    def __init__(self, longest: int = LONGEST_LINE) -> None:
+        self._longest = longest
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def fed(self, piece: bytes) -> Iterator[bytes]:
+        """Yield the lines that are complete now. Raises :class:`WatchBroken` for one that is too long."""
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            line = b"".join([*self._pieces, end])
+            self._pieces, self._size = [], 0
+            if line.strip():
+                yield line
+        if rest:
+            self._pieces.append(rest)
+            self._size += len(rest)
+        if self._size > self._longest:
+            raise WatchBroken(f"a line of more than {self._longest} bytes")

@@ -1,0 +1,237 @@
+"""Keeps a :class:`~tercet.fleet.discovery.mirror.Mirror` equal to a collection of the API server: a list, then watches.
+
+A watch that ends, fails, is silent, or is refused by an overloaded server (429, 503) continues from the last version
+received. If the server cannot do that (410, or another refusal of a watch) the collection is listed again. While the
+server does not answer, the copy stays as it is, and requests are retried after growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from random import Random
+from typing import Generic, TypeVar
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+
+from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.fleet.discovery.api_objects import ObjectList, Status
+from tercet.fleet.discovery.mirror import GONE, HasMetadata, LineSplitter, Mirror, WatchBroken
+from tercet.protocol.wire import UNREADABLE
+from tercet.settings import log_events
+from tercet.wire.client.connection_errors import reason_of
+
+logger = logging.getLogger("tercet.fleet.discovery")
+T = TypeVar("T", bound=HasMetadata)
+PAGE = 500
+BUSY = 429, 503
+HINTS = {
+    401: "; is the token still valid?",
+    403: "; its Role must allow get, list and watch",
+    404: "; is its resource definition (CRD) there?",
+}
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Timeouts in seconds: of a list; of a watch, which the server should end; the extra time until we end it.
+
+    Then pauses: the first, and the longest; each is twice the one before, minus up to half of it at random.
+    """
+
+    list_s: float = 30.0
+    watch_s: float = 60.0
+    grace_s: float = 10.0
+    first_pause_s: float = 0.2
+    longest_pause_s: float = 15.0
+
+
+WAITS = Waits()
+
+
+class ApiRefused(Exception):
+    """The server answered with an error. ``retry_after`` is the number of seconds for which it requests a pause."""
+
+    def __init__(self, message: str, code: int, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after = retry_after
+
+
+class Watch(Generic[T]):
+    """Follows the collection at ``path`` of the API, of ``kind``; ``query`` narrows it.
+
+    ``on_change`` is called with all objects after each list, and after each event that may have changed them.
+    """
+
+    def __init__(
+        self,
+        api: ApiAccess,
+        path: str,
+        kind: type[T],
+        query: dict[str, str],
+        on_change: Callable[[Sequence[T]], object],
+        waits: Waits = WAITS,
+    ) -> None:
+        self._api = api
+        self._path = path
+        self._query = query
+        self._page = msgspec.json.Decoder(ObjectList[kind])
+        self._mirror = Mirror(kind)
+        self._on_change = on_change
+        self._waits = waits
+        self._pause_s = waits.first_pause_s
+        self._random = Random()
+        self._lost = False
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        async with aiohttp.ClientSession(auto_decompress=True) as session:
+            while True:
+                pause = await self._turn(session)
+                if pause:
+                    await asyncio.sleep(pause)
+
+    async def _turn(self, session: aiohttp.ClientSession) -> float:
+        """One list, or one watch; returns for how long to pause after it."""
+        try:
+            if not self._mirror.version:
+                await self._list(session)
+                return 0.0
+            lasted = await self._watch(session)
+        except WatchBroken as error:
+            logger.debug("listing %s again: %s", self._path, error)
+            self._mirror.void()
+            return self._next_pause()
+        except ApiRefused as error:
+            if error.code not in BUSY:  # a list would cost the server more, and nothing was missed
+                self._mirror.void()
+            if error.code != GONE:
+                self._is_lost(f"{error}{HINTS.get(error.code, '')}")
+            return max(self._next_pause(), min(error.retry_after, self._waits.longest_pause_s))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._is_lost(reason_of(error))
+            return self._next_pause()
+        except Exception as error:  # whatever happened, discovery must continue
+            logger.exception("listing %s again", self._path)
+            self._mirror.void()
+            self._is_lost(f"{type(error).__name__}: {error}")
+            return self._next_pause()
+        if lasted < self._waits.first_pause_s:  # a server, or a proxy before it, that ends every watch at once
+            return self._next_pause()
+        self._pause_s = self._waits.first_pause_s
+        return 0.0
+
+    def _next_pause(self) -> float:
+        pause, self._pause_s = self._pause_s, min(2 * self._pause_s, self._waits.longest_pause_s)
+        return pause * (1 - self._random.random() / 2)
+
+    def _is_lost(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = True
+            log_events.DISCOVERY_LOST.tell(path=self._path, reason=reason)
+
+    def _found_well(self) -> None:
+        if self._lost:
+            self._lost = False
+            log_events.DISCOVERY_BACK.tell(path=self._path, reason="the API server answers")
+
+    # ---- listing ---------------------------------------------------------------------------------------------
+
+    async def _list(self, session: aiohttp.ClientSession) -> None:
+        objects, page = list[T](), None
+        async with asyncio.timeout(self._waits.list_s):
+            while True:
+                query = {**self._query, "limit": str(PAGE), **({"continue": page} if page else {})}
+                async with self._get(session, query) as response:
+                    await self._require_ok(response)
+                    found = self._decoded(await response.read())
+                objects += found.items or ()
+                page = found.metadata.next_page
+                if not page:
+                    break
+        if not found.metadata.resource_version:
+            raise WatchBroken("a list without a version")
+        self._mirror.listed(objects, found.metadata.resource_version)
+        self._on_change(self._mirror.objects)
+
+    def _decoded(self, body: bytes) -> ObjectList[T]:
+        try:
+            return self._page.decode(body)
+        except UNREADABLE as error:
+            raise ApiRefused(f"the server that answers is not an API server of Kubernetes: {error}", 200) from error
+
+    # ---- watching --------------------------------------------------------------------------------------------
+
+    async def _watch(self, session: aiohttp.ClientSession) -> float:
+        """Follow one watch to its end, or until it has been silent for too long; returns how many seconds it lasted."""
+        query = {
+            **self._query,
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._mirror.version,
+            "timeoutSeconds": str(max(1, round(self._waits.watch_s))),
+        }
+        splitter, opened = LineSplitter(), 0.0
+        try:
+            async with (
+                asyncio.timeout(self._waits.watch_s + self._waits.grace_s),
+                self._get(session, query) as response,
+            ):
+                await self._require_ok(response)
+                self._found_well()
+                opened = time.monotonic()
+                async for piece in response.content.iter_any():
+                    self._heard(splitter, piece)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if not opened:
+                raise
+            logger.debug("the watch on %s continues after an interruption: %s", self._path, reason_of(error))
+        return time.monotonic() - opened
+
+    def _heard(self, splitter: LineSplitter, piece: bytes) -> None:
+        changed = False
+        try:
+            for line in splitter.fed(piece):
+                changed |= self._mirror.heard(line)
+                self._pause_s = self._waits.first_pause_s
+        finally:
+            if changed:
+                self._on_change(self._mirror.objects)
+
+    # ---- asking ----------------------------------------------------------------------------------------------
+
+    def _get(
+        self, session: aiohttp.ClientSession, query: dict[str, str]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"accept": "application/json"}
+        if token := self._api.token():
+            headers["authorization"] = f"Bearer {token}"
+        return session.get(
+            f"{self._api.url}{self._path}?{urlencode(query)}",
+            headers=headers,
+            ssl=self._api.tls() or True,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            allow_redirects=False,  # the token is for this server only
+        )
+
+    async def _require_ok(self, response: aiohttp.ClientResponse) -> None:
+        if response.status == 200:
+            return
+        try:
+            said = msgspec.json.decode(await response.content.read(65536), type=Status)
+            message = said.message or said.reason
+        except UNREADABLE:
+            message = ""
+        after = response.headers.get("retry-after", "")
+        raise ApiRefused(
+            f"HTTP {response.status}{f': {message}' if message else ''}",
+            response.status,
+            float(after) if after.isdecimal() else 0.0,
+        )

@@ -1,0 +1,242 @@
+"""Runs a configuration: queries the targets, draws each point's requests, sends them, and summarizes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from tercet.lab.bench.arrivals import arrival_times, burstiness_of, replayed
+from tercet.lab.bench.bench_config import BenchConfig, Load
+from tercet.lab.bench.compose import Style, compose
+from tercet.lab.bench.openai_client import Client, Clock
+from tercet.lab.bench.results import Point
+from tercet.lab.bench.summary import Distribution, Summary, summarize
+from tercet.lab.bench.target import (
+    BenchTarget,
+    ModelVocabulary,
+    ask_target,
+    chat_overhead,
+    require_programs,
+)
+from tercet.lab.bench.traffic import LiveProgress, Traffic
+from tercet.lab.bench.workloads import Conversation, Vocabulary, plan
+from tercet.lab.bench.workloads.recorded import ShareGPT
+from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.settings.variables import OPENAI_KEY_VARIABLE
+
+LEAD_SECONDS = 0.1
+LAG_SECONDS = 0.05
+FindModel = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is measured under one label: a server, and the program that its requests name, if any."""
+
+    label: str
+    base_url: str
+    program: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point to measure: the ``round``-th of ``rounds`` under this load."""
+
+    contender: Contender
+    load: Load
+    round: int = 0
+    rounds: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.contender.label}, {self.load}"
+
+
+OnPoint = Callable[[Cell, Point, Summary], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A configuration that is ready to run: targets by base URL, and the model's vocabulary."""
+
+    config: BenchConfig
+    targets: Mapping[str, BenchTarget]
+    vocabulary: Vocabulary
+    overhead: int
+    headers: Mapping[str, str]
+
+    def style(self, cell: Cell, salted: bool) -> Style:
+        """How the requests of ``cell`` are sent."""
+        config, contender = self.config, cell.contender
+        target = self.targets[contender.base_url]
+        program = {} if contender.program is None else {PROGRAM_HEADER: contender.program}
+        return Style(
+            base_url=target.base_url,
+            model=target.model,
+            vocabulary=self.vocabulary,
+            endpoint=config.endpoint,
+            prompt_as=config.form,
+            sampling=config.sampling,
+            headers={**self.headers, **program},
+            overhead=self.overhead,
+            cache_salt=self._words(cell) if salted else None,
+        )
+
+    def plan(self, cell: Cell) -> list[Conversation]:
+        """The conversations of ``cell``: the same lengths for every contender of a round, different words per cell."""
+        config = self.config
+        wanted = config.requests_at(cell.load)
+        lengths = f"{config.seed}/{cell.round}"
+        return list(plan(config.phases, wanted, self.vocabulary, lengths, self._words(cell), config.num_warmups))
+
+    def due(self, cell: Cell, conversations: Sequence[Conversation]) -> list[float] | None:
+        """When each conversation begins; None in a closed loop."""
+        config, rate = self.config, cell.load.request_rate
+        if config.arrival == "closed":
+            return None
+        if config.arrival == "trace":
+            return replayed([conversation.offset or 0.0 for conversation in conversations], rate)
+        requests = sum(conversation.requests for conversation in conversations)
+        # The rate counts requests: conversations of several turns begin less often.
+        starts = (rate or math.inf) * len(conversations) / max(1, requests)
+        chance = Random(f"{config.seed}/{cell.round}/arrivals")
+        return arrival_times(len(conversations), starts, burstiness_of(config.arrival, config.burstiness), chance)
+
+    def salted(self, cells: int) -> bool:
+        """Whether requests carry a salt: texts from a file are the same at every point, and would match otherwise."""
+        if self.config.cache_salt != "auto":
+            return self.config.cache_salt == "always"
+        fixed = any(isinstance(kind, ShareGPT) for phase in self.config.phases for kind in phase.mix)
+        return fixed and cells > 1
+
+    def _words(self, cell: Cell) -> str:
+        return f"{self.config.seed}/{cell.round}/{cell}"
+
+
+async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_model: FindModel) -> Bench:
+    """Query every target, and load the tokenizer; ``find_model`` turns a model's name into its checkpoint or hub id.
+
+    Raises :class:`~tercet.protocol.TercetError` for targets that cannot be measured.
+    """
+    headers = dict(config.header)
+    if (key := os.environ.get(OPENAI_KEY_VARIABLE)) and not any(name.lower() == "authorization" for name in headers):
+        headers["authorization"] = f"Bearer {key}"
+    urls = dict.fromkeys(contender.base_url for contender in contenders)
+    targets = {url: await ask_target(url, config.model, headers) for url in urls}
+    for url in urls:
+        programs = [each.program for each in contenders if each.base_url == url and each.program is not None]
+        await require_programs(url, programs, headers)
+    model = find_model(config.tokenizer or next(iter(targets.values())).tokenizer)
+    vocabulary = ModelVocabulary(model)
+    overhead = chat_overhead(model, vocabulary) if config.endpoint == "chat" else 0
+    return Bench(config, targets, vocabulary, overhead, headers)
+
+
+class Experiment:
+    """Measures cells one after the other. :meth:`interrupt` ends it early, with the results so far."""
+
+    def __init__(self, bench: Bench, cells: Sequence[Cell], on_point: OnPoint) -> None:
+        self._bench = bench
+        self._cells = cells
+        self._on_point = on_point
+        self._traffic: Traffic | None = None
+        self.interrupted = False
+
+    def interrupt(self) -> None:
+        """Stop; may be called from a signal handler of the event loop."""
+        self.interrupted = True
+        if self._traffic is not None:
+            self._traffic.interrupt()
+
+    async def run(self) -> list[Point]:
+        """One point per cell, in order; the last one partial and the rest missing after :meth:`interrupt`."""
+        points: list[Point] = []
+        for number, cell in enumerate(self._cells, start=1):
+            if self.interrupted:
+                break
+            title = f"[{number}/{len(self._cells)}] {cell}" if len(self._cells) > 1 else str(cell)
+            points.append(await self._measure(cell, title))
+        return points
+
+    async def _measure(self, cell: Cell, title: str) -> Point:
+        bench, config = self._bench, self._bench.config
+        conversations = bench.plan(cell)
+        due = bench.due(cell, conversations)
+        composers = compose(bench.style(cell, bench.salted(len(self._cells))), conversations, config.num_warmups)
+        total = sum(conversation.requests for conversation in conversations)
+        with _Frozen():
+            async with (
+                Client(Clock() + LEAD_SECONDS, config.request_timeout) as client,
+                LiveProgress(title, total) as progress,
+                _Lag() as lag,
+            ):
+                self._traffic = Traffic(client, composers, due, cell.load.concurrency, progress)
+                if self.interrupted:
+                    self._traffic.interrupt()
+                if due is None:
+                    await asyncio.sleep(LEAD_SECONDS)
+                before = time.process_time()
+                records = await self._traffic.run()
+                spent = time.process_time() - before
+        summary = summarize(records, config.goodput)
+        at_once = cell.load.request_rate is not None and math.isinf(cell.load.request_rate)
+        point = Point(
+            label=cell.contender.label,
+            program=cell.contender.program,
+            request_rate=None if at_once else cell.load.request_rate,
+            concurrency=cell.load.concurrency or (total if at_once else None),
+            round=cell.round,
+            metrics=summary.flat(),
+            errors=summary.errors,
+            client={"cpu_seconds": spent, **lag.flat()},
+            partial=self._traffic.interrupted,
+            records=tuple(records),
+        )
+        self._on_point(cell, point, summary)
+        return point
+
+
+class _Lag:
+    """Delay of the event loop's wake-ups: an upper bound on the error of the recorded times."""
+
+    def __init__(self) -> None:
+        self._late: list[float] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _Lag:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            before = Clock()
+            await asyncio.sleep(LAG_SECONDS)
+            self._late.append(Clock() - before - LAG_SECONDS)
+
+    def flat(self) -> dict[str, float]:
+        """``mean_loop_lag_ms``, ``p99_loop_lag_ms`` and ``max_loop_lag_ms``; nothing for very short runs."""
+        found = Distribution.of(np.asarray(self._late))
+        flat = {} if found is None else found.flat("loop_lag")
+        return {key: value for key, value in flat.items() if key.split("_")[0] in ("mean", "p99", "max")}
+
+
+class _Frozen:
+    """Hides the plan from the garbage collector while requests are timed."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.freeze()
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()

@@ -1,0 +1,287 @@
+"""Measures a running engine's step times through the verbs: prefills, decodes, and the effect of a second engine.
+
+Every step is measured alone: one prompt on an idle engine, or a batch of decodes while no prompt is computed. The time
+of a prefill is that from its call to its first token, less the cost of a call. A decode step is the mean gap between
+tokens while the whole batch decodes. Values of a profile beyond the largest measured step are extrapolated. A second
+engine receives transfers, and if it shares the first one's host, it computes at the same time for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import numpy as np
+
+from tercet.lab.bench.profiles.engine_probe import Probe, measure_front_door, measure_sharing, names_from
+from tercet.lab.sim.fit import DecodePoint, PrefillPoint, fit_steps
+from tercet.lab.sim.step_times import HostSharing, ModelShape, Profile, Provenance, Transfer
+from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Sent
+
+BYTES_OF = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "uint8": 1}
+DECODE_STEPS = 24
+FRONT_DOOR_REQUESTS = 8
+
+
+class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, each ``repeats`` times.
+
+    ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
+    ``same_host``, the second engine is on the first one's machine, and what they do to one another is measured.
+    ``front_door`` is the URL of a router of both.
+    """
+
+    name: str
+    device: str
+    max_step_tokens: int = 512
+    prefills: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    cached: tuple[int, ...] = (0, 512, 1024)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    contexts: tuple[int, ...] = (128, 512, 1024)
+    sends: tuple[int, ...] = (256, 512, 1024)
+    same_host: bool = False
+    front_door: str | None = None
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
+        if self.max_step_tokens < 128:
+            raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be 128 at least", "max_step_tokens")
+        if self.repeats < 1:
+            raise BadRequest(f"repeats: is {self.repeats}, and must be 1 at least", "repeats")
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured; times in seconds."""
+
+    status: EngineStatus
+    layout: KVLayout
+    call: float
+    prefills: tuple[PrefillPoint, ...]
+    decodes: tuple[DecodePoint, ...]
+    transfer: Transfer | None
+    front_door: float
+    sharing: HostSharing | None
+
+
+class Meter:
+    """Measures one engine, and the effect of ``other`` if there is one.
+
+    ``note`` is called with the next step and its number: ``12 of 40: decode of 4 sequences ...``.
+    """
+
+    def __init__(
+        self, engine: Engine, other: Engine | None, plan: MeasurementPlan, note: Callable[[str], None]
+    ) -> None:
+        self._plan = plan
+        self._tell = note
+        self._begun = self._steps = 0
+        chance = random.Random(plan.seed)
+        names = names_from(chance)
+        self._engine = Probe(engine, chance, names)
+        self._other = None if other is None else Probe(other, chance, names)
+        self._clock = asyncio.get_running_loop().time
+
+    async def measure(self) -> Measured:
+        """Measure everything; raises :class:`~tercet.protocol.BadRequest` when others use the engine."""
+        status = await self._idle(self._engine)
+        if self._other is not None:
+            await self._idle(self._other)
+        self._tell("warming up")
+        for probe in (self._engine, self._other) if self._other is not None else (self._engine,):
+            await probe.ttft(probe.fresh(64))
+            await probe.decode(1, 16, DECODE_STEPS)
+        layout, call = await self._call()
+        longest = min(status.max_model_len, status.total_blocks * status.block_size // 2)
+        room = int(status.total_blocks * status.block_size * 0.8)
+        prefixed, batched = self._prefill_sizes(layout.block_size, longest), self._decode_sizes(longest, room)
+        rounds = 2 * self._plan.repeats + 1
+        self._steps = len(prefixed) + len(batched) + (self._plan.front_door is not None)
+        if self._other is not None:
+            self._steps += rounds * len(self._send_sizes(longest)) + self._plan.same_host
+        front_door = await self._front_door(self._plan.front_door) if self._plan.front_door is not None else 0.0
+        transfer = await self._transfer(self._other, longest) if self._other is not None else None
+        sharing = await self._sharing(self._other) if self._other is not None and self._plan.same_host else None
+        prefills = await self._prefills(prefixed, call)
+        decodes = await self._decodes(batched)
+        return Measured(
+            status=status,
+            layout=layout,
+            call=call,
+            prefills=prefills,
+            decodes=decodes,
+            transfer=transfer,
+            front_door=front_door,
+            sharing=sharing,
+        )
+
+    def _begin(self, what: str) -> None:
+        self._begun += 1
+        self._note(what)
+
+    def _note(self, what: str) -> None:
+        self._tell(f"{self._begun} of {self._steps}: {what}")
+
+    # ---- the parts -------------------------------------------------------------------------------------------
+
+    async def _idle(self, probe: Probe) -> EngineStatus:
+        status = await probe.engine.status()
+        if status.running or status.waiting:
+            raise BadRequest(f"engine: {probe.engine.name} is serving others; measure an idle one", "engine")
+        return status
+
+    async def _call(self) -> tuple[KVLayout, float]:
+        """The KV layout, and the seconds of a call that computes nothing."""
+        self._tell("calls")
+        found = [await self._reserve() for _ in range(max(5, self._plan.repeats))]
+        return found[0][0], statistics.median(seconds for _, seconds in found)
+
+    async def _reserve(self) -> tuple[KVLayout, float]:
+        began = self._clock()
+        probe = self._engine
+        async with probe.engine.prep_recv(probe.request(probe.fresh(64), 1)) as reservation:
+            return reservation.kv_addr_info.layout, self._clock() - began
+
+    def _prefill_sizes(self, block_size: int, longest: int) -> list[tuple[int, int]]:
+        """Numbers of cached tokens, in whole blocks, and of computed tokens after them."""
+        sizes = [size for size in self._plan.prefills if size <= self._plan.max_step_tokens]
+        cached = sorted({size // block_size * block_size for size in self._plan.cached})
+        return [(behind, size) for behind in cached for size in sizes if behind + size < longest]
+
+    async def _prefills(self, sizes: Sequence[tuple[int, int]], call: float) -> tuple[PrefillPoint, ...]:
+        points, prefix = list[PrefillPoint](), tuple[int, ...]()
+        for cached, size in sizes:
+            if cached != len(prefix):
+                prefix = self._engine.fresh(cached)
+                await self._engine.ttft(prefix)
+            self._begin(f"prefill of {size} tokens behind {cached}")
+            points.append(await self._prefill(prefix, size, call))
+        return tuple(points)
+
+    async def _prefill(self, prefix: tuple[int, ...], size: int, call: float) -> PrefillPoint:
+        found = [await self._engine.ttft(prefix + self._engine.fresh(size)) for _ in range(self._plan.repeats)]
+        usages = [output.usage for _, output in found]
+        seconds = statistics.median(ttft for ttft, _ in found) - call
+        tokens = statistics.median(usage.computed if usage is not None else size for usage in usages)
+        return PrefillPoint(int(tokens), len(prefix) + size - int(tokens), max(seconds, 1e-6))
+
+    def _decode_sizes(self, longest: int, room: int) -> list[tuple[int, int]]:
+        """Sizes of batches and numbers of context tokens that fit."""
+        found = list[tuple[int, int]]()
+        for context in self._plan.contexts:
+            for batch in self._plan.batches:
+                tokens = context + DECODE_STEPS + 2 * batch
+                if tokens < longest and tokens * batch <= room:
+                    found.append((batch, context))
+        return found
+
+    async def _decodes(self, sizes: Sequence[tuple[int, int]]) -> tuple[DecodePoint, ...]:
+        points = list[DecodePoint]()
+        for batch, context in sizes:
+            self._begin(f"decode of {batch} sequences at {context} tokens")
+            points.append(await self._decode(batch, context))
+        return tuple(points)
+
+    async def _decode(self, batch: int, context: int) -> DecodePoint:
+        found = [await self._engine.decode(batch, context, DECODE_STEPS) for _ in range(self._plan.repeats)]
+        seconds = statistics.median(each for each, _ in found)
+        return DecodePoint(batch, context + round(statistics.mean(done for _, done in found)), seconds)
+
+    def _send_sizes(self, longest: int) -> list[int]:
+        return [tokens for tokens in self._plan.sends if tokens < longest]
+
+    async def _transfer(self, other: Probe, longest: int) -> Transfer:
+        """A line through the median times of sends of several sizes, of KV that is cached already."""
+        sizes = self._send_sizes(longest)
+        sent = dict[int, list[Sent]]()
+        for number in range(2 * self._plan.repeats + 1):
+            for tokens in sizes:
+                self._begin(f"transfer of {tokens} tokens, round {number + 1}")
+                sent.setdefault(tokens, []).append(await self._send(other, tokens))
+        return transfer_from(list(sent.values()))
+
+    async def _send(self, other: Probe, tokens: int) -> Sent:
+        prompt = self._engine.fresh(tokens)
+        await self._engine.ttft(prompt)
+        request = self._engine.request(prompt, 1)
+        async with other.engine.prep_recv(request) as reservation:
+            return await self._engine.engine.remote_send(request, reservation, reservation.matched_len)
+
+    async def _front_door(self, url: str) -> float:
+        self._begun += 1
+        return await measure_front_door(url, self._engine, FRONT_DOOR_REQUESTS * self._plan.repeats, self._note)
+
+    async def _sharing(self, other: Probe) -> HostSharing:
+        """Effects of both engines on each other; with more rounds than other points: a ratio has the noise of two."""
+        tokens = self._plan.max_step_tokens // 2
+        self._begun += 1
+        return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)
+
+
+def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:
+    """Fit to sends of several sizes, a list for each size; raises ``EngineError`` if more KV did not take longer."""
+    sizes = [statistics.median(each.bytes for each in same) for same in sent]
+    seconds = [statistics.median(each.seconds for each in same) for same in sent]
+    slope, latency = np.polyfit(sizes, seconds, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
+    if slope <= 0:
+        raise EngineError("more KV took no longer than less: the machine is too busy to measure transfers")
+    return Transfer(bytes_per_second=float(1 / slope), latency=max(0.0, float(latency)))
+
+
+def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transfer: Transfer) -> Profile:
+    """The fitted profile; ``transfer`` is assumed if none was measured, as its note tells."""
+    status, layout = measured.status, measured.layout
+    largest = max(point.tokens for point in measured.prefills)
+    knots = [knot for knot in (1, 4, 16, 64, 256) if knot < largest] + [largest]
+    steps, errors = fit_steps(measured.prefills, measured.decodes, knots)
+    parts = {
+        "transfer": measured.transfer,
+        "router": plan.front_door,
+        "sharing a host": measured.sharing,
+    }
+    missing = ", ".join(name for name, found in parts.items() if found is None)
+    return Profile(
+        name=plan.name,
+        model=ModelShape(
+            name=status.model,
+            layers=layout.num_layers,
+            kv_heads=layout.num_kv_heads,
+            head_size=layout.head_size,
+            kv_dtype=layout.dtype,
+            kv_dtype_bytes=_bytes_of(layout.dtype),
+        ),
+        device=plan.device,
+        tp_size=layout.tp_size,
+        block_size=status.block_size,
+        total_blocks=status.total_blocks,
+        max_model_len=status.max_model_len,
+        steps=steps,
+        transfer=measured.transfer or transfer,
+        provenance=Provenance(
+            source=f"measured on {status.engine}, vLLM {status.vllm_version}, Tercet {status.version}",
+            date=datetime.now(UTC).date().isoformat(),
+            command=command,
+            fit_error=errors,
+            note=(
+                f"{len(measured.prefills)} prefill and {len(measured.decodes)} decode steps, median of {plan.repeats}. "
+                f"Steps are at most {plan.max_step_tokens} tokens there: simulate with "
+                f"--option max_num_batched_tokens={plan.max_step_tokens}."
+                + (f" Not measured: {missing}." if missing else "")
+            ),
+        ),
+        call=measured.call,
+        front_door=measured.front_door,
+        sharing=measured.sharing,
+    )
+
+
+def _bytes_of(dtype: str) -> int:
+    name = dtype.removeprefix("torch.")
+    if name not in BYTES_OF:
+        raise EngineError(f"the engine's KV is of type {dtype}, whose size is not known here")
+    return BYTES_OF[name]

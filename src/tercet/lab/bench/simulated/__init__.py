@@ -1,0 +1,25 @@
+"""Programs over fleets of simulated engines, in virtual time: describe fleet and traffic, run, report, sweep."""
+
+from tercet.lab.bench.simulated.moving_fleet import MovingSettings
+from tercet.lab.bench.simulated.planned import PlannedWorkload
+from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
+from tercet.lab.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
+from tercet.lab.bench.simulated.virtual_run import Outcome, run_once, run_requests
+
+__all__ = [
+    "EngineGroup",
+    "Fault",
+    "FleetSpec",
+    "MovingSettings",
+    "Outcome",
+    "PlannedWorkload",
+    "SimulatedPoint",
+    "Simulation",
+    "SimulationReport",
+    "SyntheticWorkload",
+    "parse_fleet",
+    "point_of",
+    "run_once",
+    "run_requests",
+    "table",
+]

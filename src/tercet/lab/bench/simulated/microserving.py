@@ -1,0 +1,205 @@
+"""The evaluation of "Microserving LLM engines" (MLC, January 2025), simulated, and compared with its results.
+
+Its setting: Llama-3.1-70B-Instruct in FP8 on 8 H100 SXM; two engines of tensor-parallel degree 4 against one of
+degree 8; 3000 +- 5 tokens in, 100 +- 5 out; 1.6 to 5.6 requests per second, 800 requests and 40 of warm-up each; no
+prefix cache; engines that prefill first. Its results are a figure and a paragraph. Three constants, for prefill, decode
+and the latency of a call of a verb, are fitted to the means at the lowest rate; everything else is prediction, the 99th
+percentile at that rate included: it is what varies most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from tercet.lab.bench.simulated.scenario import SyntheticWorkload
+from tercet.lab.bench.simulated.simulation import Simulation
+from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
+
+RATES = (1.6, 2.4, 3.2, 4.0, 4.8, 5.6)
+LOWEST = RATES[0]
+TP4, TP8 = "llama-3.1-70b-fp8-h100-tp4", "llama-3.1-70b-fp8-h100-tp8"
+# Line of the figure: program, its parameters, fleet, profile.
+LINES: Mapping[str, tuple[str, dict[str, str], str, str]] = {
+    "data parallel": ("data_parallel", {}, "both=2", TP4),
+    "1P1D": ("disaggregated", {}, "1P1D", TP4),
+    "1P1D balanced 0.1": ("balanced", {"balance_ratio": "0.1"}, "1P1D", TP4),
+    "TP8": ("data_parallel", {}, "both=1", TP8),
+}
+# A request waits for one call of a verb after the other: start_generate alone, or prep_recv, remote_send and
+# start_generate.
+CALLS: Mapping[str, int] = {"data parallel": 1, "1P1D": 3, "1P1D balanced 0.1": 3, "TP8": 1}
+FITTED = ("ttft", "tpot", "jct")
+TWO_ENGINES = tuple(LINES)[:3]
+START_LATENCY = 0.02
+
+
+class Scales(NamedTuple):
+    """The constants: two multiply the profiles' times, ``latency`` is in seconds per call and uses no engine."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    latency: float = 0.0
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds: means of all three latencies, and the 99th percentile of JCT. Values that were not read are None."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    jct: float | None = None
+    jct_p99: float | None = None
+
+
+Plot = Mapping[str, Mapping[float, Figures]]
+
+
+class EvaluationSetup:
+    """Its setting, averaged over seeds; runs each simulation once."""
+
+    def __init__(self, seeds: int = 3, requests: int = 800) -> None:
+        self._seeds = seeds
+        self._workload = SyntheticWorkload(
+            rate=1, requests=requests + 40, warm_up=40, input_mean=3000, input_dev=5, output_mean=100, output_dev=5
+        )
+        self._means = cache(self._means_of)
+
+    def figures(self, line: str, rate: float, scales: Scales) -> Figures:
+        """Results of a line at a rate."""
+        ttft, tpot, jct, jct_p99 = self._means(line, rate, scales.prefill, scales.decode)
+        # A delay without engine time is equal for each request: it shifts all of them alike, and changes no queue.
+        latency = scales.latency * CALLS[line]
+        return Figures(ttft=ttft + latency, tpot=tpot, jct=jct + latency, jct_p99=jct_p99 + latency)
+
+    def _means_of(self, line: str, rate: float, prefill: float, decode: float) -> tuple[float, ...]:
+        found = [self._run(line, rate, prefill, decode, seed) for seed in range(self._seeds)]
+        return tuple(float(np.mean(column)) for column in zip(*found, strict=True))
+
+    def _run(
+        self, line: str, rate: float, prefill: float, decode: float, seed: int
+    ) -> tuple[float, float, float, float]:
+        program, args, fleet, profile = LINES[line]
+        options = {
+            "schedule": "prefill_first",
+            "prefix_caching": "false",
+            "prefill_scale": str(prefill),
+            "decode_scale": str(decode),
+        }
+        simulation = Simulation(
+            program=program,
+            program_args=args,
+            fleet=fleet,
+            profile=profile,
+            options=options,
+            workload=self._workload,
+            seed=seed,
+        )
+        found = simulation.point(rate).summary
+        if found.ttft is None or found.tpot is None or found.e2el is None or found.failed:
+            raise AssertionError(f"{line} at {rate}: {found.failed} requests failed")
+        return found.ttft.mean, found.tpot.mean, found.e2el.mean, found.e2el.p99
+
+
+# ---- fitting at the lowest rate ------------------------------------------------------------------------------
+
+
+def fit_to_figures(setting: EvaluationSetup, plot: Plot) -> Scales:
+    """The constants with the least squared relative error at the lowest rate, over all means that were read there."""
+    read = {line: points[LOWEST] for line, points in plot.items() if LOWEST in points}
+    if not read:
+        raise BadRequest(f"figures: nothing was read at {LOWEST}, where the constants are fitted", "figures")
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        scales = Scales(*(round(float(value), 6) for value in np.exp(logs)))
+        found = [means_errors(setting.figures(line, LOWEST, scales), wanted) for line, wanted in read.items()]
+        return np.concatenate(found)
+
+    logs = gauss_newton(errors, np.log([1.0, 1.0, START_LATENCY]))
+    return Scales(*(round(float(value), 3) for value in np.exp(logs)))
+
+
+def gauss_newton(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 6) -> np.ndarray:
+    """Minimizes the sum of squares; steps that make it worse are halved."""
+    at, now = start, errors(start)
+    for _ in range(rounds):
+        slope = np.stack([(errors(at + step) - now) / 0.02 for step in np.eye(len(at)) * 0.02], axis=1)
+        move = -np.linalg.lstsq(slope, now, rcond=None)[0].clip(-0.7, 0.7)
+        for _halving in range(4):
+            there = errors(at + move)
+            if there @ there < now @ now:
+                break
+            move = move / 2
+        else:
+            break
+        at, now = at + move, there
+    return at
+
+
+def means_errors(found: Figures, wanted: Figures) -> np.ndarray:
+    """Relative errors of the means that were read."""
+    pairs = [(getattr(found, name), getattr(wanted, name)) for name in FITTED]
+    return np.array([ours / theirs - 1 for ours, theirs in pairs if theirs is not None])
+
+
+# ---- what follows --------------------------------------------------------------------------------------------
+
+
+def jct(figures: Figures) -> float:
+    """Mean JCT, seconds."""
+    if figures.jct is None:
+        raise BadRequest("figures: jct is missing", "figures")
+    return figures.jct
+
+
+def tp8_gain(setting: EvaluationSetup, scales: Scales) -> float:
+    """By what share TP8's mean JCT is below the best other one at the lowest rate."""
+    others = min(jct(setting.figures(line, LOWEST, scales)) for line in TWO_ENGINES)
+    return 1 - jct(setting.figures("TP8", LOWEST, scales)) / others
+
+
+def gains(setting: EvaluationSetup, scales: Scales, line: str, figure: str = "jct") -> dict[float, float]:
+    """By what share a line is below data parallel, by rate."""
+    return {
+        rate: 1
+        - getattr(setting.figures(line, rate, scales), figure)
+        / getattr(setting.figures("data parallel", rate, scales), figure)
+        for rate in RATES
+    }
+
+
+def order(setting: EvaluationSetup, scales: Scales, rate: float) -> list[str]:
+    """The lines by mean JCT, the best one first."""
+    return sorted(LINES, key=lambda line: jct(setting.figures(line, rate, scales)))
+
+
+def held_out_error(
+    setting: EvaluationSetup, scales: Scales, plot: Plot, lines: Sequence[str] = TWO_ENGINES, figure: str = "jct"
+) -> float:
+    """Mean absolute relative error of one figure over the values of these lines, except at the lowest rate."""
+    errors = [
+        abs(getattr(setting.figures(line, rate, scales), figure) / getattr(wanted, figure) - 1)
+        for line in lines
+        for rate, wanted in plot.get(line, {}).items()
+        if rate != LOWEST and getattr(wanted, figure) is not None
+    ]
+    if not errors:
+        raise BadRequest(f"figures: no {figure} of {', '.join(lines)} was read but at {LOWEST}", "figures")
+    return float(np.mean(errors))
+
+
+def parse_plot(data: bytes) -> Plot:
+    """``{line: {rate: {ttft, tpot, jct, jct_p99}}}`` in seconds, as read off the figure."""
+    try:
+        found = msgspec.json.decode(data, type=dict[str, dict[str, Figures]])
+        plot = {line: {float(rate): figures for rate, figures in points.items()} for line, points in found.items()}
+    except (ValueError, *UNREADABLE) as error:
+        raise BadRequest(f"figures: {error}", "figures") from error
+    unknown = [line for line in plot if line not in LINES]
+    if unknown:
+        raise BadRequest(f"figures: there is no line {unknown[0]!r}; the lines are {', '.join(LINES)}", "figures")
+    return plot

@@ -1,0 +1,160 @@
+"""Moves and rescheduling in a simulation: the router's own code, in virtual time, and its results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tercet.fleet import EngineFleet, RunningSequences
+from tercet.lab.sim import SimEngine
+from tercet.router.moves import MoveRecord, Moves
+from tercet.router.rescheduler import Rescheduler
+from tercet.settings import MoveSettings, RescheduleSettings, Settings
+
+# The interval of the router's watch for stuck engines.
+WATCH_SECONDS = 0.5
+
+
+class MovingSettings(Settings, frozen=True):
+    """The settings of ``tercet router`` for moves."""
+
+    moves: MoveSettings = MoveSettings()
+    reschedule: RescheduleSettings = RescheduleSettings()
+
+
+class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """All moves of a run. ``outcomes`` count them by reason and outcome, as ``neutral_load moved``.
+
+    ``pause_p50`` and ``pause_p99`` are seconds between the last token from the source and the next one; None if no
+    sequence that had a token was moved. ``bytes`` of KV were sent, ``recomputed`` positions computed again.
+    ``held_back`` counts proposals that limits did not allow in a round; the next one may propose the same again.
+    """
+
+    outcomes: dict[str, int] = {}
+    pause_p50: float | None = None
+    pause_p99: float | None = None
+    bytes: int = 0
+    recomputed: int = 0
+    held_back: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Number of successful moves."""
+        return sum(count for name, count in self.outcomes.items() if name.endswith(" moved"))
+
+    def flat(self) -> dict[str, float]:
+        """By name, for a report; pauses in milliseconds."""
+        found: dict[str, float] = {f"moves_{name.replace(' ', '_')}": count for name, count in self.outcomes.items()}
+        found |= {"moved_bytes": self.bytes, "moves_recomputed": self.recomputed, "moves_held_back": self.held_back}
+        for name, pause in (("p50", self.pause_p50), ("p99", self.pause_p99)):
+            if pause is not None:
+                found[f"{name}_move_pause_ms"] = pause * 1e3
+        return found
+
+
+class MoveCounts:
+    """Implements :class:`~tercet.router.moves.MoveMetrics`."""
+
+    def __init__(self) -> None:
+        self._outcomes = Counter[str]()
+        self._pauses: list[float] = []
+        self._bytes = self._recomputed = self._held_back = 0
+
+    def move(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def moved(self, move: MoveRecord) -> None:
+        self._outcomes[f"{move.reason} {move.outcome}"] += 1
+        self._bytes += move.bytes
+        self._recomputed += move.recomputed
+        if move.pause is not None:
+            self._pauses.append(move.pause)
+
+    def held_back(self, moves: int) -> None:
+        self._held_back += moves
+
+    def totals(self) -> MoveTotals:
+        """Totals so far."""
+        p50, p99 = (float(value) for value in np.percentile(self._pauses, (50, 99))) if self._pauses else (None, None)
+        return MoveTotals(
+            outcomes=dict(sorted(self._outcomes.items())),
+            pause_p50=p50,
+            pause_p99=p99,
+            bytes=self._bytes,
+            recomputed=self._recomputed,
+            held_back=self._held_back,
+        )
+
+
+class MovingFleet:
+    """Background work of a router: a rescheduler and a watch over engines, with the sequences of both.
+
+    Each runs only if it can find work: with policies, or with engines that may be stuck or drained, if there are faults
+    (``has_faults``).
+    """
+
+    def __init__(
+        self, fleet: EngineFleet, engines: Mapping[str, SimEngine], settings: MovingSettings, has_faults: bool
+    ) -> None:
+        self.sequences = RunningSequences()
+        self.counts = MoveCounts()
+        self._fleet = fleet
+        self._engines = engines
+        self._interval = settings.reschedule.interval_s
+        self._work: list[Coroutine[Any, Any, None]] = []
+        moves = Moves(fleet, self.counts, settings.moves)
+        rescheduler = Rescheduler(fleet, self.sequences, moves, settings.reschedule)
+        if settings.reschedule.policies or has_faults:
+            fleet.knowledge.needed()
+            self._work += [self._report(), rescheduler.run()]
+        if has_faults:
+            self._work.append(self._watch())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Run the background work while entered; raises its error."""
+        async with alongside(*self._work):
+            yield
+
+    async def _report(self) -> None:
+        """Engines that skip steps have nothing to report in that time; real ones would."""
+        loads = self._fleet.knowledge.loads
+        while True:
+            for name, engine in self._engines.items():
+                if engine.computes:
+                    loads.report(name, engine.load())
+            await asyncio.sleep(self._interval)
+
+    async def _watch(self) -> None:
+        """Detect stuck engines, and their recovery, as :mod:`tercet.fleet.membership` does."""
+        fleet = self._fleet
+        while True:
+            for member in fleet.members:
+                engine = self._engines[member.name]
+                if not engine.down:
+                    fleet.heard(member.name, engine.load().stalled_s)
+                member.reachable = not (engine.down or fleet.liveness.is_stuck(member.name))
+            fleet.stand_still(WATCH_SECONDS)
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+@asynccontextmanager
+async def alongside(*work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run these while entered, then cancel them; raises the error of one."""
+    tasks = [asyncio.get_running_loop().create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()

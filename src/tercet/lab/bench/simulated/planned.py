@@ -1,0 +1,115 @@
+"""The workloads of ``tercet bench``, for simulated engines: the same text plans the same requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from tercet.lab.bench.arrivals import replayed
+from tercet.lab.bench.simulated.scenario import gaps_of
+from tercet.lab.bench.workloads import Conversation, parse_phases, plan
+from tercet.lab.bench.workloads.hashed_words import HashedWords
+from tercet.protocol import BadRequest, Request
+
+WORDS = HashedWords()
+
+
+class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Requests planned by ``workload``, a text for each phase (:func:`tercet.lab.bench.workloads.parse_phase`).
+
+    ``requests`` are all of a trace if None. ``rate`` is in requests per second: a conversation of several keeps the
+    next one waiting for as many gaps. ``arrivals`` as in :class:`~tercet.lab.bench.simulated.SyntheticWorkload`, or
+    ``trace``: at the trace's own times, stretched to the rate if there is one. The first ``warm_up`` conversations
+    count in no metric.
+    """
+
+    workload: tuple[str, ...]
+    rate: float | None = None
+    requests: int | None = None
+    arrivals: Literal["poisson", "constant", "gamma", "trace"] = "poisson"
+    burstiness: float = 1.0
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
+        _require(self.finite or self.arrivals != "trace", "arrivals", "trace needs one workload: a trace")
+        _require(self.rate is not None or self.arrivals == "trace", "rate", "is missing")
+        _require(self.rate is None or self.rate > 0, "rate", "must be positive")
+        _require(self.burstiness > 0, "burstiness", "must be positive")
+        _require(self.requests is None or self.requests > self.warm_up >= 0, "warm_up", "leaves no requests")
+
+    @property
+    def finite(self) -> bool:
+        """Whether it is one trace."""
+        phases = parse_phases(self.workload)
+        return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
+
+
+def _require(fine: bool, field: str, why: str) -> None:
+    if not fine:
+        raise BadRequest(f"{field}: {why}", field)
+
+
+class PlannedTraffic:
+    """The requests of a planned workload, equal for equal seeds, made on demand."""
+
+    def __init__(self, workload: PlannedWorkload, seed: int) -> None:
+        self._workload = workload
+        self._seed = seed
+        # By the name of the running request: its conversation, the tokens until its answer, and its turn.
+        self._open: dict[str, tuple[Conversation, tuple[int, ...], int]] = {}
+
+    def arrivals(self) -> Iterator[tuple[float, Request]]:
+        """``(arrival time, first request)`` of each conversation, in order of arrival."""
+        number = 0
+        for when, conversation in self._timed():
+            yield when, self._request(f"r{number}", conversation, (), 0)
+            number += conversation.requests
+
+    def _plan(self) -> Iterator[Conversation]:
+        return plan(parse_phases(self._workload.workload), self._workload.requests, WORDS, self._seed)
+
+    def _timed(self) -> Iterator[tuple[float, Conversation]]:
+        given = self._workload
+        if given.arrivals == "trace" and given.rate is not None:
+            # Read twice, and never stored: the prompts of a trace are gigabytes.
+            offsets = [conversation.offset or 0.0 for conversation in self._plan()]
+            yield from zip(replayed(offsets, given.rate), self._plan(), strict=True)
+        elif given.arrivals == "trace":
+            first: float | None = None
+            for conversation in self._plan():  # in the order of their times
+                offset = conversation.offset or 0.0
+                first = offset if first is None else first
+                yield offset - first, conversation
+        else:
+            chance = random.Random(f"{self._seed} arrivals")
+            gaps = gaps_of(given.arrivals, given.rate or 1.0, given.burstiness, chance)
+            when = next(gaps)
+            for conversation in self._plan():
+                yield when, conversation
+                when += sum(itertools.islice(gaps, conversation.requests))
+
+    def _request(self, name: str, conversation: Conversation, said: tuple[int, ...], turn: int) -> Request:
+        asked = conversation.turns[turn]
+        prompt = said + asked.tokens
+        if turn + 1 < len(conversation.turns):
+            self._open[name] = conversation, prompt, turn
+        return Request(seq_id=name, prompt=prompt, sampling_params={"max_tokens": asked.output_len})
+
+    def after(self, request: Request, output: Sequence[int]) -> tuple[float, Request] | None:
+        """What follows the answer to a request: seconds to think, and the next request. None at the end."""
+        found = self._open.pop(request.seq_id, None)
+        if found is None:
+            return None
+        conversation, said, turn = found
+        following = self._request(f"{request.seq_id}+", conversation, (*said, *output), turn + 1)
+        return conversation.turns[turn + 1].think_time, following
+
+    def unsent(self, request: Request) -> int:
+        """Number of requests that are not sent because this one failed."""
+        found = self._open.pop(request.seq_id, None)
+        return 0 if found is None else len(found[0].turns) - 1 - found[2]

@@ -1,0 +1,230 @@
+"""A simulation described in text and numbers, and its report: the same bytes for the same seed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tercet import __version__
+from tercet.decisions.scheduling import load_scheduling
+from tercet.lab.bench.digits import three_digits
+from tercet.lab.bench.results import BenchResult, Point
+from tercet.lab.bench.simulated.kv_imbalance import KVImbalance
+from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings
+from tercet.lab.bench.simulated.planned import PlannedWorkload
+from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
+from tercet.lab.bench.simulated.virtual_run import Outcome, run_once
+from tercet.lab.bench.summary import Distribution, Slo, Summary, achieved, enough, summarize
+from tercet.lab.sim import EngineOptions, load_profile, options_from
+from tercet.programs import load_program
+from tercet.protocol import BadRequest
+from tercet.settings import encode_settings
+
+
+class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: ``rate`` in requests per second, the figures of ``tercet bench``, and the engines' counters.
+
+    ``rate`` is None for a trace at its own times. ``fallbacks`` counts requests that one engine served after another
+    program had failed, ``retries`` every attempt after a failure, those included; the router's metrics count so.
+    ``busy`` is the share of the engines' time in which a step ran, and ``counts`` are sums over all engines.
+    ``imbalance`` is None without samples.
+    """
+
+    rate: float | None
+    summary: Summary
+    fallbacks: int
+    retries: int
+    busy: float
+    counts: dict[str, int]
+    moves: MoveTotals
+    imbalance: KVImbalance | None
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
+        engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
+        engines |= self.counts
+        engines |= self.moves.flat() | (self.imbalance.flat() if self.imbalance is not None else {})
+        return {**self.summary.flat(), **engines}
+
+
+class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of one program that differ in their rate. ``arguments`` has everything that the numbers depend on."""
+
+    label: str
+    program: str
+    arguments: dict[str, Any]
+    seed: int
+    model: str
+    points: tuple[SimulatedPoint, ...]
+
+    def to_json(self) -> bytes:
+        """The report as a file that ``tercet bench report`` draws, together with real runs or alone.
+
+        It has no time of day, so that the same simulation gives the same bytes.
+        """
+        result = BenchResult(
+            source="sim",
+            created="simulation",
+            config=self.arguments,
+            seed=self.seed,
+            versions={"tercet": __version__},
+            target={"model": self.model},
+            points=tuple(self._bench_point(point) for point in self.points),
+        )
+        return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
+
+    def _bench_point(self, point: SimulatedPoint) -> Point:
+        at_once = point.rate is not None and math.isinf(point.rate)  # JSON has no infinity
+        return Point(
+            label=self.label,
+            program=self.program,
+            request_rate=None if at_once else point.rate,
+            concurrency=point.summary.completed + point.summary.failed if at_once else None,
+            metrics=point.metrics(),
+            errors=point.summary.errors,
+        )
+
+
+def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
+    """One run's figures."""
+    summary = summarize(outcome.samples(), slo)
+    return SimulatedPoint(
+        rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,
+        counts=outcome.counts, moves=outcome.moves, imbalance=outcome.imbalance,
+    )  # fmt: skip
+
+
+def _made_good(outcome: Outcome) -> str:
+    """A warning about retries: otherwise readers would take the figures for the program's."""
+    requests, retries, fallbacks = len(outcome.ended), outcome.retries, outcome.fallbacks
+    said = f"warning: {retries} attempts after a failure, and of {requests} requests {fallbacks} were served by one "
+    return f"{said}engine as their program had failed; the first failure: {outcome.first_retried}"
+
+
+FIGURE_HEADINGS = ["TTFT, ms", "P99, ms", "TPOT, ms", "P99, ms", "JCT, s", "P99, s", "busy"]
+MOVE_HEADINGS = ["preempted", "imbalance", "P95", "moved", "pause, ms", "P99, ms"]
+NONE = "-"
+
+
+def headings(report: SimulationReport) -> list[str]:
+    """Headings of the columns of :func:`table`."""
+    return ["rate", "done", "failed", "retries", "fallbacks", "requests/s", *figure_headings(report.points)]
+
+
+def figure_headings(points: Sequence[SimulatedPoint]) -> list[str]:
+    """Headings of :func:`figures_of`; without moves, there are no columns for them."""
+    return FIGURE_HEADINGS + (MOVE_HEADINGS if _any_moves(points) else [])
+
+
+def _any_moves(points: Sequence[SimulatedPoint]) -> bool:
+    return any(point.moves.outcomes for point in points)
+
+
+def table(report: SimulationReport) -> list[list[str]]:
+    """A row for each point: means and 99th percentiles."""
+    return [[*_counts(point), *figures_of([point], report.points)] for point in report.points]
+
+
+def _counts(point: SimulatedPoint) -> list[str]:
+    summary = point.summary
+    made_good = (str(point.retries), str(point.fallbacks))
+    rate = three_digits(achieved(summary.flat(), "throughput") or 0.0)
+    return [_shown(point.rate), str(summary.completed), str(summary.failed), *made_good, rate]
+
+
+def _shown(rate: float | None) -> str:
+    return "recorded" if rate is None else f"{rate:g}"
+
+
+def figures_of(runs: Sequence[SimulatedPoint], beside: Sequence[SimulatedPoint]) -> list[str]:
+    """Means over runs that differ in their seed, under the :func:`figure_headings` of all runs that are shown.
+
+    A percentile for which a run has too few requests is not shown.
+    """
+    cells = list[str]()
+    for name, scale in (("ttft", 1e3), ("tpot", 1e3), ("e2el", 1.0)):
+        found: list[Distribution | None] = [getattr(run.summary, name) for run in runs]
+        cells.append(_mean([each.mean * scale if each else None for each in found]))
+        cells.append(_mean([each.p99 * scale if each and enough(each.count, "p99") else None for each in found]))
+    cells.append(f"{statistics.fmean(run.busy for run in runs):.0%}")
+    if not _any_moves(beside):
+        return cells
+    cells.append(_mean([run.counts["preemptions"] for run in runs]))
+    cells.append(_mean([run.imbalance.mean if run.imbalance else None for run in runs]))
+    cells.append(_mean([run.imbalance.p95 if run.imbalance else None for run in runs]))
+    cells.append(_mean([run.moves.moved for run in runs]))
+    pauses = [(run.moves.pause_p50, run.moves.pause_p99) for run in runs]
+    return cells + [
+        _mean([None if each is None else each * 1e3 for each in side]) for side in zip(*pauses, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """To three significant figures, whole numbers of one run unchanged; empty unless all runs have one."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return NONE
+    return str(known[0]) if len(known) == 1 and isinstance(known[0], int) else three_digits(statistics.fmean(known))
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """All arguments of a run except its rate (that of ``workload`` is ignored)."""
+
+    program: str
+    program_args: dict[str, str]
+    fleet: str
+    profile: str
+    options: dict[str, str]
+    workload: SyntheticWorkload | PlannedWorkload
+    seed: int = 0
+    slo: Slo | None = None
+    scheduling: str | None = None
+    moving: MovingSettings = MovingSettings()
+
+    def point(self, rate: float | None, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
+        """Run it at a rate; ``note`` is called with the speed of the run.
+
+        Raises :class:`~tercet.protocol.BadRequest` for invalid arguments, and the program's own error when it refuses
+        every request.
+        """
+        program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
+        options = options_from(EngineOptions(), self.options)
+        workload = msgspec.structs.replace(self.workload, rate=rate)
+        # Loaded again for each run: its plugins remember requests.
+        scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
+        began, worked = time.perf_counter(), time.process_time()
+        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling, self.moving)
+        took, cpu = time.perf_counter() - began, time.process_time() - worked
+        simulated = max(outcome.ended, default=0.0)
+        pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
+        note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
+        point = point_of(rate, outcome, self.slo)
+        if outcome.retries:
+            note(f"rate {_shown(rate)}: {_made_good(outcome)}")
+        if outcome.first_error is not None:
+            if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
+                raise outcome.first_error
+            note(f"rate {_shown(rate)}: {point.summary.failed} failed, the first one: {outcome.first_error}")
+        return point
+
+    def report(
+        self, rates: Sequence[float | None], label: str, note: Callable[[str], None] = lambda _: None
+    ) -> SimulationReport:
+        """Run it at each rate; ``label`` names its line in figures."""
+        model = load_profile(self.profile).name
+        points = tuple(self.point(rate, note) for rate in rates)
+        return SimulationReport(
+            label=label, program=self.program, arguments=self.arguments(), seed=self.seed, model=model, points=points
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Everything that the numbers depend on, except the rate."""
+        given = msgspec.to_builtins(self)
+        del given["workload"]["rate"]
+        return {**given, "moving": encode_settings(self.moving)}

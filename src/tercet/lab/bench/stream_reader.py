@@ -1,0 +1,172 @@
+"""One streamed answer as a machine without I/O: bytes and their times go in, a reading comes out.
+
+The format is that of server-sent events (WHATWG HTML, 9.2): lines of ``data:``, an empty line ends an event, lines that
+begin with a colon are comments. Events may be split anywhere over reads, and a read may hold several.
+
+An event carries tokens when it has a choice with content. Not counted: the opening of a chat, which only names the
+role, and an empty closing event when the server's count of tokens shows that it had none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from tercet.lab.bench.results import Failure
+from tercet.protocol.wire import UNREADABLE
+
+DONE = b"[DONE]"
+BROKEN_OFF = ("abort", "error")
+"""Finish reasons of an answer that the server has ended too early."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+    @property
+    def said(self) -> str:
+        return self.content or self.reasoning_content or self.reasoning or ("..." if self.tool_calls else "")
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class StreamFailed(Exception):
+    """The answer is invalid; ``failure`` is the kind for its record."""
+
+    def __init__(self, failure: Failure, message: str) -> None:
+        super().__init__(message)
+        self.failure: Failure = failure
+        self.message = message
+
+
+@dataclass
+class Reading:
+    """The answer so far. ``times`` has the time of each event that carried tokens, by the caller's clock."""
+
+    times: list[float] = field(default_factory=list[float])
+    counts: list[int] = field(default_factory=list[int])
+    text: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+    done: bool = False
+    last_is_silent: bool = False
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer: the server's count, else those that events listed, else one per event."""
+        return self.completion_tokens or sum(self.counts) or len(self.times)
+
+
+class StreamReader:
+    """Fills a :class:`Reading`; raises :class:`StreamFailed` for an invalid answer."""
+
+    def __init__(self) -> None:
+        self.reading = Reading()
+        self._broken_off: str | None = None
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes, now: float) -> None:
+        """``data`` arrived at ``now``."""
+        for payload in self._payloads(data):
+            if payload == DONE:
+                self.reading.done = True
+            elif not self.reading.done:
+                self._event(payload, now)
+
+    def end(self) -> Reading:
+        """End the stream; raises :class:`StreamFailed` if it ended too early or was empty."""
+        reading = self.reading
+        if self._broken_off is not None:
+            raise StreamFailed("server", f"the server broke the answer off: finish_reason {self._broken_off}")
+        if not reading.done and reading.finish_reason is None:
+            raise StreamFailed("disconnected", f"the stream ended after {len(reading.times)} events without [DONE]")
+        # The closing event of some servers is empty; others put the last token there.
+        known = reading.completion_tokens
+        if reading.last_is_silent and (not known or len(reading.times) > known) and not reading.counts:
+            reading.times.pop()
+        if not reading.times:
+            raise StreamFailed("empty", "the stream had no token")
+        return reading
+
+    def _payloads(self, data: bytes) -> Iterator[bytes]:
+        """The data of every event that is complete."""
+        lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
+        self._rest = lines.pop()
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+    def _event(self, payload: bytes, now: float) -> None:
+        try:
+            if not payload.isascii():
+                payload.decode()  # in fields that are not read the decoder accepts any bytes
+            event = _EVENT.decode(payload)
+            complaint = None if event.error is None else _message_of(event.error)
+        except UNREADABLE as error:
+            raise StreamFailed("protocol", f"an event is not what the API describes: {error}") from error
+        if complaint is not None:
+            raise StreamFailed("server", complaint)
+        if event.usage is not None:
+            self.reading.prompt_tokens = event.usage.prompt_tokens
+            self.reading.completion_tokens = event.usage.completion_tokens
+        for choice in event.choices:
+            if choice.finish_reason in BROKEN_OFF:
+                self._broken_off = choice.finish_reason
+        if event.choices:
+            self._choice(event.choices[0], now)
+
+    def _choice(self, choice: _Choice, now: float) -> None:
+        reading = self.reading
+        delta = choice.delta
+        said = choice.text or "" if delta is None else delta.said
+        reading.finish_reason = choice.finish_reason or reading.finish_reason
+        if choice.token_ids is not None:
+            if not choice.token_ids:
+                return
+            reading.token_ids += choice.token_ids
+            reading.counts.append(len(choice.token_ids))
+        elif not said and delta is not None and delta.role and choice.finish_reason is None:
+            return
+        reading.times.append(now)
+        reading.text.append(said)
+        reading.last_is_silent = not said and choice.finish_reason is not None
+
+
+def _message_of(error: Any) -> str:
+    found: Any = error.get("message") if isinstance(error, dict) else error  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return str(found)  # pyright: ignore[reportUnknownArgumentType]

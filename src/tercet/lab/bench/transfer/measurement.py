@@ -1,0 +1,166 @@
+"""Measures every way in every case, in rounds of changing order; results as a table and a file."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tercet import __version__
+from tercet.lab.bench.digits import three_digits
+from tercet.lab.bench.results import machine
+from tercet.lab.bench.transfer.cases import KIB, MIB, Case, Result, Table
+from tercet.lab.bench.transfer.interference import Interference
+from tercet.lab.bench.transfer.libraries import LIBRARIES
+from tercet.lab.bench.transfer.receiving_process import ReceivingProcess
+from tercet.lab.bench.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
+from tercet.protocol import TercetError
+from tercet.transport import KVRegion, TransportSettings
+
+SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
+BACKENDS = ("host", "tcp", "nixl", "mooncake")
+# How long idle processes are observed; a tick of the kernel's clock is 10 ms.
+IDLE_SECONDS = 5.0
+
+# Half of the blocks are moved in a round. When a process first reads a page of another one's memory it has to be
+# mapped, which an engine has done after its first minutes.
+WARM_UP = 4
+
+Progress = Callable[[str], None]
+Maker = Callable[[], Way]
+
+
+def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams: int, progress: Progress) -> Table:
+    """Measure each way in each case ``rounds`` times, after :data:`WARM_UP` rounds."""
+    table, shuffle = Table(), random.Random(0)
+    for case in cases:
+        progress(f"{case.chunk_bytes / 1024:g} KiB chunks, {case.total_bytes / 1024**2:g} MiB")
+        source = case.region()
+        try:
+            with ReceivingProcess(case) as peer, _ways(case, source, peer, backends, streams, table) as ways:
+                for number in range(-WARM_UP, rounds):
+                    for way in shuffle.sample(ways, len(ways)):
+                        _one(way, case, table, ways, warm=number < 0)
+        finally:
+            source.close()
+    return table
+
+
+def _one(way: Way, case: Case, table: Table, ways: list[Way], *, warm: bool) -> None:
+    try:
+        seconds = way.move()
+    except TercetError as error:
+        table.fail(way.name, case, error.message)
+        ways.remove(way)
+        return
+    if not warm:
+        table.add(way.name, case, seconds)
+
+
+@contextmanager
+def _ways(
+    case: Case, source: KVRegion, peer: ReceivingProcess, backends: Sequence[str], streams: int, table: Table
+) -> Generator[list[Way]]:
+    makers: list[tuple[str, Maker]] = [("memcpy", lambda: Memcpy(case, source))]
+    makers += [
+        (f"socket x{number}", lambda number=number: PlainSockets(case, source, peer, number))
+        for number in SOCKET_STREAMS
+    ]
+    makers += [
+        (f"chunks x{number}", lambda number=number: ChunkedSockets(case, source, peer, number))
+        for number in CHUNK_STREAMS
+        if number <= case.slots
+    ]
+    for name in backends:
+        settings = TransportSettings(name, streams=streams)
+        makers.append((name, lambda name=name, settings=settings: OurTransport(name, case, source, peer, settings)))
+    makers += [
+        (f"{name} direct", lambda name=name: Direct(name, case, source, peer)) for name in backends if name in LIBRARIES
+    ]
+    table.order = [name for name, _ in makers]
+    ways: list[Way] = []
+    with ExitStack() as stack:
+        for name, make in makers:
+            try:
+                way = make()
+            except TercetError as error:
+                table.fail(name, case, error.message)
+                continue
+            stack.callback(way.close)
+            ways.append(way)
+        yield ways
+
+
+def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[str, float | str]:
+    """Cores that a connected, idle pair of ranks uses, both together; or why this is unknown."""
+    case = Case(96 * 1024, 4 * 1024 * 1024)
+    found: dict[str, float | str] = {}
+    for name in backends:
+        progress(f"watching an idle pair of ranks over {name} for {IDLE_SECONDS:g} s")
+        source = case.region()
+        try:
+            with ReceivingProcess(case) as peer:
+                found[name] = _idle(
+                    OurTransport(name, case, source, peer, TransportSettings(name, streams=streams)), peer
+                )
+        except TercetError as error:
+            found[name] = error.message
+        finally:
+            source.close()
+    return found
+
+
+def _idle(way: OurTransport, peer: ReceivingProcess) -> float:
+    try:
+        way.move()
+        began, here, there = time.perf_counter(), time.process_time(), peer.call("cpu_seconds")
+        time.sleep(IDLE_SECONDS)
+        used = time.process_time() - here + peer.call("cpu_seconds") - there
+        return used / (time.perf_counter() - began)
+    finally:
+        way.close()
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One run: its machine, and its results. Times in seconds, ``idle_cores`` in cores."""
+
+    version: str
+    machine: dict[str, Any]
+    results: list[Result]
+    idle_cores: dict[str, float | str]
+    interference: dict[str, Interference | str] = {}
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+
+
+def report(table: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> Report:
+    """Put a run together."""
+    results = list(table.results.values())
+    return Report(__version__, machine(), results, idle, interference)
+
+
+def rows(table: Table) -> tuple[list[str], list[list[str]]]:
+    """The table's head, and a line for each case: every way's rate."""
+    head = ["chunk, KiB", "total, MiB", *table.ways]
+    return head, [[*_label(case), *(_cell(table, way, case) for way in table.ways)] for case in table.cases]
+
+
+def failures(table: Table) -> dict[str, str]:
+    """Why ways could not be measured."""
+    return {way: found.error for (way, _), found in table.results.items() if found.error is not None}
+
+
+def _label(case: Case) -> tuple[str, str]:
+    return f"{case.chunk_bytes / KIB:g}", f"{case.total_bytes / MIB:g}"
+
+
+def _cell(table: Table, way: str, case: Case) -> str:
+    rate = table.rate(way, case)
+    return "-" if rate is None else three_digits(rate)

@@ -1,0 +1,327 @@
+"""Recorded traffic: Mooncake's JSON lines, Azure's and BurstGPT's CSV (times and lengths), ShareGPT's conversations."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+
+from tercet.lab.bench.workloads.conversations import (
+    Conversation,
+    ConversationTurn,
+    Count,
+    Draw,
+    Seconds,
+    Tokens,
+    Vocabulary,
+    Workload,
+    random_ids,
+)
+from tercet.lab.bench.workloads.synthetic import Lines
+from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
+
+T = TypeVar("T")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+HASHED_TEXT = 65_536
+"""Tokens of the text that hashed blocks are cut from."""
+SCATTER = 0x9E3779B97F4A7C15
+PEOPLE = ("human", "user")
+MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
+Exchange = tuple[str, str]
+
+
+def read_text(path: str, kind: str) -> str:
+    """The text of a workload's file; raises :class:`~tercet.protocol.BadRequest` naming the workload and the file."""
+    if not path:
+        raise BadRequest(f"workload: {kind}: path is missing, as in {kind},path=FILE", "path")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadRequest(f"workload: {kind}: cannot read {path}: {error.strerror}", "path") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"workload: {kind}: {path} is not UTF-8 text", "path") from error
+
+
+def json_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file of JSON lines, numbered from 1.
+
+    Only a line feed ends one: ``str.splitlines`` also cuts at characters that JSON has in its texts, such as U+2028.
+    """
+    return enumerate(text.split("\n"), start=1)
+
+
+def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
+    """The error for one line of a file."""
+    return BadRequest(f"workload: {kind}: {path}, line {line}: {why}", "path")
+
+
+class RecordedTrace(Workload, frozen=True):
+    """Requests of a file, as recorded; ``max_input_len`` and ``max_output_len`` cut longer ones."""
+
+    path: str = ""
+    max_input_len: Tokens | None = None
+    max_output_len: Tokens | None = None
+
+    @property
+    def finite(self) -> bool:
+        return True
+
+
+class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
+    """Mooncake's trace: per line ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+
+    Each id stands for ``block`` tokens of the prompt, and equal ids for equal tokens, so that prefixes are shared as
+    recorded.
+    """
+
+    block: Tokens = 512
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        rows = sorted(read_mooncake(self.path), key=lambda row: row.timestamp)
+        last = max((block_id for row in rows for block_id in row.hash_ids), default=0)
+        text = HashedText(draw.vocabulary, draw.content_seed, self.block, last)
+        for row in rows:
+            length = at_most(row.input_length, self.max_input_len)
+            prompt = text.of(row.hash_ids, length)
+            if len(prompt) < length:
+                prompt += random_ids(draw.vocabulary, length - len(prompt), draw.content)
+            answer = at_most(row.output_length, self.max_output_len)
+            yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
+
+
+class TraceOfLengths(RecordedTrace, frozen=True):
+    """Times and lengths only; prompts are lines of the sonnets."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        """Time (seconds), prompt and answer lengths of each request."""
+        raise NotImplementedError
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        for at, length, answer in sorted(self.rows()):
+            prompt = lines.draw(at_most(length, self.max_input_len), draw.content)
+            yield Conversation((ConversationTurn(prompt, at_most(answer, self.max_output_len)),), offset=at)
+
+
+class Azure(TraceOfLengths, frozen=True, tag="azure"):
+    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        return read_lengths(self.path, "azure", AZURE_COLUMNS, timestamp)
+
+
+class BurstGPT(TraceOfLengths, frozen=True, tag="burstgpt"):
+    """BurstGPT's traces: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``, and ignored columns."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        return read_lengths(self.path, "burstgpt", BURSTGPT_COLUMNS, float)
+
+
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """One line of a Mooncake trace; other fields are ignored."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_mooncake(path: str) -> list[MooncakeRow]:
+    """The rows of a trace in its file's order; raises :class:`~tercet.protocol.BadRequest` naming the line."""
+    decoder = msgspec.json.Decoder(MooncakeRow)
+    found: list[MooncakeRow] = []
+    for number, line in json_lines(read_text(path, "mooncake")):
+        if line.strip():
+            try:
+                found.append(decoder.decode(line))
+            except UNREADABLE as error:
+                raise broken("mooncake", path, number, str(error)) from error
+    return _some(found, "mooncake", path)
+
+
+def _rows(rows: csv.DictReader[str], kind: str, path: str) -> Iterator[dict[str, str]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise broken(kind, path, rows.line_num, str(error)) from error
+
+
+def read_lengths(
+    path: str, kind: str, columns: Sequence[str], seconds: Callable[[str], float]
+) -> list[tuple[float, int, int]]:
+    """Time (``seconds`` of its text), prompt and answer lengths of each row of a CSV file, by its ``columns``.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    rows = csv.DictReader(StringIO(read_text(path, kind), newline=""))
+    missing = [name for name in columns if name not in (rows.fieldnames or ())]
+    if missing:
+        raise broken(kind, path, 1, f"no column {', '.join(missing)}")
+    found: list[tuple[float, int, int]] = []
+    for row in _rows(rows, kind, path):
+        try:
+            when, prompt, answer = (row[name] for name in columns)
+            at, lengths = seconds(when), (int(prompt), int(answer))
+            if min(lengths) < 0 or not math.isfinite(at):
+                raise ValueError(f"{when}, {prompt}, {answer} are not a time and two lengths")
+            found.append((at, *lengths))
+        except (TypeError, ValueError) as error:
+            raise broken(kind, path, rows.line_num, str(error)) from error
+    # A few rows of the published traces generated nothing: there is nothing to measure in them.
+    return _some([row for row in found if row[1] and row[2]], kind, path)
+
+
+def timestamp(text: str) -> float:
+    """Seconds since 1970; UTC if the text names no zone. Fractions beyond microseconds are dropped."""
+    when = datetime.fromisoformat(text.strip())
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+class HashedText:
+    """The tokens that hashed blocks stand for: equal tokens for equal ids, other tokens for other ids.
+
+    A block begins with its id in digits of the vocabulary, as many as ``last``, the largest id, needs, and continues
+    with a part of one random text. ``seed`` makes the text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seed: str, block: int, last: int) -> None:
+        self._block = block
+        self._digits = tuple(token for token in range(vocabulary.size) if token not in vocabulary.special)
+        self._places = 1
+        while len(self._digits) ** self._places <= last:
+            self._places += 1
+        self._text = random_ids(vocabulary, HASHED_TEXT, Random(seed))
+        self._text *= 1 + -(-block // HASHED_TEXT)
+        if self._places > block:
+            raise BadRequest(f"block: {block} tokens cannot tell {last + 1} blocks apart", "block")
+
+    def of(self, hash_ids: Sequence[int], length: int) -> tuple[int, ...]:
+        """The blocks of these ids, cut to ``length`` tokens."""
+        found: list[int] = []
+        for block_id in hash_ids[: -(-length // self._block)]:
+            rest, base = block_id, len(self._digits)
+            for _ in range(self._places):
+                rest, digit = divmod(rest, base)
+                found.append(self._digits[digit])
+            begin = block_id * SCATTER % 2**64 % HASHED_TEXT
+            found += self._text[begin : begin + self._block - self._places]
+        return tuple(found[:length])
+
+
+def at_most(value: int, limit: int | None) -> int:
+    """``value``, cut to ``limit`` if there is one."""
+    return value if limit is None else min(value, limit)
+
+
+def _some(found: list[T], kind: str, path: str) -> list[T]:
+    if not found:
+        raise BadRequest(f"workload: {kind}: {path} has no requests", "path")
+    return found
+
+
+class ShareGPT(Workload, frozen=True, tag="sharegpt"):
+    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``; JSON lines are accepted, too.
+
+    Requests are the texts of people; answers are as long as the recorded ones, or ``output_len`` tokens. ``turns``
+    limits how many of a conversation's turns are sent, and ``think_time`` (seconds) passes between them. Left out, as
+    in ``vllm bench serve``: conversations whose first question or answer has fewer than ``min_len`` tokens, or whose
+    first question is longer than ``max_input_len``, or than ``max_total_len`` together with its answer; a conversation
+    ends before the turn that takes its total past ``max_total_len``.
+    """
+
+    path: str = ""
+    turns: Count = 1
+    output_len: Tokens | None = None
+    min_len: Annotated[int, msgspec.Meta(ge=1)] = 4
+    max_input_len: Tokens = 1024
+    max_total_len: Tokens = 2048
+    think_time: Seconds = 0.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        recorded = read_sharegpt(self.path)
+        number = 0
+        while True:
+            began_with = number
+            for exchanges in draw.shape.sample(recorded, len(recorded)):
+                if turns := self._turns(exchanges, draw.vocabulary):
+                    yield Conversation(turns, group=f"session-{number}" if len(turns) > 1 else None)
+                    number += 1
+            if number == began_with:
+                raise BadRequest(f"workload: sharegpt: no conversation of {self.path} is within the limits", "path")
+
+    def _turns(self, exchanges: list[Exchange], vocabulary: Vocabulary) -> tuple[ConversationTurn, ...]:
+        found: list[ConversationTurn] = []
+        total = 0
+        for question, answer in exchanges[: self.turns]:
+            tokens = tuple(vocabulary.encode(question))
+            length = self.output_len or len(vocabulary.encode(answer))
+            total += len(tokens) + length
+            if total > self.max_total_len or not tokens or not length:
+                break
+            if not found and not self._fits(len(tokens), length):
+                break
+            found.append(ConversationTurn(tokens, length, self.think_time if found else 0.0, question))
+        return tuple(found)
+
+    def _fits(self, question: int, answer: int) -> bool:
+        long_enough = question >= self.min_len and (self.output_len is not None or answer >= self.min_len)
+        return long_enough and question <= self.max_input_len
+
+
+def read_sharegpt(path: str) -> list[list[Exchange]]:
+    """Question and answer of each turn, per conversation; raises :class:`~tercet.protocol.BadRequest`."""
+    text = read_text(path, "sharegpt")
+    entries = _entries(text, path)
+    found = [exchanges for entry in entries if (exchanges := _exchanges(entry))]
+    if not found:
+        raise BadRequest(f"workload: sharegpt: {path} has no conversation of a person with a model", "path")
+    return found
+
+
+def _entries(text: str, path: str) -> list[Any]:
+    try:
+        return msgspec.json.decode(text, type=list[Any])
+    except UNREADABLE as error:
+        if text.lstrip().startswith("["):
+            raise BadRequest(f"workload: sharegpt: {path} is not JSON: {error}", "path") from error
+    found: list[Any] = []
+    for number, line in json_lines(text):
+        if line.strip():
+            try:
+                found.append(msgspec.json.decode(line))
+            except UNREADABLE as error:
+                raise broken("sharegpt", path, number, str(error)) from error
+    return found
+
+
+def _exchanges(entry: Any) -> list[Exchange]:
+    """The pairs of a person's message and the model's answer right after it; files contain much else."""
+    fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+    messages = fields.get("conversations") or fields.get("conversation") or fields.get("messages")
+    if not isinstance(messages, list):
+        return []
+    said = [message for item in cast("list[Any]", messages) if (message := _message(item)) is not None]
+    pairs = pairwise(said)
+    return [
+        (question, answer)
+        for (asker, question), (teller, answer) in pairs
+        if asker in PEOPLE and teller in MODELS and question
+    ]
+
+
+def _message(item: Any) -> tuple[str, str] | None:
+    if not isinstance(item, dict):
+        return None
+    fields = cast("dict[str, Any]", item)
+    who, what = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
+    return (who.lower(), what) if isinstance(who, str) and isinstance(what, str) else None

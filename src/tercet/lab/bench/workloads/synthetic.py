@@ -1,0 +1,140 @@
+"""Synthetic prompts: lines of the sonnets, random tokens, sets of shared prefixes, and sessions of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import resources
+from random import Random
+from typing import Annotated
+
+import msgspec
+
+from tercet.lab.bench.workloads.conversations import (
+    Conversation,
+    ConversationTurn,
+    Count,
+    Draw,
+    Seconds,
+    Spread,
+    Tokens,
+    Vocabulary,
+    Workload,
+    draw_length,
+    random_ids,
+)
+
+INSTRUCTION = "Recite lines of the verses below in any order, {output_len} tokens of them, and do not stop early.\n\n"
+
+
+class MadeUp(Workload, frozen=True):
+    """Lengths in tokens are normal with mean and deviation, and never below 1."""
+
+    input_len: Tokens = 512
+    input_len_std: Spread = 0.0
+    output_len: Tokens = 128
+    output_len_std: Spread = 0.0
+
+    def lengths(self, draw: Draw) -> tuple[int, int]:
+        """Tokens of one prompt (or what a request adds to it), and of its answer."""
+        prompt = draw_length(self.input_len, self.input_len_std, draw.shape)
+        return prompt, draw_length(self.output_len, self.output_len_std, draw.shape)
+
+
+class Sonnet(MadeUp, frozen=True, tag="sonnet"):
+    """LLMPerf's construction.
+
+    A prompt is an instruction that names the length of the answer, followed by lines in random order, cut to the exact
+    length. A prompt that is too short for the instruction has lines only.
+    """
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        while True:
+            length, answer = self.lengths(draw)
+            ask = tuple(draw.vocabulary.encode(INSTRUCTION.format(output_len=answer)))
+            ask = ask if len(ask) < length else ()
+            yield Conversation((ConversationTurn(ask + lines.draw(length - len(ask), draw.content), answer),))
+
+
+class Lines:
+    """The sonnets' lines in a vocabulary's tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._lines = [tuple(vocabulary.encode(line + "\n")) for line in sonnet_lines()]
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(vocabulary: Vocabulary) -> Lines:
+        """The lines in ``vocabulary``; encoded once."""
+        return Lines(vocabulary)
+
+    def draw(self, count: int, rng: Random) -> tuple[int, ...]:
+        """Exactly ``count`` tokens of lines in random order; no line repeats before all of them were used."""
+        found: list[int] = []
+        while len(found) < count:
+            for line in rng.sample(self._lines, len(self._lines)):
+                found += line
+                if len(found) >= count:
+                    break
+        return tuple(found[:count])
+
+
+@lru_cache(maxsize=1)
+def sonnet_lines() -> tuple[str, ...]:
+    """The lines of the sonnets that this package ships; they are in the public domain."""
+    text = resources.files("tercet.lab.bench").joinpath("data/sonnets.txt").read_text(encoding="utf-8")
+    return tuple(line for line in text.splitlines() if line)
+
+
+class RandomTokens(MadeUp, frozen=True, tag="random"):
+    """Token ids drawn uniformly from the vocabulary: no prefix cache ever matches them."""
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        while True:
+            length, answer = self.lengths(draw)
+            yield Conversation((ConversationTurn(random_ids(draw.vocabulary, length, draw.content), answer),))
+
+
+class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
+    """``prefixes`` prefixes of ``prefix_len`` tokens; each request has one of them, and ``input_len`` unique tokens."""
+
+    prefixes: Count = 8
+    prefix_len: Tokens = 1024
+    input_len: Tokens = 128
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        prefixes = [random_ids(draw.vocabulary, self.prefix_len, draw.content) for _ in range(self.prefixes)]
+        while True:
+            chosen = draw.shape.randrange(self.prefixes)
+            length, answer = self.lengths(draw)
+            prompt = prefixes[chosen] + lines.draw(length, draw.content)
+            yield Conversation((ConversationTurn(prompt, answer),), group=f"prefix-{chosen}")
+
+
+class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
+    """Conversations of ``turns`` requests that continue the earlier ones, with the target's answers.
+
+    The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens. A
+    user thinks for ``think_time`` seconds in the mean (exponential) between an answer and the next turn.
+    """
+
+    turns: Count = 4
+    system_len: Annotated[int, msgspec.Meta(ge=0)] = 0
+    input_len: Tokens = 128
+    think_time: Seconds = 1.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        system = random_ids(draw.vocabulary, self.system_len, draw.content)
+        number = 0
+        while True:
+            turns = [self._turn(draw, lines, system if turn == 0 else (), turn) for turn in range(self.turns)]
+            yield Conversation(tuple(turns), group=f"session-{number}")
+            number += 1
+
+    def _turn(self, draw: Draw, lines: Lines, before: tuple[int, ...], turn: int) -> ConversationTurn:
+        length, answer = self.lengths(draw)
+        pause = draw.shape.expovariate(1 / self.think_time) if turn and self.think_time else 0.0
+        return ConversationTurn(before + lines.draw(length, draw.content), answer, pause)

@@ -1,0 +1,288 @@
+"""A hostile client: it plays its tricks over raw connections, and checks that the router ends each of them.
+
+The router must refuse, answer, or cut off each trick within a time limit. This module does not check other clients:
+the arena's other checks do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from tercet.aio import TaskSet
+from tercet.lab.chaos.hostile_bodies import FULL_OF_SEQUENCES, LONG, ODD, POISONOUS
+from tercet.lab.chaos.tricks import PlannedTrick, PlayedTrick, TrickKind
+
+REFUSED_SECONDS = 30.0
+"""Time limit for refusing a request, or for closing a connection that sends too little."""
+ANSWERED_SECONDS = 180.0
+"""Time limit for the answer to a long body, which may be served."""
+LONG_HEAD = 2**20
+WRITTEN_AT_ONCE = 64 * 1024
+DRIP_SECONDS = 1.0
+# Bytes of buffers in which the answer to a slow reader waits.
+LITTLE = 1024
+NOT_THE_CLIENTS = 500
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Number of items of a long body, and the number and size in bytes of unfinished ``bodies`` at the same time."""
+
+    items: int
+    body: int
+    bodies: int = 6
+
+
+class WrongAnswerToTrick(Exception):
+    """The router gave a wrong answer to a trick."""
+
+
+class RawConnection:
+    """One connection for raw bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes, as far as the other side reads them."""
+        try:
+            for begin in range(0, len(data), WRITTEN_AT_ONCE):
+                self._writer.write(data[begin : begin + WRITTEN_AT_ONCE])
+                await self._writer.drain()
+        except ConnectionError:
+            return  # it has answered, perhaps
+
+    async def status(self) -> int:
+        """Status of the complete answer; 0 if the connection ends without one."""
+        try:
+            line = await self._reader.readline()
+            while await self._reader.read(WRITTEN_AT_ONCE):
+                pass
+        except ConnectionError:
+            line = b""
+        words = line.split()
+        return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+
+    async def ended(self, seconds: float) -> bool:
+        """Whether the other side closes the connection, or answers, within ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._reader.read(1)
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+        return True
+
+    async def first_bytes(self) -> None:
+        """Return when an answer has begun, or cannot begin any more."""
+        with suppress(ConnectionError):
+            await self._reader.read(1)
+
+    def leave(self) -> None:
+        """Close the connection at once."""
+        self._writer.transport.abort()
+
+
+class Adversary:
+    """A client that plays tricks on the router at an address with this model name; ``played`` are the finished ones."""
+
+    def __init__(
+        self, host: str, port: int, model: str, seed: int, sizes: Sizes, clock: Callable[[], float]
+    ) -> None:  # fmt: skip
+        self.played: list[PlayedTrick] = []
+        self._where = host, port
+        self._model = model
+        self._seed = seed
+        self._sizes = sizes
+        self._clock = clock
+        self._tasks = TaskSet()
+
+    async def run(self, planned: Iterable[PlannedTrick], sleep_until: Callable[[float], Awaitable[object]]) -> None:
+        """Play each trick at its time; return when the last one has begun."""
+        for trick in planned:
+            await sleep_until(trick.at)
+            self._tasks.spawn(self.play(trick))
+
+    async def settle(self) -> None:
+        """Return when all tricks have ended; each has a time limit."""
+        await self._tasks.wait(ANSWERED_SECONDS + REFUSED_SECONDS)
+
+    async def play(self, planned: PlannedTrick) -> None:
+        """One trick and its result."""
+        trick = Trick(self._where, self._model, random.Random(f"{self._seed} trick {planned.number}"), self._sizes)
+        began, wrong = self._clock(), ""
+        limit = ANSWERED_SECONDS if planned.kind == "long_bodies" else REFUSED_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                await PLAYS[planned.kind](trick)
+        except TimeoutError:
+            wrong = f"{trick.what}: neither answered nor cut off for {limit:g} s"
+        except WrongAnswerToTrick as error:
+            wrong = str(error)
+        except OSError as error:
+            wrong = f"{trick.what}: no connection to the router: {error!r}"
+        finally:
+            trick.leave()
+        self.played.append(
+            PlayedTrick(
+                planned=planned, began=began, ended=self._clock(), statuses=tuple(trick.statuses), wrong=wrong
+            )
+        )  # fmt: skip
+
+
+class Trick:
+    """One trick while it is played; ``what`` is its variant."""
+
+    def __init__(self, where: tuple[str, int], model: str, chance: random.Random, sizes: Sizes) -> None:
+        self.statuses: list[int] = []
+        self.what = ""
+        self.chance = chance
+        self.sizes = sizes
+        self._where = where
+        self._model = model
+        self._name = f"adversary-{chance.getrandbits(64):x}"
+        self._open: list[RawConnection] = []
+
+    async def connect(self, limit: int = 64 * 1024) -> RawConnection:
+        """Open one more connection, which buffers about ``limit`` bytes."""
+        connection = RawConnection(*await asyncio.open_connection(*self._where, limit=limit))
+        self._open.append(connection)
+        return connection
+
+    def leave(self) -> None:
+        """Close all connections."""
+        for connection in self._open:
+            connection.leave()
+
+    def head(self, path: str, length: int) -> bytes:
+        """Head of a request with a body."""
+        return (
+            f"POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            f"x-request-id: {self._name}\r\ncontent-length: {length}\r\n\r\n"
+        ).encode()
+
+    def encoded(self, fields: Mapping[str, Any]) -> bytes:
+        """JSON of a body."""
+        return msgspec.json.encode({"model": self._model, **fields})
+
+    async def ask(self, path: str, body: bytes) -> int:
+        """Send a complete request; return the status of its answer."""
+        connection = await self.connect()
+        await connection.send(self.head(path, len(body)) + body)
+        status = await connection.status()
+        self.statuses.append(status)
+        return status
+
+    async def must_be(self, allowed: Iterable[int], path: str, body: bytes) -> None:
+        """Raises :class:`WrongAnswerToTrick` for another answer."""
+        status = await self.ask(path, body)
+        if status not in allowed:
+            raise WrongAnswerToTrick(f"{self.what}: answered with {status}")
+
+    def stream(self) -> bytes:
+        """A body that asks for a stream of some length."""
+        return self.encoded({"prompt": "the same again", "max_tokens": self.chance.randint(16, 64), "stream": True})
+
+
+# ---- what is played ------------------------------------------------------------------------------------------
+
+
+async def _many_sequences(trick: Trick) -> None:
+    trick.what, path, fields = trick.chance.choice(FULL_OF_SEQUENCES)
+    await trick.must_be((400,), path, trick.encoded(fields))
+
+
+async def _long_bodies(trick: Trick) -> None:
+    trick.what, path, fields = trick.chance.choice(LONG)
+    body = trick.encoded(fields(round(trick.sizes.items * trick.chance.uniform(0.2, 1.0))))
+    status = await trick.ask(path, body)
+    if not 0 < status < NOT_THE_CLIENTS:
+        raise WrongAnswerToTrick(f"{trick.what} ({len(body)} bytes): answered with {status}")
+
+
+async def _odd_text(trick: Trick) -> None:
+    trick.what, body = trick.chance.choice(ODD)
+    await trick.must_be((400,), "/v1/completions", body)
+
+
+async def _poisonous_grammars(trick: Trick) -> None:
+    trick.what, structure = trick.chance.choice(POISONOUS)
+    body = trick.encoded({"prompt": "x", "max_tokens": 4, "structured_outputs": structure})
+    await trick.must_be((400, 413), "/v1/completions", body)
+
+
+async def _unfinished_bodies(trick: Trick) -> None:
+    trick.what, size = "a body that does not end", trick.sizes.body
+
+    async def one() -> None:
+        connection = await trick.connect()
+        await connection.send(trick.head("/v1/completions", size + 1) + b" " * size)
+        trick.statuses.append(await connection.status())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(trick.sizes.bodies):
+            group.create_task(one())
+    if wrong := [status for status in trick.statuses if status not in (0, 408, 413, 429)]:
+        raise WrongAnswerToTrick(f"{trick.what}: answered with {wrong[0]}")
+
+
+async def _unfinished_heads(trick: Trick) -> None:
+    trick.what, connection = "a head that does not end", await trick.connect()
+    await connection.send(b"POST /v1/completions HTTP/1.1\r\nx-a: ")
+    while not await connection.ended(DRIP_SECONDS):
+        await connection.send(b"a")
+    trick.statuses.append(408)
+
+
+async def _long_heads(trick: Trick) -> None:
+    trick.what, connection = "a head of a megabyte", await trick.connect()
+    name = trick.chance.choice((b"x-a: ", b"x-request-id: ", b"authorization: Bearer ", b"cookie: "))
+    await connection.send(b"GET /v1/models HTTP/1.1\r\n" + name + b"a" * LONG_HEAD + b"\r\n\r\n")
+    status = await connection.status()
+    trick.statuses.append(status)
+    if status not in (0, 431):
+        raise WrongAnswerToTrick(f"{trick.what}: answered with {status}")
+
+
+async def _silence(trick: Trick) -> None:
+    trick.what, connection = "a connection that says nothing", await trick.connect()
+    trick.statuses.append(await connection.status())
+
+
+async def _slow_reading(trick: Trick) -> None:
+    trick.what, body = "a stream that is not read", trick.stream()
+    connection = await trick.connect(LITTLE)
+    await connection.send(trick.head("/v1/completions", len(body)) + body)
+    await asyncio.sleep(trick.chance.uniform(1.0, REFUSED_SECONDS / 2))
+
+
+async def _leaving(trick: Trick) -> None:
+    body = trick.stream()
+    head = trick.head("/v1/completions", len(body))
+    part = trick.chance.choice(("head", "body", "wait", "answer"))
+    trick.what, connection = f"it leaves in the {part}", await trick.connect()
+    await connection.send({"head": head[:40], "body": head + body[:20]}.get(part, head + body))
+    if part == "answer":
+        await connection.first_bytes()
+    await asyncio.sleep(trick.chance.uniform(0.0, 0.2))
+
+
+PLAYS: Mapping[TrickKind, Callable[[Trick], Awaitable[None]]] = {
+    "many_sequences": _many_sequences,
+    "long_bodies": _long_bodies,
+    "odd_text": _odd_text,
+    "poisonous_grammars": _poisonous_grammars,
+    "unfinished_bodies": _unfinished_bodies,
+    "unfinished_heads": _unfinished_heads,
+    "long_heads": _long_heads,
+    "silence": _silence,
+    "slow_reading": _slow_reading,
+    "leaving": _leaving,
+}

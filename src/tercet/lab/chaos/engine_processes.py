@@ -1,0 +1,88 @@
+"""Finds the processes of an engine, by their parents and command lines, and sends signals to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import psutil
+
+from tercet.cluster import guard as guard_module
+from tercet.lab.chaos.fault_schedule import ProcessKind
+
+AGENT_MODULE = "tercet.transport.agent"
+HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
+# Below the server, which is the first.
+BY_DEPTH: tuple[ProcessKind, ...] = ("api", "core", "worker", "agent")
+
+
+class RunningProcess(NamedTuple):
+    """One process of a tree."""
+
+    pid: int
+    parent: int
+    command: str
+
+
+def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind, Sequence[int]]:
+    """The process ids of an engine by kind; ``server`` is its API server's.
+
+    The server starts the core, the core starts the workers, and each worker an agent. Python's own helper processes are
+    siblings of them and not parts of the engine.
+    """
+    parents = {
+        each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)
+    }  # fmt: skip
+    agents = {each.pid for each in tree if AGENT_MODULE in each.command}
+    found: defaultdict[ProcessKind, list[int]] = defaultdict(list)
+    for pid in sorted({server, *parents}):
+        depth, at = 0, pid
+        while at != server and at in parents:
+            depth, at = depth + 1, parents[at]
+        if at == server:
+            found["agent" if pid in agents else BY_DEPTH[min(depth, len(BY_DEPTH) - 1)]].append(pid)
+            found["engine"].append(pid)
+    return found
+
+
+def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
+    """The processes of an engine that runs under the guard process, whose group they are; none if it has ended.
+
+    The server's parent is the guard, or the process that forked it, which is not in the group. The guard's watcher is
+    in the group and no part of the engine.
+    """
+    tree: list[RunningProcess] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.pid != guard and os.getpgid(process.pid) == guard:
+                command = " ".join(process.cmdline())
+                if guard_module.__file__ not in command:
+                    tree.append(RunningProcess(process.pid, process.ppid(), command))
+    members = {each.pid for each in tree}
+    server = next((each.pid for each in tree if each.parent not in members), None)
+    return {} if server is None else classify(server, tree)
+
+
+def send_signal(pids: Sequence[int], number: int) -> int:
+    """Signal each; returns how many still existed."""
+    reached = 0
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            reached += 1
+    return reached
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Those that have not ended; a zombie has."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

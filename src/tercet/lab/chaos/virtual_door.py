@@ -1,0 +1,63 @@
+"""The router's HTTP port in virtual time: uvicorn's connection with our bounds, and the application behind it.
+
+The API behind it is the small one; what every request passes before is the router's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from zlib import crc32
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from tercet.fleet.admission import Gate
+from tercet.lab.chaos.client_load import VOCABULARY
+from tercet.lab.chaos.virtual_network import NetworkedLoop
+from tercet.router.front_door import FrontDoor
+from tercet.router.prompt_texts import ChatMessage, PromptTexts
+from tercet.router.service import Service
+from tercet.router.service_programs import ServicePrograms
+from tercet.router.small_openai import small_app
+from tercet.settings import FrontDoorConfig
+from tercet.wire.serving.bounded_connection import BoundedProtocol
+
+MAX_MODEL_LEN = 4096
+
+
+class WordTexts(PromptTexts):
+    """A token for each word, by no file."""
+
+    def __init__(self) -> None:
+        """There is nothing to read."""
+
+    def encode(self, text: str) -> list[int]:
+        return [crc32(word.encode()) % VOCABULARY for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f"{token} " for token in tokens)
+
+    def chat(self, messages: Sequence[ChatMessage]) -> str:
+        return " ".join(str(each.to_template()["content"]) for each in messages)
+
+
+@asynccontextmanager
+async def http_port(
+    loop: NetworkedLoop, service: Service, host: str, port: int, model: str, most_bytes: int
+) -> AsyncGenerator[FrontDoor]:
+    """While entered, the current virtual process serves HTTP there, and takes bodies of at most ``most_bytes``."""
+    limits = FrontDoorConfig().limits
+    gate = Gate(limits, service.fleet, service.metrics, clock=loop.time)
+    app = small_app(ServicePrograms(service), WordTexts(), [model], MAX_MODEL_LEN)
+    door = FrontDoor(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes)
+    app.middleware_stack = door
+    config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, lifespan="off")
+    config.load()
+    made = partial(BoundedProtocol, config=config, server_state=ServerState(), app_state={})
+    server = await loop.create_server(made, host, port)
+    try:
+        yield door
+    finally:
+        server.close()

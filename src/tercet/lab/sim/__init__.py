@@ -1,0 +1,22 @@
+"""Simulated engines: the protocol of real ones, in virtual time, at the pace of a measured profile."""
+
+from tercet.lab.sim.clock import run_virtual
+from tercet.lab.sim.engine_options import EngineOptions, options_from
+from tercet.lab.sim.hosts import Host
+from tercet.lab.sim.network import Network
+from tercet.lab.sim.sim_engine import SimEngine
+from tercet.lab.sim.step_times import Profile, StepModel, load_profile, parse_profile, shipped_profiles
+
+__all__ = [
+    "EngineOptions",
+    "Host",
+    "Network",
+    "Profile",
+    "SimEngine",
+    "StepModel",
+    "load_profile",
+    "options_from",
+    "parse_profile",
+    "run_virtual",
+    "shipped_profiles",
+]

@@ -1,0 +1,86 @@
+"""Fits the terms of the step model to measured steps: non-negative least squares on relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tercet.lab.sim.step_times import StepModel, StepTimes, pairs_of
+from tercet.protocol import BadRequest
+
+Floats = NDArray[np.float64]
+
+
+class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step that computed ``tokens`` prompt tokens after ``cached`` ones, in ``seconds``."""
+
+    tokens: int
+    cached: int
+    seconds: float
+
+
+class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step that decoded ``batch`` sequences with ``context`` KV tokens each, in ``seconds``."""
+
+    batch: int
+    context: int
+    seconds: float
+
+
+def fit_steps(
+    prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], knots: Sequence[int]
+) -> tuple[StepTimes, dict[str, float]]:
+    """The terms that fit best, and the mean absolute relative error by kind of step.
+
+    ``knots`` are the token counts, rising, between which the linear part is interpolated. Raises
+    :class:`~tercet.protocol.BadRequest` when the points cannot determine the terms.
+    """
+    points, terms = len(prefills) + len(decodes), len(knots) + 3
+    if points < terms or len(knots) < 2 or not decodes or not prefills:
+        raise BadRequest(f"points: {points} of both kinds together cannot determine {terms} terms", "points")
+    rows = [_row(knots, p.tokens, pairs_of(p.cached, p.cached + p.tokens), 0, 0) for p in prefills]
+    rows += [_row(knots, d.batch, 0, d.batch * (d.context + 1), d.batch) for d in decodes]
+    seconds = np.array([point.seconds for point in (*prefills, *decodes)])
+    if not (seconds > 0).all():
+        raise BadRequest("points: every step takes more than 0 seconds", "points")
+    found = non_negative_least_squares(np.array(rows) / seconds[:, None], np.ones(len(seconds)))
+    linear, (pair, context, sequence) = np.cumsum(found[: len(knots)]), (float(value) for value in found[len(knots) :])
+    table = tuple((int(knot), float(value)) for knot, value in zip(knots, linear, strict=True))
+    times = StepTimes(knots=table, pair=pair, context=context, sequence=sequence)
+    return times, errors_of(times, prefills, decodes)
+
+
+def errors_of(times: StepTimes, prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint]) -> dict[str, float]:
+    """Mean absolute relative error of the model on points, by kind of step."""
+    model = StepModel(times)
+    prefill = [model.step(p.tokens, pairs_of(p.cached, p.cached + p.tokens), 0, 0) / p.seconds for p in prefills]
+    decode = [model.step(0, 0, d.batch, d.batch * (d.context + 1)) / d.seconds for d in decodes]
+    kinds = {"prefill": prefill, "decode": decode}
+    return {kind: round(float(np.mean(np.abs(np.array(ratios) - 1))), 4) for kind, ratios in kinds.items()}
+
+
+def _row(knots: Sequence[int], tokens: int, pairs: float, contexts: float, sequences: float) -> list[float]:
+    """Coefficients of the value at the first knot, the rise to each further one, and the three other terms."""
+    rises = [1.0]
+    for index, (low, high) in enumerate(pairwise(knots)):
+        share = (tokens - low) / (high - low)
+        # Beyond the last knot its slope continues.
+        rises.append(max(0.0, share if index == len(knots) - 2 else min(share, 1.0)))
+    return [*rises, pairs, contexts, sequences]
+
+
+def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """``x >= 0`` that minimizes ``|matrix @ x - target|``."""
+    # Imported here: SciPy takes 0.4 s to load, which would delay every command of the CLI.
+    from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+    # Columns differ by ten orders of magnitude; a tolerance for one would be noise for another.
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    found, _residual = cast("tuple[Floats, float]", nnls(matrix / scale, target))
+    return found / scale

@@ -1,0 +1,171 @@
+"""KV transfers between the engines of one simulation: sends, and the links that their chunks use.
+
+Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share an end
+wait for each other. Layers are sent while their step computes: a transfer may start when the first layer is done, and
+ends no earlier than the last layer's bytes need after the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from tercet.lab.sim.prompts import Prompt
+from tercet.lab.sim.step_times import Transfer
+from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
+
+if TYPE_CHECKING:
+    from tercet.lab.sim.sim_engine import SimEngine
+
+
+class SendTarget(Protocol):
+    """The receiver of a send: an engine of this process, or of another one."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        ...
+
+    @property
+    def transfer(self) -> Transfer:
+        """Speed of KV transfers to it."""
+        ...
+
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """Why this lease does not accept KV of these tokens, up to ``end``, as far as known here.
+
+        Acceptance counts as activity: the lease's time to live restarts.
+        """
+        ...
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        """Receive KV of the tokens ``[begin, end)``; ``answer`` is called, at once or later, with a refusal or None."""
+        ...
+
+
+class Send:
+    """KV of ``prompt[begin:end)`` that ``sender`` sends into a lease of ``receiver``.
+
+    If it fails, the receiver keeps what has arrived by then, by computed chunks.
+    """
+
+    def __init__(
+        self, sender: SimEngine, receiver: SendTarget, lease: str, prompt: Prompt, begin: int, end: int
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sender = sender
+        self._receiver = receiver
+        self._lease = lease
+        self._prompt = prompt
+        self._begin = begin
+        self._end = end
+        self._arrives = 0.0
+        self._left = begin
+        self._under_way: list[tuple[int, int, float]] = []  # and its arrival time
+        self._timer: asyncio.TimerHandle | None = None
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        self.bytes = 0
+        self.chunks = 0
+
+    def chunk(self, begin: int, end: int, from_time: float, to_time: float) -> None:
+        """Send the KV of ``[begin, end)``, which a step computes between these times; equal times: it exists already.
+
+        KV that was sent is not sent again if a preempted sequence recomputes it.
+        """
+        begin, end = max(begin, self._left), min(end, self._end)
+        tokens = end - begin
+        if tokens <= 0 or self.done.done():
+            return
+        refusal = self._receiver.refuses(self._lease, self._prompt, self._end)
+        if refusal is not None:
+            self.fail(self._refused(refusal))
+            return
+        model = self._sender.profile.model
+        size = tokens * model.kv_bytes_per_token
+        first = from_time + (to_time - from_time) / model.layers
+        network = self._sender.network
+        self._arrives = max(self._arrives, network.book(self._sender, self._receiver, size, first, to_time))
+        self._under_way.append((begin, end, self._arrives))
+        self._left = end
+        self.bytes += size
+        self.chunks += model.layers
+
+    def computed(self) -> None:
+        """All of it was sent, or waits for its link."""
+        if not self.done.done():
+            self._timer = self._loop.call_at(max(self._arrives, self._loop.time()), self._arrived)
+
+    def _arrived(self) -> None:
+        if self.done.done():
+            return
+        if self._sender.loses_a_transfer():
+            self._under_way.clear()
+            self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost"))
+        else:
+            self._receiver.receive(self._lease, self._prompt, self._begin, self._end, self._answered)
+
+    def _answered(self, refusal: str | None) -> None:
+        if refusal is not None:
+            self._under_way.clear()
+            self.fail(self._refused(refusal))
+        elif not self.done.done():
+            self.done.set_result(None)
+
+    def _refused(self, refusal: str) -> TransferFailed:
+        return TransferFailed(f"{self._receiver.name} refused: {refusal}", "kv_addr_info")
+
+    def fail(self, error: TercetError) -> None:
+        """End the send with an error; nothing more of it arrives."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.done.done():
+            return
+        self.done.set_exception(error)
+        for begin, end, arrives in self._under_way:
+            if arrives <= self._loop.time():
+                self._receiver.receive(self._lease, self._prompt, begin, end, lambda _: None)
+
+
+class Network:
+    """Engines by name, and their links. ``prompt`` returns their model's answer, given tokens, salt and adapter."""
+
+    def __init__(self) -> None:
+        self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
+        self.bytes_sent = 0
+        self._engines: dict[str, SimEngine] = {}
+        self._out_free: dict[str, float] = {}
+        self._in_free: dict[str, float] = {}
+
+    def add(self, engine: SimEngine) -> None:
+        """Connect an engine under its name."""
+        if engine.name in self._engines:
+            raise ValueError(f"two engines are called {engine.name}")
+        self._engines[engine.name] = engine
+
+    def close(self) -> None:
+        """Disconnect the engines, which refer to it, at the end of a simulation."""
+        for engine in self._engines.values():
+            engine.pool.close()
+        self._engines.clear()
+
+    def find(self, info: KVAddrInfo) -> SendTarget:
+        """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` without one."""
+        found = self._engines.get(info.engine)
+        if found is None:
+            raise TransferFailed(f"no engine of this simulation is called {info.engine}", "kv_addr_info")
+        return found
+
+    def book(self, sender: SimEngine, receiver: SendTarget, size: int, first: float, last: float) -> float:
+        """Reserve the links for ``size`` bytes; returns when the last byte is acknowledged.
+
+        The first layer is ready at ``first``, the last one at ``last``, both in seconds of virtual time.
+        """
+        out, into = sender.transfer, receiver.transfer
+        speed = min(out.bytes_per_second, into.bytes_per_second)
+        begin = max(first, self._out_free.get(sender.name, 0.0), self._in_free.get(receiver.name, 0.0))
+        end = begin + size / speed
+        self._out_free[sender.name] = self._in_free[receiver.name] = end
+        self.bytes_sent += size
+        last_layer = size / speed / sender.profile.model.layers
+        return max(end, last + last_layer) + into.latency

@@ -1,0 +1,116 @@
+"""Order in which reservations and waiting sequences of a simulated engine get blocks: that of their arrival.
+
+As in the plugin: a reservation waits until it fits next to the needs of earlier ones, and later sequences are held back
+while they would take its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from tercet.lab.sim.leases import Lease, Leases
+from tercet.lab.sim.prompts import Prompt
+from tercet.lab.sim.sequence_work import Work
+from tercet.protocol import Conflict, NoSpace, TercetError
+
+
+class Needs(Protocol):
+    """The scheduler, which knows the needs of others."""
+
+    def arrival(self) -> int:
+        """Number of an arrival now, among all arrivals."""
+        ...
+
+    def needed_before(self, arrival: int | None) -> int:
+        """Blocks still needed by sequences that began, hold some, or arrived before; with None, by all."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class AskedReservation:
+    """A requested reservation: ``lease`` once it has its blocks, ``why`` it has none yet.
+
+    ``answer`` is resolved for the caller that waits for it.
+    """
+
+    name: str
+    seq_id: str
+    prompt: Prompt
+    end: int
+    arrival: int
+    lease: Lease | None = None
+    why: NoSpace | None = None
+    answer: asyncio.Future[Lease] | None = None
+
+    def refuse(self, error: TercetError) -> None:
+        """End it without blocks."""
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class SimReservationQueue:
+    """Reservations without blocks; everything here runs between steps."""
+
+    def __init__(self, leases: Leases, needs: Needs) -> None:
+        self._leases = leases
+        self._needs = needs
+        self._waiting: OrderedDict[str, AskedReservation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def of(self, seq_id: str) -> AskedReservation | None:
+        """The sequence's waiting reservation."""
+        return next((asked for asked in self._waiting.values() if asked.seq_id == seq_id), None)
+
+    def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
+        """Reserve blocks now, or in turn. Raises ``NoSpace`` if they can never fit, and ``Conflict``."""
+        if self._leases.of(seq_id) is not None or self.of(seq_id) is not None:
+            raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
+        self._leases.check(end)
+        asked = self._waiting[name] = AskedReservation(name, seq_id, prompt, end, self._needs.arrival())
+        self.admit()
+        return asked
+
+    def extend(self, lease: Lease, prompt: Prompt, end: int) -> None:
+        """Pin more for an open lease, from the blocks that all waiting ones leave. Raises ``NoSpace``."""
+        if self._waiting:
+            raise NoSpace("reservations that came before it wait for blocks")
+        self._leases.extend(lease, prompt, end, self._needs.needed_before(None))
+
+    def admit(self, stepping: int = 0) -> None:
+        """Give blocks to waiting reservations in order; ``stepping`` are promised to the step being planned."""
+        while self._waiting:
+            asked = next(iter(self._waiting.values()))
+            before = stepping + self._needs.needed_before(asked.arrival)
+            try:
+                asked.lease = self._leases.reserve(asked.name, asked.seq_id, asked.prompt, asked.end, before)
+            except NoSpace as error:
+                asked.why = error
+                return
+            del self._waiting[asked.name]
+            if asked.answer is not None and not asked.answer.done():
+                asked.answer.set_result(asked.lease)
+
+    def give_up(self, asked: AskedReservation, error: TercetError | None = None) -> None:
+        """End a wait, with its reason if no other ``error`` is given."""
+        if self._waiting.pop(asked.name, None) is not None:
+            asked.refuse(error or asked.why or NoSpace("reservations that came before it wait for blocks"))
+            self.admit()
+
+    def drop_all(self, error: TercetError) -> None:
+        """The engine is lost."""
+        for asked in self._waiting.values():
+            asked.refuse(error)
+        self._waiting.clear()
+
+    def holds_back(self, work: Work, needed: int, free: int) -> bool:
+        """Whether a sequence without blocks must wait, so that an earlier reservation gets its blocks."""
+        first = next(iter(self._waiting.values()), None)
+        if first is None or work.arrival < first.arrival:
+            return False
+        # A sequence that waits for another lease's end takes nothing from others.
+        return self._leases.within_share(first.end) and free < needed + self._leases.blocks_for(first.end)

@@ -1,0 +1,474 @@
+"""A simulated engine behind the protocol that real engines implement."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from tercet import __version__
+from tercet.lab.sim.block_pool import BlockPool, SimObserver
+from tercet.lab.sim.engine_options import (
+    EngineOptions,
+    check_adapter,
+    check_prompt,
+    check_same,
+    check_send,
+    max_tokens_of,
+    tokens_to_produce,
+)
+from tercet.lab.sim.hosts import Host, time_on
+from tercet.lab.sim.leases import Lease, Leases
+from tercet.lab.sim.living_leases import Address, LivingLeases
+from tercet.lab.sim.load_reports import LoadReports
+from tercet.lab.sim.network import Network, Send
+from tercet.lab.sim.prompts import Prompt
+from tercet.lab.sim.reservation_queue import AskedReservation
+from tercet.lab.sim.scheduler import SimScheduler
+from tercet.lab.sim.sequence_work import Work, has_computed
+from tercet.lab.sim.step_selection import Counters
+from tercet.lab.sim.step_times import Profile, StepModel
+from tercet.protocol import (
+    AdapterReport,
+    BadRequest,
+    Conflict,
+    Content,
+    EngineLoad,
+    EngineStatus,
+    EngineUnreachable,
+    Output,
+    OutputStream,
+    Request,
+    Reservation,
+    Sent,
+    SequenceReport,
+    TercetError,
+    UnknownSequence,
+    Usage,
+    resolve_range,
+)
+from tercet.protocol.ranges import resolve_end
+
+T = TypeVar("T")
+
+
+class SimEngine:
+    """One engine in virtual (or real) time. Its random decisions follow from ``seed`` and its name.
+
+    Must be made inside a running event loop, whose time it uses. ``address`` is its address for other processes. On a
+    ``host`` that others share, its steps take longer, according to its profile; raises
+    :class:`~tercet.protocol.BadRequest` if the profile has no data on that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        profile: Profile,
+        network: Network,
+        options: EngineOptions | None = None,
+        seed: int = 0,
+        address: str | None = None,
+        host: Host | None = None,
+    ) -> None:
+        self.name = name
+        self.transfer = profile.transfer
+        self.profile = profile
+        self.network = network
+        self.options = options or EngineOptions()
+        self._loop = asyncio.get_running_loop()
+        self._layout = profile.layout()
+        self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
+        self._time = time_on(host, profile)
+        self._random = random.Random(f"{seed} {name}")
+        self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
+        self._lease_numbers = count(1)  # continues after a failure: late messages for an earlier lease match none
+        self._told_by = Address(name, address or f"sim://{name}", self._layout)
+        self._down = False
+        self._observer: SimObserver | None = None
+        self._block_observer: SimObserver | None = None
+        self._generating: dict[str, Work] = {}
+        self._sends: dict[Send, str] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._before = Counters()
+        self._start()
+        network.add(self)
+
+    def _start(self) -> None:
+        self.incarnation = uuid.uuid4().hex
+        blocks = self.options.total_blocks or self.profile.total_blocks
+        self.pool = BlockPool(blocks, self.profile.block_size, self.options.prefix_caching)
+        self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
+        limit = int(blocks * self.options.max_lease_share)
+        self._leases = Leases(self.pool, self.profile.block_size, limit)
+        self._living_leases = LivingLeases(self._told_by, self._leases, self._scheduler, self._lease_numbers)
+        if self._observer is not None:
+            self._observer.cleared()
+            self.observe(self._observer)
+        if self._block_observer is not None:
+            self.pool.observe(self._block_observer)
+
+    def observe_blocks(self, observer: SimObserver) -> None:
+        """Notify ``observer`` of this engine's cache, from now on."""
+        self._block_observer = observer
+        self.pool.observe(observer)
+
+    def observe(self, observer: SimObserver) -> None:
+        """Notify ``observer`` of this engine's load, and of a lost cache, from now on."""
+        self._observer = observer
+        self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
+        self._scheduler.on_change()
+
+    # ---- verbs -----------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+        lease = await self._lease(request, end, self.options.lease_ttl)
+        try:
+            yield self._living_leases.told(lease, lease.matched)
+        finally:
+            self._living_leases.end(lease)
+
+    async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
+        """``prep_recv`` whose lease ends by itself after ``ttl`` seconds, or by :meth:`release`."""
+        lease = await self._lease(request, end, ttl)
+        return self._living_leases.told(lease, lease.matched)
+
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        extended, _ = await self.extend(reservation.lease, request, end)
+        return extended
+
+    async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
+        """As :meth:`extend_recv`, by the lease's name; also returns its time to live (seconds)."""
+        await self._arrive(request)
+        resolved = resolve_end(request.num_tokens, end)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        extended = await self._between_steps(lambda: self._living_leases.extend(lease, request, prompt, resolved))
+        there = extended.valid_end // self.profile.block_size * self.profile.block_size
+        return self._living_leases.told(extended, there), extended.ttl
+
+    async def _lease(self, request: Request, end: int | None, ttl: float) -> Lease:
+        await self._arrive(request)
+        resolved = resolve_end(request.num_tokens, end)
+        if resolved == 0:
+            raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
+        until = self._loop.time() + self.options.reserve_wait
+        asked = await self._between_steps(lambda: self._reserve(request, resolved), self._living_leases.forget)
+        return await self._living_leases.granted(asked, ttl, until)
+
+    def _reserve(self, request: Request, end: int) -> AskedReservation:
+        if request.seq_id in self._generating:
+            raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        return self._living_leases.reserve(request.seq_id, prompt, end)
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        started = self._loop.time()
+        await self._arrive(request)
+        begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
+        info = to.kv_addr_info
+        self._layout.require_mappable(info.layout, info.engine)
+        check_send(request, info, begin, end, sample, self.pool.total * self.profile.block_size)
+        first_block = begin // self.profile.block_size * self.profile.block_size
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
+        work = Work(prompt, end, 0, int(sample), send.computed)
+        work.on_chunk = send.chunk
+        self._sends[send] = request.seq_id
+        scheduler = self._scheduler
+        try:
+            if not sample and await self._between_steps(partial(self._send_known, work, request, send)):
+                work.usage = Usage(cached=end)
+            else:
+                scheduler.submit(work)
+            await send.done
+        finally:
+            self._sends.pop(send, None)
+            scheduler.between_steps(partial(scheduler.drop, work))
+        first = Output(prompt.output(0, 1), "length" if max_tokens_of(request) == 1 else None) if sample else None
+        seconds = self._loop.time() - started
+        return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
+
+    def _send_known(self, work: Work, request: Request, send: Send) -> bool:
+        """Send KV that is fully cached, or that a running sequence has; returns whether there was any."""
+        source = next((each for each in self._generating.values() if each.may_be(request)), None)
+        if source is not None:
+            self._scheduler.follow(source)  # a sender of running KV needs to know how far it is
+        if not self._scheduler.pin_cached(work) and not (source is not None and has_computed(source, request, work)):
+            return False
+        now = self._loop.time()
+        send.chunk(0, work.known, now, now)
+        send.computed()
+        return True
+
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
+        return OutputStream(partial(self._generate, request, begin, output))
+
+    async def _generate(self, request: Request, begin: int, output: Sequence[int], stream: OutputStream) -> None:
+        await self._arrive(request)
+        work = self._generation(request, begin, output)
+        work.stream, work.arrived = stream, self._loop.time()
+        work.each_token = stream.iterated and self.options.stream_every == 0
+        self._generating[request.seq_id] = work
+        scheduler = self._scheduler
+        stream.held_back = partial(scheduler.catch_up, work)
+        try:
+            scheduler.submit(work)
+            await stream.until_over()
+        finally:
+            # Another producer may continue the stream while this work waits to be dropped.
+            work.stream = stream.held_back = None
+            self._generating.pop(request.seq_id, None)
+            if work.state != "left":
+                scheduler.between_steps(partial(scheduler.drop, work))
+
+    def works_on(self, seq_id: str) -> bool:
+        """Whether the sequence has a reservation, a send or a generation here."""
+        reserved = self._leases.of(seq_id) or self._living_leases.queue.of(seq_id)
+        return reserved is not None or seq_id in self._generating or seq_id in self._sends.values()
+
+    async def abort(self, seq_id: str) -> None:
+        await self._reach()
+        self._living_leases.abort(seq_id)
+        for send in [send for send, busy in self._sends.items() if busy == seq_id]:
+            send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
+        work = self._generating.get(seq_id)
+        if work is not None:
+            await self._between_steps(partial(self._scheduler.drop, work))
+            if work.stream is not None:
+                work.stream.put(Output((), "abort"))
+
+    async def release(self, lease: str) -> int:
+        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it has ended already."""
+        await self._reach()
+        found = self._leases.find(lease)
+        if found is None:
+            raise UnknownSequence(f"lease: {lease} is not held here", "lease")
+        self._living_leases.end(found)
+        return found.valid_end
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of its weights."""
+        return self._layout.model
+
+    async def status(self) -> EngineStatus:
+        await self._reach()
+        if self._scheduler.frozen:
+            await self._between_steps(lambda: None)  # a frozen core reports nothing
+        total, free = self.pool.total, self._scheduler.free_blocks
+        return EngineStatus(
+            engine=self.name,
+            model=self.profile.model.name,
+            version=__version__,
+            vllm_version=f"simulated {self.profile.name}",
+            block_size=self.profile.block_size,
+            total_blocks=total,
+            free_blocks=free,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            kv_cache_usage=(total - free) / total,
+            max_model_len=self.profile.max_model_len,
+            leases=len(self._leases),
+            sends=len(self._sends),
+            counters=self._scheduler.told,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint,
+            dtype=self._layout.dtype,
+            max_adapters=self.options.max_loras if self._adapters else 0,
+            adapters=tuple(self._adapters.values()),
+        )
+
+    async def sequences(self) -> list[SequenceReport]:
+        """The sequences that are generated here; an engine does not know the routers of their tokens."""
+        await self._reach()
+        return self.reports()
+
+    def reports(self) -> list[SequenceReport]:
+        """The same, for an engine that may be unreachable."""
+        return [self._report(seq_id, work) for seq_id, work in self._generating.items()]
+
+    def _report(self, seq_id: str, work: Work) -> SequenceReport:
+        tokens, blocks = self._scheduler.holding(work)
+        running = work.state in ("prefilling", "decoding")
+        return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
+
+    def load(self) -> EngineLoad:
+        """The engine's load now, as reported to routers."""
+        return self._scheduler.load()
+
+    # ---- the other side of a send ----------------------------------------------------------------------------
+
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """See :meth:`tercet.lab.sim.network.SendTarget.refuses`."""
+        found = self._open_lease(lease)
+        return self._living_leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
+
+    def refuses_content(self, lease: str, content: Content) -> str | None:
+        """As :meth:`refuses`, given a content from a sender in another process."""
+        found = self._open_lease(lease)
+        return self._living_leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
+
+    def _open_lease(self, name: str) -> Lease | None:
+        return None if self._down else self._leases.find(name)
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        """See :meth:`tercet.lab.sim.network.SendTarget.receive`."""
+        answer(self.refuses(lease, prompt, end) or self.take_in(lease, begin, end))
+
+    def take_in(self, lease: str, begin: int, end: int) -> None:
+        """Record KV of ``[begin, end)`` that the lease has accepted."""
+        self._living_leases.take_in(lease, begin, end)
+
+    def loses_a_transfer(self) -> bool:
+        """Whether this engine's transfer is lost, at random."""
+        rate = self.options.transfer_failures
+        return rate > 0 and self._random.random() < rate
+
+    # ---- failures --------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """Die: everything that runs here ends with ``EngineUnreachable``, KV and leases are lost."""
+        self._down = True
+        self._catch_up()
+        error = EngineUnreachable(f"{self.name} went down")
+        self._scheduler.stop(error)
+        self._leases.drop_all()
+        self._living_leases.queue.drop_all(error)
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(error)
+        for send in list(self._sends):
+            send.fail(error)
+
+    def recover(self) -> None:
+        """Come back, empty."""
+        if self._down:
+            self._before = self.all_counters
+            self._start()
+            self._down = False
+
+    def freeze(self) -> None:
+        """Stop the core's process as by SIGSTOP: no step ends and no call is answered; the server continues."""
+        self._catch_up()
+        self._scheduler.freeze()
+
+    def _catch_up(self) -> None:
+        """Deliver what was produced by now."""
+        for work in list(self._generating.values()):
+            self._scheduler.catch_up(work)
+
+    def thaw(self) -> None:
+        """Continue the core's process as by SIGCONT."""
+        self._scheduler.thaw()
+
+    @property
+    def counters(self) -> Counters:
+        """Counters since the engine's last start."""
+        return self._scheduler.counters
+
+    @property
+    def all_counters(self) -> Counters:
+        """Counters of all its starts."""
+        return self._before.plus(self._scheduler.counters, self.pool.evicted)
+
+    def require_exchange(self, other: SimEngine) -> None:
+        """Raise :class:`~tercet.protocol.LayoutMismatch` unless the two engines can exchange KV."""
+        self._layout.require_mappable(other._layout, other.name)
+
+    @property
+    def down(self) -> bool:
+        """Whether it died, and is not back."""
+        return self._down
+
+    @property
+    def computes(self) -> bool:
+        """Whether a step is running."""
+        return not self._scheduler.idle
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of its KV cache in use now."""
+        total = self.pool.total
+        return (total - self._scheduler.free_blocks) / total
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs, waits, is reserved or is being sent here."""
+        scheduler = self._scheduler
+        reserved = len(self._leases) + len(self._living_leases.queue)
+        return not scheduler.idle or bool(scheduler.running or scheduler.waiting or reserved or self._sends)
+
+    # ---- checks and plumbing ---------------------------------------------------------------------------------
+
+    def _generation(self, request: Request, begin: int, output: Sequence[int]) -> Work:
+        length, given = request.num_tokens, len(output)
+        if not 0 <= begin <= length:
+            raise BadRequest(f"begin: {begin} is outside a prompt of {length} tokens", "begin")
+        if request.seq_id in self._generating:
+            raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
+        goal = tokens_to_produce(request, given, self.profile, self.pool.total)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        work = Work(prompt, length, given, goal)
+        lease = self._leases.of(request.seq_id)
+        if lease is not None:
+            check_same(lease, request, output)
+            self._adopt(lease, work)
+        return work
+
+    def _adopt(self, lease: Lease, work: Work) -> None:
+        """Hand a lease's blocks over; a lease without valid KV is given back, as in the plugin."""
+        if lease.valid_end == 0:
+            self._living_leases.end(lease)
+            return
+        self._leases.end(lease)
+        work.holding = lease.holding
+        work.computed = min(lease.valid_end, work.known - 1)
+        cached = min(lease.matched, work.computed)
+        work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
+
+    async def _arrive(self, request: Request) -> None:
+        """Wait for the latency of a call, and refuse calls that no engine accepts."""
+        if self.profile.call or self._down:
+            await self._reach()
+        check_prompt(request, self.profile.max_model_len)
+        check_adapter(request, self._adapters)
+
+    async def _reach(self) -> None:
+        if self.profile.call:
+            await asyncio.sleep(self.profile.call)
+        if self._down:
+            raise EngineUnreachable(f"{self.name} is down")
+
+    async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """Run an action between steps and return its result; ``undo`` reverts it if the caller was cancelled."""
+        if self._scheduler.idle:
+            result: list[T] = []
+            self._scheduler.between_steps(lambda: result.append(action()))
+            return result[0]
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def act() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(action())
+            except TercetError as error:
+                done.set_exception(error)
+
+        self._scheduler.between_steps(act)
+        self._calls.add(done)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            if undo is not None and done.done() and not done.cancelled() and done.exception() is None:
+                undo(done.result())
+            raise
+        finally:
+            self._calls.discard(done)

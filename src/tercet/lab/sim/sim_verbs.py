@@ -1,0 +1,366 @@
+"""The verbs of one simulated engine over HTTP; calls, answers and errors are those of the vLLM plugin.
+
+Between simulated engines of different processes no KV is sent, only a message that it would have arrived. A sender's
+link out is used as in one process. The receiver's link in is not: senders in different processes do not wait for each
+other there.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from tercet.aio import TaskSet
+from tercet.lab.sim.network import Network, SendTarget
+from tercet.lab.sim.prompts import VOCABULARY, Prompt
+from tercet.lab.sim.sim_engine import SimEngine
+from tercet.lab.sim.step_times import Transfer
+from tercet.protocol import (
+    BadRequest,
+    Content,
+    KVAddrInfo,
+    Output,
+    OutputStream,
+    Request,
+    Reservation,
+    TercetError,
+    Unauthorized,
+    UnknownSequence,
+)
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
+from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.protocol.wire import (
+    JSON,
+    PREFIX,
+    AbortCall,
+    ConnectCall,
+    Destination,
+    MoveCall,
+    PrepRecvAnswer,
+    PrepRecvCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RemoteSendCall,
+    StartGenerateCall,
+    decode_call,
+    require_incarnation,
+)
+from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_of_call, logged_call
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.streams import FrontDoors, StreamRelay, propose_move
+
+DELIVER = f"{PREFIX}/sim/deliver"
+ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
+UNAUTHORIZED = 401
+ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
+# The answer needs no engine step, so a peer that takes this long is dead.
+ANSWER = aiohttp.ClientTimeout(total=10.0)
+
+
+class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/sim/deliver``: the KV of ``[begin, end)`` would be under this lease now.
+
+    ``content`` identifies the KV. The answer is the lease's reason for a refusal, or null.
+    """
+
+    lease: str
+    begin: int
+    content: Content
+
+
+class HttpNetwork(Network):
+    """The network of one engine in a separate process; reaches all others by the address in their reservations."""
+
+    def __init__(self, transfer: Transfer, session: aiohttp.ClientSession, secret: str = "") -> None:
+        super().__init__()
+        self._secret = secret
+        self._provers: dict[str, Prover] = {}
+        self.transfer = transfer  # peers are assumed to be as fast as this engine
+        self.posting = TaskSet()
+        self._session = session
+
+    def find(self, info: KVAddrInfo) -> SendTarget:
+        """See :meth:`~.network.Network.find`; raises ``BadRequest`` for an address that is not a simulated engine's."""
+        addresses = [address for rank in info.ranks for address in rank.addresses]
+        if info.transport != "sim" or len(addresses) != 1 or not ADDRESS.fullmatch(addresses[0]):
+            raise BadRequest("kv_addr_info: not one that prep_recv of a simulated engine returned", "kv_addr_info")
+        return RemoteEngine(info.engine, addresses[0], self)
+
+    def post(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        """Send a delivery to a peer in the background; ``answer`` is also called if it cannot be reached."""
+        self.posting.spawn(self._deliver(url, delivery, answer))
+
+    async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        prover, data = self._provers.setdefault(url, Prover(self._secret)), msgspec.json.encode(delivery)
+        try:
+            status, body = await self._asked(url, data, prover)
+            said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            said = f"it does not answer: {error}"
+        answer(said)
+
+    async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes]:
+        while True:
+            proof = prover.headers("POST", DELIVER.removeprefix(PREFIX), digest_of(data))
+            headers = {"content-type": JSON, **PLAIN, **proof}
+            async with self._session.post(
+                url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
+            ) as response:
+                body = await read_answer(response)
+            challenges = response.headers.getall(CHALLENGE_HEADER, [])
+            if response.status != UNAUTHORIZED or not prover.meets(challenges):
+                return response.status, body
+
+
+class RemoteEngine:
+    """An engine of another process, as :class:`~tercet.lab.sim.network.SendTarget`."""
+
+    def __init__(self, name: str, url: str, network: HttpNetwork) -> None:
+        self.name = name
+        self.transfer = network.transfer
+        self._url = url
+        self._network = network
+
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """Unknown here until the KV has arrived."""
+        return None
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        self._network.post(self._url, Delivery(lease, begin, prompt.content(end)), answer)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Options that this model cannot serve.
+REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
+
+
+def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
+    """Token ids unchanged; for text, one token per word."""
+    if isinstance(prompt, str):
+        return tuple(zlib.crc32(word.encode()) % VOCABULARY for word in prompt.split())
+    return tuple(prompt)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Names of these tokens, as text."""
+    return "".join(f" w{token}" for token in tokens)
+
+
+class Verbs:
+    """Handlers for one engine, for callers that prove or show one of its ``keys``, if it has any.
+
+    Its log names the model ``model``.
+    """
+
+    def __init__(self, engine: SimEngine, keys: Sequence[str] = (), model: str = "") -> None:
+        self._engine = engine
+        self._model = model
+        self._callers = Callers(keys)
+        self.relay = StreamRelay(FrontDoors(engine.name, engine.incarnation, engine.load, self._relay))
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of all verbs."""
+        posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
+        return [
+            *(web.post(f"{PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
+            web.post(DELIVER, self._admitted(self.deliver)),
+            web.get(f"{PREFIX}/status", self._meant_for_us(self.status)),
+            web.get(f"{PREFIX}/sequences", self._meant_for_us(self.sequences)),
+            web.post(f"{PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
+        ]
+
+    def _meant_for_us(self, handler: Handler) -> Handler:
+        async def checked(http: web.Request) -> web.StreamResponse:
+            require_incarnation(http.headers.get(INCARNATION_HEADER), self._engine.incarnation)
+            with lines_of_call(http.headers):
+                return await handler(http)
+
+        return self._admitted(checked)
+
+    def _admitted(self, handler: Handler) -> Handler:
+        """Check callers as a real engine does: members only, and if no key is required, no web pages."""
+
+        async def admitted(http: web.Request) -> web.StreamResponse:
+            if not self._callers:
+                require_own_call(ShownHeaders(http.headers.items()), http.remote)
+                return await handler(http)
+            shown = http.headers.getall("authorization", [])
+            try:
+                digest = self._callers.require(shown, http.method, http.path.partition(PREFIX)[2], ASKS_FOR_A_KEY)
+            except Unauthorized as error:
+                answer = json_of(error.to_wire(), error.status)
+                answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
+                return answer
+            if digest is not None:
+                require_digest(await http.read(), digest)
+            return await handler(http)
+
+        return admitted
+
+    async def prep_recv(self, http: web.Request) -> web.StreamResponse:
+        call = decode_call(await http.read(), PrepRecvCall, http.content_type)
+        with self._logged("prep_recv", call, http):
+            return json_of(await self._reserved(call))
+
+    async def _reserved(self, call: PrepRecvCall) -> PrepRecvAnswer:
+        if call.lease is not None:
+            found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
+        else:
+            longest = self._engine.options.lease_ttl
+            ttl = min(call.ttl or longest, longest)
+            found = await self._engine.reserve(request_of(call), call.end, ttl)
+        return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
+
+    async def remote_send(self, http: web.Request) -> web.StreamResponse:
+        """Prefill, and notify the receiver when the KV would have arrived."""
+        call = decode_call(await http.read(), RemoteSendCall, http.content_type)
+        to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
+        with self._logged("remote_send", call, http):
+            return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
+
+    async def start_generate(self, http: web.Request) -> web.StreamResponse:
+        """Decode; outputs go to a router, or are server-sent events, or one answer with ``stream: false``."""
+        call = decode_call(await http.read(), StartGenerateCall, http.content_type)
+        if call.door is not None:
+            await self._relay(call, call.door)
+            return json_of({"accepted": True})
+        async with aclosing(self._outputs(call)) as outputs:
+            if call.stream:
+                return await event_stream(http, outputs)
+            whole = await together(outputs)
+        if not whole.token_ids:
+            raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
+        return json_of(whole)
+
+    async def _relay(self, call: StartGenerateCall, door: Destination) -> None:
+        await self.relay.start(call.seq_id, door, len(call.output), self._outputs(call))
+
+    def _outputs(self, call: StartGenerateCall) -> OutputStream:
+        request = request_of(call)
+        outputs = self._engine.start_generate(request, call.begin, call.output)
+        if is_access_logged():
+            given = request.num_tokens + len(call.output)
+            outputs.subscribe(LoggedGeneration(call.seq_id, call.adapter or self._model, given))
+        return outputs
+
+    def _logged(
+        self, verb: str, call: PrepRecvCall | RemoteSendCall, http: web.Request
+    ) -> AbstractContextManager[None]:
+        return logged_call(verb, call, http.headers, call.adapter or self._model)
+
+    async def connect(self, http: web.Request) -> web.StreamResponse:
+        """Connect to a router; token streams and reports go there."""
+        door = decode_call(await http.read(), ConnectCall).door
+        await self.relay.front_doors.connect(door.address, door.key)
+        return json_of({"connected": True})
+
+    async def abort(self, http: web.Request) -> web.StreamResponse:
+        call = decode_call(await http.read(), AbortCall)
+        known = self._engine.works_on(call.seq_id)
+        await self._engine.abort(call.seq_id)
+        return json_of({"aborted": known})
+
+    async def release(self, http: web.Request) -> web.StreamResponse:
+        call = decode_call(await http.read(), ReleaseCall)
+        return json_of(ReleaseAnswer(valid_end=await self._engine.release(call.lease)))
+
+    async def status(self, http: web.Request) -> web.StreamResponse:
+        return json_of(await self._engine.status())
+
+    async def sequences(self, http: web.Request) -> web.StreamResponse:
+        """The sequences that are generated here, for all callers."""
+        senders = self.relay.senders
+        return json_of(
+            [
+                msgspec.structs.replace(found, door=senders[found.seq_id].connection.address)
+                if found.seq_id in senders
+                else found
+                for found in await self._engine.sequences()
+            ]
+        )
+
+    async def propose_move(self, http: web.Request) -> web.StreamResponse:
+        """Pass a proposal to move a sequence on to the router that runs it."""
+        call = decode_call(await http.read(), MoveCall)
+        senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
+        propose_move(senders, http.match_info["seq_id"], call)
+        return json_of({"accepted": True}, 202)
+
+    async def deliver(self, http: web.Request) -> web.StreamResponse:
+        """Delivery from a sender in another process."""
+        news = decode_call(await http.read(), Delivery)
+        refusal = self._engine.refuses_content(news.lease, news.content)
+        if refusal is None:
+            self._engine.take_in(news.lease, news.begin, news.content.end)
+        return json_of(refusal)
+
+
+def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
+    """The request of a call; raises :class:`~tercet.protocol.BadRequest` for unsupported options."""
+    sampling: Mapping[str, Any] = {} if isinstance(call, PrepRecvCall) else call.sampling_params
+    for name in REFUSED:
+        if sampling.get(name) is not None:
+            raise BadRequest(
+                f"sampling_params.{name}: a simulated engine does not support it", f"sampling_params.{name}"
+            )
+    prompt = tokens_of(call.prompt)
+    return Request(
+        seq_id=call.seq_id,
+        prompt=prompt,
+        sampling_params=sampling,
+        cache_salt=call.cache_salt,
+        adapter=call.adapter,
+        adapter_digest=call.adapter_digest,
+        mm_features=call.mm_features,
+    )
+
+
+def json_of(value: Any, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Convert errors of the protocol to their HTTP form."""
+    try:
+        return await handler(request)
+    except TercetError as error:
+        return json_of(error.to_wire(), error.status)
+
+
+async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:
+    """Values as server-sent events, then ``end``; an error after the first value is the last event.
+
+    The first value is awaited before the status line is sent, so that invalid input is still a 4xx.
+    """
+    first = await anext(values)
+    response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+    await response.prepare(http)
+    await response.write(_event(first))
+    try:
+        async for value in values:
+            await response.write(_event(value))
+    except TercetError as error:
+        await response.write(_event(error.to_wire()))
+    await response.write_eof(end)
+    return response
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def together(outputs: OutputStream) -> Output:
+    """Collect all outputs into one."""
+    found = [output async for output in outputs]
+    tokens = tuple(token for output in found for token in output.token_ids)
+    return Output(tokens, found[-1].finish_reason, usage=found[0].usage)

@@ -1,0 +1,229 @@
+"""Step-time profiles: an engine's properties, the times of its forward passes, and the speed of its KV transfers.
+
+A profile is a JSON file with its provenance. The step model has five terms, all in seconds. A step that runs ``P``
+prompt tokens and decodes ``B`` sequences takes
+
+``linear(P + B) + pair * pairs + context * contexts + sequence * B + step``
+
+where ``linear`` interpolates a table over tokens (matrix products, norms, all-reduce: weight-bound when there are few,
+proportional beyond the last knot), ``pairs`` counts the (query, key) pairs of prefill attention, and ``contexts`` the
+KV tokens that all decodes of the step read.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from tercet.protocol import BadRequest, KVLayout
+
+
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model's KV: ``kv_dtype_bytes`` is the size of one key or value element."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_size: int
+    kv_dtype: str
+    kv_dtype_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers, over all ranks."""
+        return 2 * self.layers * self.kv_heads * self.head_size * self.kv_dtype_bytes
+
+
+class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The terms of the step model, in seconds; ``knots`` are ``(tokens, seconds)`` in rising order."""
+
+    knots: tuple[tuple[int, float], ...]
+    pair: float
+    context: float
+    sequence: float = 0.0
+    step: float = 0.0
+
+
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Speed of KV transfers: bytes per second in each direction, and seconds from the last byte to the answer."""
+
+    bytes_per_second: float
+    latency: float
+
+
+class HostSharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Factors by which a step takes longer while another engine of the same machine is busy.
+
+    A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is the factor of a prefill while the
+    other engine decodes. An idle engine may linger for ``linger`` seconds before it sleeps: vLLM's processes poll
+    without a pause for that time.
+    """
+
+    prefill_beside_prefill: float
+    prefill_beside_decode: float
+    decode_beside_prefill: float
+    decode_beside_decode: float
+    prefill_beside_linger: float = 1.0
+    decode_beside_linger: float = 1.0
+    linger: float = 0.0
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Source of the numbers. ``fit_error`` is the mean absolute relative error of the fit, by kind of step."""
+
+    source: str
+    date: str
+    command: str = ""
+    fit_error: dict[str, float] = {}
+    note: str = ""
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine's profile.
+
+    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``front_door`` is the time that a
+    router adds to a request, and ``sharing`` has the factors of engines that share a machine, if they were
+    measured.
+    """
+
+    name: str
+    model: ModelShape
+    device: str
+    tp_size: int
+    block_size: int
+    total_blocks: int
+    max_model_len: int
+    steps: StepTimes
+    transfer: Transfer
+    provenance: Provenance
+    call: float = 0.0
+    front_door: float = 0.0
+    sharing: HostSharing | None = None
+
+    def layout(self) -> KVLayout:
+        """Properties that engines must agree on before they exchange KV."""
+        model = self.model
+        heads_per_rank = max(1, model.kv_heads // self.tp_size)
+        return KVLayout(
+            model=model.name,
+            dtype=model.kv_dtype,
+            num_layers=model.layers,
+            num_kv_heads=model.kv_heads,
+            head_size=model.head_size,
+            block_size=self.block_size,
+            block_bytes=2 * self.block_size * heads_per_rank * model.head_size * model.kv_dtype_bytes,
+            tp_size=self.tp_size,
+            packing="simulated",
+            splits_by_head=True,
+        )
+
+
+class StepModel:
+    """A profile's step times, prepared for frequent use; ``prefill_scale`` and ``decode_scale`` multiply its two parts.
+
+    The decode part of a step is its time without its prompt tokens, the prefill part is the rest.
+    """
+
+    def __init__(self, times: StepTimes, prefill_scale: float = 1.0, decode_scale: float = 1.0) -> None:
+        self._times = times
+        self._prefill_scale = prefill_scale
+        self._decode_scale = decode_scale
+        self._tokens = [tokens for tokens, _ in times.knots]
+        self._decode_base: dict[int, float] = {}
+        self.per_context = times.context * decode_scale
+
+    def linear(self, tokens: int) -> float:
+        """Seconds of the parts that depend on the number of tokens only."""
+        knots = self._times.knots
+        if tokens <= 0:
+            return 0.0
+        if tokens <= knots[0][0]:
+            return knots[0][1]
+        index = min(bisect_right(self._tokens, tokens), len(knots) - 1)
+        (low, at_low), (high, at_high) = knots[index - 1], knots[index]
+        return at_low + (tokens - low) * (at_high - at_low) / (high - low)
+
+    def decode_base(self, batch: int) -> float:
+        """Seconds of a step that decodes ``batch`` sequences, except the ``per_context`` seconds per KV token."""
+        found = self._decode_base.get(batch)
+        if found is None:
+            times = self._times
+            found = (self.linear(batch) + times.sequence * batch + times.step) * self._decode_scale if batch else 0.0
+            self._decode_base[batch] = found
+        return found
+
+    def step(self, tokens: int, pairs: float, batch: int, contexts: int) -> float:
+        """Seconds of a step with ``tokens`` prompt tokens in ``pairs`` of attention, and ``batch`` decodes."""
+        decode = self.decode_base(batch) + self.per_context * contexts if batch else 0.0
+        if not tokens:
+            return decode
+        times = self._times
+        together = self.linear(tokens + batch) + times.sequence * batch + times.step
+        without = self.decode_base(batch) / self._decode_scale if batch else 0.0
+        return decode + (max(0.0, together - without) + times.pair * pairs) * self._prefill_scale
+
+
+def pairs_of(begin: int, end: int) -> float:
+    """(query, key) pairs of causal attention when positions ``[begin, end)`` attend to everything before them."""
+    return (end - begin) * (begin + end + 1) / 2
+
+
+def load_profile(name: str) -> Profile:
+    """The shipped profile of that name, or a JSON file's; raises :class:`~tercet.protocol.BadRequest`."""
+    file = Path(name).expanduser()
+    if name.endswith(".json"):
+        if not file.is_file():
+            raise BadRequest(f"profile: there is no file {name}", "profile")
+        return parse_profile(file.read_bytes(), name)
+    shipped = shipped_profiles()
+    if name not in shipped:
+        raise BadRequest(f"profile: there is no {name!r}; choose {', '.join(shipped)}, or a .json file", "profile")
+    return parse_profile((_FOLDER / f"{name}.json").read_bytes(), name)
+
+
+_FOLDER = resources.files("tercet.lab.sim") / "profiles"
+
+
+def shipped_profiles() -> list[str]:
+    """The names of the profiles that come with Tercet."""
+    return sorted(item.name.removesuffix(".json") for item in _FOLDER.iterdir() if item.name.endswith(".json"))
+
+
+def parse_profile(data: bytes, name: str) -> Profile:
+    """Return a checked profile from JSON; ``name`` is for the message of :class:`~tercet.protocol.BadRequest`."""
+    try:
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"profile: {name}: {error}", "profile") from error
+    wrong = _first_wrong(profile)
+    if wrong:
+        raise BadRequest(f"profile: {name}: {wrong}", "profile")
+    return profile
+
+
+def _first_wrong(profile: Profile) -> str | None:
+    for field in ("tp_size", "block_size", "total_blocks", "max_model_len"):
+        if getattr(profile, field) < 1:
+            return f"{field} is {getattr(profile, field)}, and must be at least 1"
+    steps = profile.steps
+    for field in ("pair", "context", "sequence", "step"):
+        if not getattr(steps, field) >= 0:
+            return f"steps.{field} is {getattr(steps, field)}, and must not be negative"
+    if len(steps.knots) < 2:
+        return "steps.knots needs at least two points"
+    rising = zip(steps.knots, steps.knots[1:], strict=False)
+    if steps.knots[0][0] < 1 or steps.knots[0][1] <= 0 or any(a[0] >= b[0] or a[1] > b[1] for a, b in rising):
+        return "steps.knots must rise in tokens, start at 1 or more, and never fall in seconds"
+    if profile.transfer.bytes_per_second <= 0 or profile.transfer.latency < 0:
+        return "transfer.bytes_per_second must be positive, transfer.latency not negative"
+    if not (profile.call >= 0 and profile.front_door >= 0):
+        return "call and front_door must not be negative"
+    for field, factor in msgspec.structs.asdict(profile.sharing).items() if profile.sharing else ():
+        least = 0 if field == "linger" else 1
+        if not least <= factor < math.inf:
+            return f"sharing.{field} is {factor}, and must be at least {least}"
+    return None

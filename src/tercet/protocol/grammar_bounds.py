@@ -1,0 +1,128 @@
+"""Size limit of structured outputs: those that would occupy an engine's core for many seconds are refused.
+
+The units are about milliseconds of xgrammar with a vocabulary of 50,000 on one core here, measured: a class of
+characters costs it one, one with most of Unicode in it (``.``, ``[^a]``) four, an object or a property of a schema
+three, a letter a tenth. Counted repetitions (``x{1000}``, ``minLength``) are as cheap as one, up to a limit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from tercet.protocol import BadRequest
+
+MOST_UNITS = 4000.0
+MOST_REPEATED = 100_000
+MOST_CHOICES = 5000
+LONGEST_COUNT = 18
+LITERAL, CLASS, WIDE, NODE, CHOICE = 0.1, 1.0, 4.0, 3.0, 0.05
+# Of a schema that comes as text, each character: most of them are not compiled.
+SCHEMA_LETTER = 0.02
+# A class without its end is one part, up to the end of the text: looked for from each "[" it would cost the square.
+_PARTS = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*+\]?|\{(\d+)?,?(\d+)?\}|[^\\\[{|.()?*+]++|[()?*+]++|.", re.DOTALL)
+_CLASSES, _WIDE_CLASSES = frozenset("wds"), frozenset("WDSpP")
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf"})
+
+
+def require_small(structured: Mapping[str, Any], param: str = "structured_outputs") -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile.
+
+    ``structured`` are vLLM's fields, one of which is the structure; vLLM refuses malformed ones.
+    """
+    for name in ("regex", "grammar", "whitespace_pattern"):
+        if isinstance(text := structured.get(name), str):
+            _require(_of_text(text, f"{param}.{name}"), f"{param}.{name}")
+    if isinstance(choices := structured.get("choice"), list):
+        _require(_of_choices(cast("list[Any]", choices), f"{param}.choice"), f"{param}.choice")
+    for name in ("json", "structural_tag"):
+        if (schema := structured.get(name)) is not None:
+            _require(_of_schema(schema, f"{param}.{name}"), f"{param}.{name}")
+
+
+def _require(units: Iterator[float], param: str) -> None:
+    total = 0.0
+    for each in units:
+        total += each
+        if total > MOST_UNITS:
+            raise BadRequest(
+                f"{param}: takes too long to compile; use fewer classes of characters, `.`, properties and choices",
+                param,
+            )
+
+
+def _of_text(text: str, param: str) -> Iterator[float]:
+    """Cost of a regular expression, or a grammar, part by part."""
+    if len(text) * LITERAL > MOST_UNITS:
+        yield MOST_UNITS + 1
+    alternatives = 0
+    for found in _PARTS.finditer(text):
+        part = found[0]
+        _require_count(max(map(_count, filter(None, found.groups())), default=0), param)
+        alternatives += part == "|"
+        if alternatives > MOST_CHOICES:
+            raise BadRequest(f"{param}: has more than {MOST_CHOICES} alternatives", param)
+        yield _of_part(part)
+
+
+def _of_part(part: str) -> float:
+    if part == "." or (part.startswith("[^") and part.endswith("]")):
+        return WIDE
+    if part.startswith("\\"):
+        return WIDE if part[1:] in _WIDE_CLASSES else CLASS if part[1:] in _CLASSES else LITERAL
+    if part.startswith("[") and part.endswith("]"):
+        return WIDE if any(f"\\{letter}" in part for letter in _WIDE_CLASSES) else CLASS
+    return LITERAL * len(part)
+
+
+def _of_choices(choices: Sequence[Any], param: str) -> Iterator[float]:
+    if len(choices) > MOST_CHOICES:
+        said = f"{param}: has {len(choices)} choices; at most {MOST_CHOICES} are accepted"
+        raise BadRequest(said, param.partition(":")[0])
+    for choice in choices:
+        yield CHOICE + LITERAL * len(choice) if isinstance(choice, str) else CHOICE
+
+
+def _of_schema(schema: Any, param: str) -> Iterator[float]:
+    """Cost of a JSON schema, or of an object with schemas, node by node; patterns in it are regular expressions."""
+    if isinstance(schema, str):
+        if len(schema) * SCHEMA_LETTER > MOST_UNITS:
+            yield MOST_UNITS + 1
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.MsgspecError, RecursionError):
+            return
+    left: list[Any] = [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            yield NODE
+            for name, value in cast("dict[str, Any]", node).items():
+                yield LITERAL * len(name)
+                if name in _COUNTS and isinstance(value, (int, float)):
+                    _require_count(value, f"{param}: {name}")
+                elif name == "pattern" and isinstance(value, str):
+                    yield from _of_text(value, param)
+                elif name == "patternProperties" and isinstance(value, dict):
+                    for pattern in cast("dict[str, Any]", value):
+                        yield from _of_text(pattern, param)
+                if name in _CHOICES and isinstance(value, list):
+                    yield from _of_choices(cast("list[Any]", value), f"{param}: {name}")
+                if isinstance(value, (dict, list)):
+                    left.append(value)
+        elif isinstance(node, list):
+            left += [each for each in cast("list[Any]", node) if isinstance(each, (dict, list))]
+
+
+def _count(digits: str) -> int:
+    return int(digits[:LONGEST_COUNT])  # Python refuses to read thousands of digits
+
+
+def _require_count(count: float, what: str) -> None:
+    if count > MOST_REPEATED:
+        said = f"{what}: repeats {count:g} times; at most {MOST_REPEATED} are accepted"
+        raise BadRequest(said, what.partition(":")[0])

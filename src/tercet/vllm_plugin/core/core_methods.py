@@ -1,0 +1,354 @@
+"""Calls from the API server's process to the engine's core: methods that the general plugin adds to ``EngineCore``.
+
+vLLM runs a utility call on the core's thread, between two engine steps, and answers one that returns a future when that
+is done. Expected failures are returned as values, since vLLM would log an exception as a fault of the engine:
+:meth:`CoreCalls.call` raises them at the caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request as VLLMRequest
+from vllm.v1.request import RequestStatus
+
+from tercet.protocol import (
+    Content,
+    EngineError,
+    KVLayout,
+    MultiModalFeature,
+    TercetError,
+    cache_key,
+    digest_of_features,
+    from_wire,
+)
+from tercet.transport import Push
+from tercet.vllm_plugin.connector import TercetConnector
+from tercet.vllm_plugin.core.cache_groups import GroupTables
+from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
+from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
+from tercet.vllm_plugin.core.scheduler_side import SchedulerSide
+from tercet.vllm_plugin.edge.adapters import Adapter, digest_of
+from tercet.vllm_plugin.edge.block_tables import TablePlace
+from tercet.vllm_plugin.mm_features import to_specs
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+
+class EngineDescription(msgspec.Struct, frozen=True):
+    """The core's description, read once.
+
+    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those of
+    its worker's liveness channel. ``token`` marks requests as this engine's own. ``lease_ttl`` and ``reserve_wait`` are
+    in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place of published block
+    tables, None if they are not published.
+    """
+
+    transports: list[list[str]]
+    agents: list[tuple[str, str]]
+    workers: list[tuple[str, str]]
+    layout: KVLayout
+    token: str
+    lease_ttl: float
+    reserve_wait: float
+    kv_events: dict[str, Any] | None
+    tables: TablePlace | None = None
+
+
+class RequestInCore(msgspec.Struct, frozen=True):
+    """What the core holds for one request of our edge, by the core's id for it."""
+
+    request_id: str
+    blocks: int
+    running: bool
+
+
+# ---- the methods ---------------------------------------------------------------------------------------------
+
+
+def describe(core: EngineCore) -> EngineDescription:
+    """Attach to the scheduler, and describe it to the edge. Raises :class:`EngineError` without the connector."""
+    tables = _side(core).tables
+    connector = _connector(core)
+    ranks, settings = connector.handshakes, connector.settings
+    return EngineDescription(
+        transports=[rank.transports for rank in ranks],
+        agents=[rank.agent for rank in ranks],
+        workers=[rank.life for rank in ranks],
+        layout=ranks[0].layout,
+        token=connector.token,
+        lease_ttl=settings.lease_ttl,
+        reserve_wait=settings.reserve_wait,
+        kv_events=_published_at(core),
+        tables=None if tables is None else tables.place,
+    )
+
+
+def reserve(
+    core: EngineCore,
+    lease: str,
+    tokens: list[int],
+    cache_salt: str | None,
+    adapter: Adapter | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> Future[ReservedBlocks]:
+    """Reserve blocks for ``tokens`` in turn. Raises :class:`~tercet.protocol.NoSpace`."""
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
+    key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
+    return _side(core).queue.reserve(lease, owner, len(tokens), key)
+
+
+def extend(
+    core: EngineCore,
+    lease: str,
+    tokens: list[int],
+    cache_salt: str | None,
+    adapter: Adapter | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> ReservedBlocks:
+    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; returns all of them.
+
+    Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
+    :class:`~tercet.protocol.BadRequest`; the lease is unchanged then.
+    """
+    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
+    key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
+    return _side(core).queue.extend(lease, owner, len(tokens), key)
+
+
+def give_up(core: EngineCore, lease: str) -> None:
+    """End the wait of a reservation that has no blocks yet: :func:`reserve` raises the reason of the wait."""
+    _side(core).queue.give_up(lease)
+
+
+def commit(core: EngineCore, lease: str, valid: Content) -> None:
+    """Make received KV available in the prefix cache. Raises :class:`EngineError` if it is of other tokens."""
+    _side(core).reservations.commit(lease, valid)
+    _publish_now(core)
+
+
+def release(core: EngineCore, lease: str, valid_end: int) -> int:
+    """Free the blocks of a lease that no peer writes any more; returns how far its KV was valid.
+
+    Raises :class:`~tercet.protocol.UnknownSequence` for an unknown lease.
+    """
+    side = _side(core)
+    side.queue.give_up(lease)
+    valid_end = side.reservations.release(lease, valid_end)
+    side.queue.admit()
+    _publish_now(core)
+    return valid_end
+
+
+def push_cached(
+    core: EngineCore,
+    tokens: list[int],
+    cache_salt: str | None,
+    send: SendParams,
+    adapter: Adapter | None = None,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> list[Push] | None:
+    """Pin KV that is fully cached; returns what to push."""
+    probe = _probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt, adapter, features)
+    return _side(core).sends.push_cached(probe, send)
+
+
+def end_send(core: EngineCore, send_id: str) -> None:
+    """Stop a send, whose blocks no agent reads any more, and unpin them.
+
+    Raises :class:`~tercet.protocol.UnknownSequence` if its request has not arrived yet.
+    """
+    side = _side(core)
+    side.sends.end(send_id)
+    side.queue.admit()
+
+
+def status(core: EngineCore) -> dict[str, Any]:
+    """Load and holdings of this engine, as fields of :class:`~tercet.protocol.EngineStatus`."""
+    side, scheduler = _side(core), _scheduler(core)
+    pool = scheduler.kv_cache_manager.block_pool
+    running, waiting = scheduler.get_request_counts()
+    return {
+        "total_blocks": pool.num_gpu_blocks - 1,
+        "free_blocks": pool.get_num_free_blocks(),
+        "running": running,
+        "waiting": waiting,
+        "kv_cache_usage": pool.get_usage(),
+        "leases": len(side.reservations),
+        "sends": len(side.sends),
+    }
+
+
+def sequences(core: EngineCore) -> list[RequestInCore]:
+    """Every request of our edge: its number of blocks, and whether it runs. Preempted ones wait, without blocks."""
+    scheduler = _scheduler(core)
+    tables = GroupTables(scheduler.kv_cache_manager)
+    return [
+        RequestInCore(request_id, tables.held(request_id), request.status == RequestStatus.RUNNING)
+        for request_id, request in scheduler.requests.items()
+        if request_id.startswith(REQUEST_PREFIX)
+    ]
+
+
+def forget_grammar_backend(core: EngineCore) -> None:
+    """Let the next structured output choose the engine's grammar backend, unless the engine's flags name one.
+
+    The first one chooses for all, by what its grammar needs. Call this while none runs.
+    """
+    manager: Any = core.structured_output_manager
+    if manager.vllm_config.structured_outputs_config.backend == "auto":
+        manager.backend = None
+        if hasattr(manager, "backend_name"):
+            manager.backend_name = None
+
+
+METHODS = (
+    describe,
+    reserve,
+    extend,
+    give_up,
+    commit,
+    release,
+    push_cached,
+    end_send,
+    status,
+    sequences,
+    forget_grammar_backend,
+)
+
+
+def _scheduler(core: EngineCore) -> Scheduler:
+    if not isinstance(core.scheduler, Scheduler):
+        raise EngineError(f"the scheduler {type(core.scheduler).__name__} is not vLLM's own; Tercet needs that one")
+    return core.scheduler
+
+
+def _connector(core: EngineCore) -> TercetConnector:
+    connector = core.scheduler.get_kv_connector()
+    if not isinstance(connector, TercetConnector):
+        raise EngineError("this engine runs without TercetConnector: start it with the documented --kv-transfer-config")
+    return connector
+
+
+def _side(core: EngineCore) -> SchedulerSide:
+    return _connector(core).attach(_scheduler(core))
+
+
+def _probe(
+    core: EngineCore,
+    request_id: str,
+    tokens: list[int],
+    cache_salt: str | None,
+    adapter: Adapter | None,
+    features: tuple[MultiModalFeature, ...],
+) -> VLLMRequest:
+    """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
+    return VLLMRequest(
+        request_id=request_id,
+        prompt_token_ids=[*tokens, FILLER_TOKEN],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=cache_salt,
+        lora_request=None if adapter is None else adapter.to_vllm(),
+        mm_features=to_specs(features, len(tokens)),
+        block_hasher=core.request_block_hasher,
+    )
+
+
+def _published_at(core: EngineCore) -> dict[str, Any] | None:
+    """Endpoint, replay endpoint and topic of the engine's KV events; None if it publishes none."""
+    publisher = _scheduler(core).kv_event_publisher
+    if not isinstance(publisher, ZmqEventPublisher) or publisher._pub is None:
+        return None
+    replay = publisher._replay
+    return {
+        "endpoint": publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT),
+        "replay": None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
+        "topic": publisher.get_publisher_config().topic,
+    }
+
+
+def _publish_now(core: EngineCore) -> None:
+    """Publish changes of blocks since the last step: an idle engine makes none, and received KV has arrived."""
+    scheduler = _scheduler(core)
+    events: Any = scheduler.kv_cache_manager.take_events()
+    if events:
+        scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
+
+# ---- how they are called -------------------------------------------------------------------------------------
+
+
+def add_core_methods() -> None:
+    """Add the methods to ``EngineCore``; relies on utility calls being looked up by name on the instance."""
+    for method in METHODS:
+        setattr(EngineCore, name_of(method), answering(method))
+
+
+def name_of(method: Callable[..., Any]) -> str:
+    """A method's name on ``EngineCore``."""
+    return f"tercet_{method.__name__}"
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method for vLLM: structs are decoded; it returns ``[result, None]`` or ``[None, error]``."""
+    _, *kinds = _types_of(method).values()
+
+    def answer_of(get: Callable[[], Any]) -> list[Any]:
+        try:
+            return [get(), None]
+        except TercetError as error:
+            return [None, error.to_wire()]
+
+    @wraps(method)
+    def answer(core: EngineCore, *given: Any) -> Any:
+        pairs = zip(given, kinds, strict=False)
+        args = [msgspec.convert(arg, kind) if _has_struct(kind) else arg for arg, kind in pairs]
+        found = answer_of(lambda: method(core, *args))
+        if not isinstance(found[0], Future):
+            return found
+        later: Future[list[Any]] = Future()
+        found[0].add_done_callback(lambda done: later.set_result(answer_of(done.result)))
+        return later
+
+    return answer
+
+
+class CoreCalls:
+    """Calls of the methods above, from the API server's process."""
+
+    def __init__(self, client: AsyncLLM) -> None:
+        self._client = client
+
+    async def call(self, method: Callable[[EngineCore, *Args], T | Future[T]], *args: *Args) -> T:
+        """Call ``method`` on the core's thread; returns or raises what it does."""
+        result, error = await self._client.engine_core.call_utility_async(name_of(method), *args)
+        if error is not None:
+            raise from_wire(500, error)
+        return msgspec.convert(result, _types_of(method)["return"])
+
+
+@cache
+def _types_of(method: Callable[..., Any]) -> dict[str, Any]:
+    types = get_type_hints(method)
+    returned = types["return"]
+    return {**types, "return": get_args(returned)[0] if get_origin(returned) is Future else returned}
+
+
+def _has_struct(kind: Any) -> bool:
+    kinds = (kind, *get_args(kind))
+    return any(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in kinds)

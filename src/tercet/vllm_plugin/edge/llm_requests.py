@@ -1,0 +1,283 @@
+"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs; and a sequence that it decodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from vllm import TokensPrompt
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    MultiModalFeature,
+    Output,
+    TercetError,
+    TokenLogprob,
+    Usage,
+    digest_of_features,
+)
+from tercet.protocol.types import FinishReason
+from tercet.protocol.wire import Destination as DoorDestination
+from tercet.settings.verb_log import LoggedGeneration
+from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
+from tercet.vllm_plugin.edge.adapters import Adapter
+from tercet.vllm_plugin.edge.sampling_params import first_token_only, reasoning_of, to_vllm
+from tercet.vllm_plugin.mm_features import to_prompt
+from tercet.wire.streams import FrontDoorConnection, SequenceSender
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(eq=False)
+class LLMRequest:
+    """One request: its tokens, its parameters, and its output stream; ``request_id`` is our id for it."""
+
+    client: AsyncLLM
+    tokens: list[int]
+    sampling_params: Mapping[str, Any]
+    params: TercetParams
+    priority: int
+    cache_salt: str | None
+    adapter: Adapter | None = None
+    features: Sequence[MultiModalFeature] = ()
+    num_cached: int = field(default=0, init=False)
+    request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
+    _aborting: asyncio.Task[None] | None = field(default=None, init=False)
+    _submitting: bool = field(default=False, init=False)
+    _aborted: bool = field(default=False, init=False)
+
+    def abort(self) -> None:
+        """End the request; its stream then ends with the finish reason ``abort``."""
+        self._aborted = True
+        if not self._submitting:  # an abort that overtakes the request would end nothing
+            self._aborting = asyncio.ensure_future(self.client.abort(self.request_id))
+
+    async def first(self) -> Output:
+        """Compute the prompt and sample one token.
+
+        Its finish reason is that of the whole request: a request that continues elsewhere is not finished.
+        """
+        wanted = self.sampling_params.get("max_tokens")
+        async for output in self._run(first_token_only(self.sampling_params)):
+            if output.finish_reason in ("abort", "error"):
+                raise EngineError(f"the engine ended the request: {output.finish_reason}")
+            limit = self.client.vllm_config.model_config.max_model_len
+            goes_on = wanted != 1 and len(self.tokens) + 1 < limit
+            if output.finish_reason == "length" and goes_on:
+                return Output(output.token_ids, logprobs=output.logprobs, prompt_logprobs=output.prompt_logprobs)
+            return output
+        raise EngineError("the engine ended the request without a token")
+
+    def outputs(self) -> AsyncGenerator[Output, None]:
+        """Yield outputs until one has a finish reason."""
+        return self._run(self.sampling_params)
+
+    async def start(self, take: Callable[[Output | TercetError], None]) -> None:
+        """Submit the request; then ``take`` gets its outputs, or the error that ends it, on the event loop.
+
+        Relies on ``AsyncLLM.add_request`` returning a collector whose ``put``, looked up on the instance, is called
+        with each ``RequestOutput`` and with the exception that ends everything; so there is no task per request, and no
+        task switch per token. Raises :class:`~tercet.protocol.BadRequest`.
+        """
+
+        def put(item: Any) -> None:
+            take(EngineError(f"the engine failed: {item}") if isinstance(item, Exception) else self._output_of(item))
+
+        self._submitting = True
+        try:
+            prompt, params, more = await self._for_vllm(self.sampling_params)
+            with _vllms_errors_as_ours():
+                queue = await self.client.add_request(self.request_id, prompt, params, **more)
+        except TercetError:  # vLLM did not accept it
+            raise
+        except BaseException:
+            self._aborted = True
+            raise
+        finally:
+            self._submitting = False
+            if self._aborted:
+                self.abort()
+        already = queue.output  # outputs while the request was being submitted
+        queue.put = put  # type: ignore[method-assign]
+        if already is not None:
+            put(already)
+
+    async def _run(self, sampling_params: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
+        prompt, params, more = await self._for_vllm(sampling_params)
+        if self._aborted:
+            yield Output((), "abort")
+            return
+        stream = self.client.generate(prompt, params, self.request_id, **more)
+        try:
+            with _vllms_errors_as_ours():
+                async for item in stream:
+                    yield self._output_of(item)
+        finally:
+            await stream.aclose()
+
+    async def _for_vllm(
+        self, sampling_params: Mapping[str, Any]
+    ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
+        """Prompt, parameters and other arguments for ``AsyncLLM``. Raises :class:`~tercet.protocol.BadRequest`."""
+        prompt = await self._prompt()
+        num_output = len(self.params.seq.output) if self.params.seq is not None else 0
+        params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
+        lora = None if self.adapter is None else self.adapter.to_vllm()
+        return prompt, params, {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
+
+    async def _prompt(self) -> TokensPrompt:
+        if self.features:
+            dtype = self.client.vllm_config.model_config.dtype
+            # Digests and casts of megabytes: in a thread, so that the event loop continues with others' tokens.
+            prompt = await asyncio.to_thread(to_prompt, self.tokens, self.features, self.cache_salt, dtype)
+            self.features = [feature.without_data() for feature in self.features]  # vLLM has the data from here on
+            return prompt
+        prompt = TokensPrompt(prompt_token_ids=self.tokens)
+        if self.cache_salt is not None:
+            prompt["cache_salt"] = self.cache_salt
+        return prompt
+
+    def _output_of(self, item: RequestOutput) -> Output:
+        self.num_cached = item.num_cached_tokens or self.num_cached
+        choice = item.outputs[0]
+        return Output(
+            token_ids=tuple(choice.token_ids),
+            finish_reason=cast(FinishReason | None, choice.finish_reason),
+            stop_reason=choice.stop_reason,
+            logprobs=None if choice.logprobs is None else tuple(_logprobs(at) for at in choice.logprobs),
+            prompt_logprobs=None
+            if not item.prompt_logprobs  # only the first item of a stream has any
+            else tuple(None if at is None else _logprobs(at) for at in item.prompt_logprobs),
+        )
+
+
+@contextmanager
+def _vllms_errors_as_ours() -> Generator[None]:
+    try:
+        yield
+    except (VLLMClientError, ValueError) as error:
+        raise BadRequest(str(error)) from error
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise EngineError(f"the engine failed: {error}") from error
+
+
+def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, found.logprob, found.rank) for token, found in at.items())
+
+
+@dataclass(eq=False)
+class DecodingSequence:
+    """A generation, and the resources to give back at its end: ``on_end`` is called once, with whether it began.
+
+    ``number`` identifies it in the core, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
+    usage from the number of cached tokens. ``sender`` sends its outputs to a router, if it has one. The log names
+    the ``model``.
+    """
+
+    seq_id: str
+    number: int
+    request: LLMRequest
+    tokens: list[int]
+    usage: Callable[[int], Usage]
+    on_end: Callable[[bool], None]
+    model: str = ""
+    sender: SequenceSender | None = field(default=None, init=False)
+    _logged: LoggedGeneration = field(init=False)
+    _num_given: int = field(init=False)
+    _status: int = field(default=0, init=False)
+    _begun: bool = field(default=False, init=False)
+    _over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._num_given = len(self.tokens)
+        self._logged = LoggedGeneration(self.seq_id, self.model, self._num_given)
+
+    @property
+    def age(self) -> float:
+        """Seconds since its arrival."""
+        return time.monotonic() - self._logged.began
+
+    def begins_with(
+        self,
+        tokens: Sequence[int],
+        salt: str | None,
+        adapter: Adapter | None = None,
+        features: Sequence[MultiModalFeature] = (),
+    ) -> bool:
+        """Whether KV of its first tokens is KV of these."""
+        # vLLM's cache treats an empty salt as none. The last token distinguishes most sequences.
+        known, end = self.tokens, len(tokens)
+        alike = len(known) >= end and known[end - 1] == tokens[end - 1]
+        alike = alike and (self.request.cache_salt or None) == (salt or None) and self.request.adapter == adapter
+        alike = alike and digest_of_features(self.request.features) == digest_of_features(features)
+        return alike and known[:end] == tokens
+
+    def told(self, output: Output) -> Output:
+        """The output for callers."""
+        self.tokens += output.token_ids
+        if output.finished:
+            self._status = int(HTTPStatus.OK)
+        if self._begun:
+            return output
+        self._begun = True
+        return msgspec.structs.replace(output, usage=self.usage(self.request.num_cached))
+
+    def end(self) -> None:
+        """Give back what the sequence took; further calls do nothing."""
+        if not self._over:
+            self._over = True
+            self._logged.over(self._status, len(self.tokens) - self._num_given)
+            self.on_end(self._begun)
+
+    @contextmanager
+    def ended(self) -> Generator[None]:
+        """End the sequence at the block's exit; an error that ends it becomes its status."""
+        try:
+            yield
+        except TercetError as error:
+            self._status = error.status
+            raise
+        finally:
+            self.end()
+
+    async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
+        """Send outputs to a router, until the last one, or until the router cancels.
+
+        Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
+        """
+        with ExitStack() as undo:
+            undo.callback(self.end)
+            sender = self.sender = connection.sender(door.number, position, self._stop)
+            undo.callback(sender.close)
+            await self.request.start(lambda found: self._deliver(sender, found))
+            undo.pop_all()
+
+    def _deliver(self, sender: SequenceSender, found: Output | TercetError) -> None:
+        if self._over:
+            return  # stopped; further outputs are dropped
+        if isinstance(found, TercetError):
+            self._status = found.status
+            self.end()
+            sender.fail(found)
+            return
+        output = self.told(found)
+        if output.finished:
+            self.end()
+        sender.send(output)
+
+    def _stop(self) -> None:
+        self.request.abort()
+        self.end()

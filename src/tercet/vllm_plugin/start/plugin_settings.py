@@ -1,0 +1,199 @@
+"""The plugin's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from tercet.protocol import BadRequest
+from tercet.protocol.bearer import key_of
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
+from tercet.settings.declaration import AtLeastOne
+from tercet.settings.prefill_settings import (
+    PREFILL_HOSTS_VARIABLE,
+    STUCK_AFTER_S,
+    TIMEOUT_S,
+    PrefillBudget,
+    PrefillHosts,
+    PrefillStuckAfter,
+    PrefillTimeout,
+)
+from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
+from tercet.wire.serving.server_access import SET_A_SECRET
+
+ORIGIN = "kv_connector_extra_config: "
+# A message of the token stream to an engine has 64 MiB at most, and images are a third longer in JSON.
+MAX_REQUEST_BYTES = 128 * 1024 * 1024
+MAX_PORT = 65535
+MAX_CPUS = 8192  # the kernel's largest build setting
+# With one port given, the ranks of this machine use the next ones; this many are tried.
+PORTS_TRIED = 64
+Share = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class PluginSettings(Settings, frozen=True, rename=lambda name: name):
+    """Settings of one engine's Tercet plugin; those of the transport in the form of its users.
+
+    Cores share the path to memory: ``agent_cpus`` that do not compute, and a ``receive_limit``, keep decode steps even
+    while KV arrives.
+    """
+
+    lease_ttl: Annotated[Seconds, Setting("Seconds after which an unused reservation ends.", unit="seconds")] = 60.0
+    reserve_wait: Annotated[
+        Seconds, Setting("Seconds that a reservation waits for blocks, after earlier ones.", unit="seconds")
+    ] = 1.0
+    max_lease_share: Annotated[
+        Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
+    ] = 0.8
+    transport: Annotated[str, Setting("Transport of KV: auto, or one that is required.")] = AUTO
+    kv_memory: Annotated[
+        Literal["auto", "staged"],
+        Setting("Access to KV: auto, directly if possible; staged, through buffers in host memory only."),
+    ] = "auto"
+    host: Annotated[
+        str,
+        Setting("IP addresses that the KV transport listens on, separated by commas; streams are spread over them."),
+    ] = "127.0.0.1"
+    port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ones.")] = "0"
+    streams: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_STREAMS)],
+        Setting("Connections per peer, for transports that use connections."),
+    ] = 2
+    secret: Annotated[
+        str, Setting("Secret that all engines of the fleet share.", env=SECRET_VARIABLE, default="none", is_key=True)
+    ] = ""
+    send_timeout: Annotated[Seconds, Setting("Seconds without progress after which a push fails.", unit="seconds")] = (
+        30.0
+    )
+    agent_cpus: Annotated[
+        str, Setting("CPUs of the process that moves KV, such as 3 or 0-1,6.", default="all of the engine's")
+    ] = ""
+    receive_limit: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Setting(
+            "Most bytes that each rank receives per second; 0 for no limit.", unit="10^9 bytes per second", default="0"
+        ),
+    ] = 0.0
+
+    stop_grace: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Setting("Seconds after SIGTERM until an engine that is not empty stops; 0 stops it at once.", unit="seconds"),
+    ] = 30.0
+    max_request_bytes: Annotated[
+        AtLeastOne,
+        Setting(
+            "Largest body of a verb, in bytes, tensors of images included; a larger one is refused with 413.",
+            unit="bytes",
+            default="128 MiB",
+        ),
+    ] = MAX_REQUEST_BYTES
+    prefill_hosts: PrefillHosts = ""
+    prefill_timeout: PrefillTimeout = TIMEOUT_S
+    prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transport not in TRANSPORTS:
+            raise _wrong("transport", self.transport, f"must be one of {', '.join(TRANSPORTS)}")
+        if self.kv_memory == "staged" and self.transport not in (AUTO, "tcp"):
+            raise _wrong("transport", self.transport, f"must be {AUTO} or tcp with kv_memory staged")
+        _hosts(self.host)
+        _ports(self.port)
+        self.cpus()
+        self.allowed_prefillers()
+
+    @property
+    def device_transport(self) -> str:
+        """The transport for KV on a device that is read directly."""
+        return self.transport if self.kv_memory == "auto" else "tcp"
+
+    def is_staged(self, device: str) -> bool:
+        """Whether KV on a device of this type is reached through buffers."""
+        return self.kv_memory == "staged" or device != "cpu"
+
+    def cpus(self) -> frozenset[int]:
+        """``agent_cpus`` as numbers; none means all that the engine may use."""
+        found: set[int] = set()
+        for item in filter(None, self.agent_cpus.split(",")):
+            first, dash, last = item.strip().partition("-")
+            bounds = first, last if dash else first
+            numbers = [int(bound) for bound in bounds if bound.isascii() and bound.isdecimal()]
+            if len(numbers) < 2 or not numbers[0] <= numbers[1] < MAX_CPUS:
+                rule = "must be numbers of CPUs and ranges of them, such as 0-1,6"
+                raise _wrong("agent_cpus", self.agent_cpus, rule)
+            found.update(range(numbers[0], numbers[1] + 1))
+        return frozenset(found)
+
+    @property
+    def fleet_secret(self) -> str:
+        """The secret that all engines of the fleet share; empty if none is set.
+
+        Raises :class:`~tercet.protocol.BadRequest` for a blank one.
+        """
+        return key_of(self.secret, "secret") or key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
+
+    def allowed_prefillers(self) -> AllowedPrefillers:
+        """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""
+        if self.prefill_hosts:
+            return AllowedPrefillers(self.prefill_hosts, "prefill_hosts")
+        return AllowedPrefillers(os.environ.get(PREFILL_HOSTS_VARIABLE, ""), PREFILL_HOSTS_VARIABLE)
+
+    @property
+    def prefill_budget(self) -> PrefillBudget:
+        """Time limits for prefills on other engines."""
+        return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
+
+    def require_secret_beyond_loopback(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines could push KV, or read it, without a secret."""
+        if self.fleet_secret:
+            return
+        for host in _hosts(self.host):
+            if not ipaddress.ip_address(host).is_loopback:
+                raise _wrong("host", self.host, f"other machines can reach {host}, so {SET_A_SECRET}")
+
+    def transport_settings(self) -> TransportSettings:
+        """These settings in the transport's form."""
+        hosts, ports = _hosts(self.host), _ports(self.port)
+        return TransportSettings(
+            self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9
+        )  # fmt: skip
+
+
+def parse_settings(extra: Mapping[str, Any]) -> PluginSettings:
+    """Validate ``kv_connector_extra_config``; raises :class:`~tercet.protocol.BadRequest` naming the key."""
+    return decode_settings(PluginSettings, Source(extra, ORIGIN))
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    hosts = tuple(host.strip() for host in text.split(","))
+    for host in hosts:
+        try:
+            unspecified = ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            raise _wrong("host", text, "must be IP addresses of this machine, separated by commas") from None
+        if unspecified:
+            raise _wrong("host", text, f"must be addresses that peers can connect to; {host} is not such an address")
+    return hosts
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    first, dash, last = text.partition("-")
+    if text == "0":
+        return ()
+    if not (first.isdecimal() and (last.isdecimal() or not dash)):
+        raise _wrong("port", text, "must be a port, or a range first-last")
+    begin = int(first)
+    end = int(last) + 1 if dash else min(begin + PORTS_TRIED, MAX_PORT + 1)
+    if not 1 <= begin < end <= MAX_PORT + 1:
+        raise _wrong("port", text, f"must be from 1 to {MAX_PORT}, or a range first-last of these")
+    return tuple(range(begin, end))
+
+
+def _wrong(name: str, value: str, rule: str) -> BadRequest:
+    return BadRequest(f"{name}: {rule}, is {value!r}", name)

@@ -1,0 +1,178 @@
+"""vLLM's OpenAI server on CPU cores, whose processes share one import.
+
+The command is ``python -m tercet.vllm_plugin.start.server FLAGS``.
+
+The flags are vLLM's, and so is the server. Unlike with the plain command, torch and vLLM are imported once instead of
+three times (:mod:`.standby`). Variables that vLLM sets for a worker before it spawns it must be set before this process
+begins, since libraries read them once: PyTorch's OpenMP, and the cores that its threads are bound to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tercet.aio.importing import without_collections
+from tercet.protocol import BadRequest
+from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
+from tercet.vllm_plugin.start.log_noise import without_noise
+from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
+
+PLAIN = "vllm.entrypoints.openai.api_server"
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+PRELOAD = "LD_PRELOAD"
+AFFINITY = "GOMP_CPU_AFFINITY"
+# The cores that this process may use in addition to those that the worker's threads are bound to.
+ALLOWED = "TERCET_ALLOWED_CORES"
+# Modules that API server, core and worker import until they serve, if this version of vLLM has them.
+OF_ENGINE = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.launchers.api_server.routers",
+    "vllm.entrypoints.launchers.app",
+    "vllm.entrypoints.launchers.render.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.structured_output.backend_lm_format_enforcer",
+    "vllm.v1.structured_output.backend_outlines",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.renderers.hf",
+    "model_hosting_container_standards.sagemaker",
+    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+    "tercet.vllm_plugin.connector",
+    "tercet.vllm_plugin.endpoint",
+    "tercet.vllm_plugin.register",
+    "tercet.vllm_plugin.engine_hooks",
+    "tercet.vllm_plugin.frontend_hooks",
+    "tercet.vllm_plugin.start_hooks",
+    "tercet.vllm_plugin.core.core_methods",
+    "tercet.vllm_plugin.worker.model_runner",
+)
+
+
+def main() -> None:
+    """Become the server of an engine."""
+    wanted = read_once(os.environ, openmp())
+    if wanted.items() <= os.environ.items():
+        without_noise()
+        groups = core_groups(os.environ[THREADS_BIND])
+        if AFFINITY in os.environ:
+            # OpenMP, when it was loaded, has bound this process to the cores of the worker.
+            groups = [frozenset(os.sched_getaffinity(0))]
+            os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
+            del os.environ[AFFINITY]  # vLLM sets it for its worker only
+        import_engine()
+        _serve(groups)
+    else:
+        wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
+
+
+def serve_imported() -> None:
+    """Become the server in a process that has imported already, without being bound to cores.
+
+    Each worker is restricted to its cores, and so are the threads of OpenMP that it starts: they share these cores,
+    while those of the only worker of :func:`main` are bound to one each.
+    """
+    without_noise()
+    _serve(core_groups(os.environ[THREADS_BIND]))
+
+
+def import_engine() -> None:
+    """Import :data:`OF_ENGINE`."""
+    with without_collections():
+        for module in OF_ENGINE:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(module)
+
+
+def core_groups(bind: str) -> list[frozenset[int]]:
+    """The cores of each worker in a list such as ``0-3,8|4-7``."""
+    return [frozenset(core for part in group.split(",") for core in _span(part)) for group in bind.split("|")]
+
+
+def _span(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _serve(workers: Sequence[frozenset[int]]) -> None:
+    """Fork core and workers, which wait for vLLM to start them; then be the API server."""
+    start_processes_by(StandbyContext)
+    inspect_models_here()
+    stand_by(workers)
+    refuse_in_a_sentence()
+    try:
+        runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
+    except BadRequest as error:
+        print(f"tercet: {error.message}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
+    """Variables that vLLM would set for its worker in this ``environment`` and that loading ``openmp`` reads."""
+    preload = with_openmp(environment.get(PRELOAD, ""), openmp)
+    bind = environment[THREADS_BIND]
+    # If several workers share one import, OpenMP is loaded once, and cannot be bound to the cores of one of them.
+    return {PRELOAD: preload} | ({} if "|" in bind else {AFFINITY: bind.replace(",", " ")})
+
+
+def with_openmp(preload: str, openmp: Path | None) -> str:
+    """The libraries of ``preload``, followed by ``openmp``."""
+    if openmp is None or str(openmp) in preload:
+        return preload
+    return ":".join(filter(None, (preload, str(openmp))))
+
+
+def openmp() -> Path | None:
+    """PyTorch's own OpenMP, which vLLM loads before all other libraries. None if PyTorch has none."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    package = Path(torch.origin).parent
+    places = (package.with_name("torch.libs"), package / "lib")
+    return next((found for place in places for found in sorted(place.glob("libgomp*.so*"))), None)
+
+
+def start_processes_by(context: Callable[[], Any]) -> None:
+    """Make vLLM start its core and its worker by ``context``."""
+    for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        module: Any = importlib.import_module(name)
+        module.get_mp_context = context
+
+
+def inspect_models_here() -> None:
+    """Make vLLM inspect model classes in this process, and not in one that imports vLLM for it.
+
+    It does so to keep GPUs uninitialised.
+    """
+
+    def here(fn: Callable[[], Any]) -> Any:
+        return fn()
+
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = here
+
+
+def _listed(cores: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(cores)))
+
+
+if __name__ == "__main__":
+    main()

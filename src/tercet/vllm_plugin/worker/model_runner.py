@@ -1,0 +1,102 @@
+"""Tercet's changes in vLLM's model runner: requests that begin with output, and seeded prompts on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tercet.vllm_plugin.core.connector_messages import StepMetadata
+from tercet.vllm_plugin.start.patching import Method, wrap
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+def begin_requests_with_output() -> None:
+    """Let the model runner begin requests with the output that their step's metadata names.
+
+    It creates a request's state with no output and hands it to the input batch, which copies prompt and output; the
+    output is put in between. The newer model runner (V2) takes both from the scheduler and needs no hook.
+    """
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    pending: dict[str, list[int]] = {}
+
+    def update_states_with_output(update_states: Method, self: Any, scheduler_output: SchedulerOutput) -> Any:
+        metadata = scheduler_output.kv_connector_metadata
+        if isinstance(metadata, StepMetadata):
+            pending.update(metadata.resumed)
+        return update_states(self, scheduler_output)
+
+    def add_request_with_output(add_request: Method, self: Any, request: Any) -> Any:
+        output = pending.pop(request.req_id, None)
+        if output:
+            request.output_token_ids.extend(output)
+            advance(request.generator, len(output), self.vocab_size)
+        return add_request(self, request)
+
+    wrap(GPUModelRunner, "_update_states", update_states_with_output)
+    wrap(InputBatch, "add_request", add_request_with_output)
+
+
+def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> None:
+    """Draw from a seeded request's generator as ``steps`` sampling steps would have done."""
+    if generator is None:
+        return
+    import torch
+
+    for _ in range(steps):
+        if generator.device.type == "cpu":  # TopKTopPSampler.forward_cpu draws one integer per token
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        else:  # elsewhere random_sample draws one exponential per entry of the vocabulary
+            torch.empty(vocab_size, device=generator.device).exponential_(generator=generator)
+
+
+def keep_generators_of_unfinished_prompts() -> None:
+    """Let seeded requests take several steps for their prompt on a CPU.
+
+    A step that ends inside a prompt samples an unused token, and vLLM rewinds the request's generator by its offset.
+    Generators on a CPU have none: vLLM raises in the worker, and the engine is lost. So there the generator's state is
+    saved and restored instead.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def sample_and_put_back(sample: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in _unfinished(self).values()]
+        output = sample(self, *args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    def bookkeeping_without_rewinding(bookkeeping: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _hidden(self.input_batch.generators, _unfinished(self)):
+            return bookkeeping(self, *args, **kwargs)
+
+    wrap(GPUModelRunner, "_sample", sample_and_put_back)
+    wrap(GPUModelRunner, "_bookkeeping_sync", bookkeeping_without_rewinding)
+
+
+def _unfinished(runner: Any) -> dict[int, Any]:
+    """The generators, by row, of requests whose prompt is not computed to its end; none except on CPU."""
+    generators: dict[int, Any] = runner.input_batch.generators
+    if not generators:
+        return {}
+    discarded = runner.discard_request_mask.np
+    return {
+        row: generator
+        for row, generator in generators.items()
+        if discarded[row] and generator.device.type == "cpu"
+    }  # fmt: skip
+
+
+@contextmanager
+def _hidden(generators: dict[int, Any], some: dict[int, Any]) -> Generator[None]:
+    for row in some:
+        del generators[row]
+    try:
+        yield
+    finally:
+        generators.update(some)

@@ -1,0 +1,69 @@
+"""Waiting of vLLM's processes for one another on a CPU: by sleeping instead of polling.
+
+An engine core and its workers exchange messages through shared memory. A waiting process polls for a second, yielding
+its core in between, and only then sleeps until it is notified. With an accelerator that only occupies a core. If
+engines compute on those cores, polling slows down steps, of this or another engine, and the processes that send tokens
+to clients. With sleeping, a step begins a fraction of a millisecond later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tercet.protocol import BadRequest
+from tercet.settings.variables import SPIN_SECONDS_VARIABLE
+from tercet.vllm_plugin.start.patching import Method, wrap
+
+NAP_MS = 2
+NAPS_AFTER_READ = 1.0  # vLLM's own limit between polling and sleeping
+
+
+def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
+    """How long to poll before sleeping; ``None`` leaves it to vLLM.
+
+    Zero on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    given = environment.get(SPIN_SECONDS_VARIABLE)
+    if given is None:
+        return 0.0 if on_cpu else None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(
+            f"{SPIN_SECONDS_VARIABLE}={given}: must be a number of seconds, 0 or more", SPIN_SECONDS_VARIABLE
+        )
+    return seconds
+
+
+def let_queue_readers_sleep() -> None:
+    """Let readers of vLLM's message queues sleep as soon as there is nothing to read.
+
+    vLLM's reader polls for ``busy_loop_s`` seconds and then waits on a socket that writers notify with every message.
+    The socket drops a notice while it still carries an earlier one, so right after a read no sleep is longer than
+    ``NAP_MS``; the caller checks again after each return.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+
+    seconds = spin_seconds(os.environ, current_platform.is_cpu())
+    if seconds is None:
+        return
+
+    def begin_to_look(begin: Method, self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if self.is_reader:
+            self.busy_loop_s = seconds
+
+    def nap_or_sleep(wait: Method, self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
+            timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
+        wait(self, timeout_ms)
+
+    wrap(SpinCondition, "__init__", begin_to_look)
+    wrap(SpinCondition, "wait", nap_or_sleep)

@@ -1,0 +1,119 @@
+"""The worker's half: shares this rank's KV with an agent, and reports finished layers during the forward pass."""
+
+from __future__ import annotations
+
+import os
+
+from tercet.protocol import KVLayout
+from tercet.transport import AgentProcess, AgentSetup, BlockShape, ControlServer, LayersDone, StepBegins, StepEnds
+from tercet.vllm_plugin.core.connector_messages import StepMetadata, WorkerHandshake
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet.vllm_plugin.worker.device_export import DeviceExport
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.step_layers import StepLayers
+
+
+class WorkerSide:
+    """One rank: its agent, and the pushes of the current step."""
+
+    def __init__(self, rank: int, config: PluginSettings) -> None:
+        self._rank = rank
+        self._config = config
+        self._step = StepMetadata()
+        self._device: DeviceExport | None = None
+        self._layers = 0
+        self._started: AgentProcess | None = None
+        # A worker has no data of the agents' channels; it answers with the number of layers that it has run.
+        self._life = ControlServer(lambda _: {"layers": self._layers})
+
+    def register(self, planes: LayerPlanes, layout: KVLayout) -> None:
+        """Start the agent over the KV cache; called once, before the first forward pass."""
+        self._planes_of = planes.planes_of
+        self._layout = layout
+        self._layers_of_step = StepLayers(len(planes.tensors))
+        if planes.device.type != "cpu":
+            self._device = DeviceExport(planes, self._config.device_transport)
+        kv, shape = planes.share() if self._device is None else planes.share_words()
+        try:
+            settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
+            staged, device = self._config.is_staged(planes.device.type), self._device and self._device.handles
+            mapped = device is not None and self._config.kv_memory == "auto"
+            setup = AgentSetup(
+                self._rank,
+                kv,
+                shape,
+                layout.exchange_key,
+                settings,
+                cpus,
+                _block_of(layout),
+                staged,
+                device,
+                mapped,
+                self._device and self._device.rdma,
+            )
+            self._started = AgentProcess(setup)
+            self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number
+        finally:
+            os.close(kv)  # the agent has its own; the mapping stays
+
+    @property
+    def _agent(self) -> AgentProcess:
+        if self._started is None:
+            raise UnsupportedVLLM("vLLM has not registered this rank's KV cache with its connector")
+        return self._started
+
+    def handshake(self) -> WorkerHandshake:
+        """This rank's endpoints, for the scheduler's process."""
+        ready, life = self._agent.ready, self._life
+        agent = ready.control, ready.secret
+        lives_at = life.address, life.secret
+        return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._words)
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Accept a step's orders."""
+        self._step = metadata
+        opened = [openings[self._rank] for openings in metadata.opened]
+        if opened or metadata.pushes:
+            self._agent.tell(StepBegins(tuple(opened), tuple(metadata.pushes)))
+        self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)
+
+    def save_layer(self, layer_name: str) -> None:
+        """Push the blocks that this step completes in one layer, whose attention has just run.
+
+        On a device it was only queued on a stream: the agent waits for it.
+        """
+        self._layers += 1
+        if self._step.pushes:
+            self._tell_layers(self._layers_of_step.saved(self._planes_of[layer_name]))
+
+    def end_step(self) -> None:
+        """End the sends whose last block this step computed."""
+        self._layers += 1  # a step that runs as one graph calls no layer's hook, but is progress, too
+        self._tell_layers(self._layers_of_step.ended())
+        if self._step.finish or self._step.pushes:
+            self._agent.tell(StepEnds(tuple(self._step.finish)))
+        self._step = StepMetadata()
+
+    def _tell_layers(self, planes: tuple[int, ...]) -> None:
+        if planes:
+            self._agent.tell(LayersDone(planes, None if self._device is None else self._device.computed()))
+
+    def close(self) -> None:
+        """Stop the agent, if it was started, and the thread that answers for this process."""
+        if self._started is not None:
+            self._started.close()
+        self._life.close()
+
+
+def _block_of(layout: KVLayout) -> BlockShape | None:
+    """How this rank's blocks can be cut between tokens, if they can."""
+    if not layout.splits_by_token:
+        return None
+    items = 2 * layout.heads_per_rank * layout.head_size * layout.block_size
+    return BlockShape(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)
+
+
+def _cpus_of_engine() -> set[int]:
+    """CPUs of this engine: the scheduler's process, our parent, has them all; this process has those that compute."""
+    return os.sched_getaffinity(os.getppid())

@@ -1,0 +1,143 @@
+"""An engine without Tercet's plugin, for an endpoint picker: its load is read from ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+
+import aiohttp
+
+from tercet.aio import TaskSet
+from tercet.protocol import (
+    Conflict,
+    EngineLoad,
+    EngineStatus,
+    EngineUnreachable,
+    KVEvents,
+    OutputStream,
+    Request,
+    Reservation,
+    Sent,
+)
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.vllm_metrics import VllmMetrics, parsed
+
+TOGETHER_SECONDS = 2.0
+"""Timeout of one reading; after it the engine counts as one that does not answer."""
+# Shorter than the 5 s after which vLLM closes an idle connection.
+KEEPALIVE_SECONDS = 4.0
+
+
+class ScrapedEngine:
+    """Reads the page of the engine at ``url`` every ``interval`` seconds while entered.
+
+    ``on_load`` receives each reading; ``on_new`` is called when the process behind the page was replaced. ``kv_events``
+    is the address of the engine's events, if it publishes them. The verbs are not available: Tercet's plugin has them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        interval: float,
+        on_load: Callable[[EngineLoad], None],
+        on_new: Callable[[], object],
+        tls: ssl.SSLContext | None = None,
+        kv_events: KVEvents | None = None,
+    ) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self._interval = interval
+        self._on_load = on_load
+        self._on_new = on_new
+        self._tls = tls
+        self._kv_events = kv_events
+        self._started = ""
+        self._tasks = TaskSet()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ScrapedEngine:
+        connector = aiohttp.TCPConnector(keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=PLAIN,
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=TOGETHER_SECONDS),
+        )
+        self._tasks.spawn(self._read_on(), f"metrics of {self.name}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def status(self) -> EngineStatus:
+        """Return the status by a new reading."""
+        found = await self._reading()
+        return EngineStatus(
+            engine=self.name,
+            model=found.model,
+            version="",
+            vllm_version="",
+            block_size=found.block_size,
+            total_blocks=found.total_blocks,
+            free_blocks=round((1 - min(1.0, found.kv_usage)) * found.total_blocks),
+            running=found.running,
+            waiting=found.waiting,
+            kv_cache_usage=found.kv_usage,
+            max_model_len=0,
+            leases=0,
+            sends=0,
+            kv_events=self._kv_events,
+            incarnation=found.started,
+        )
+
+    async def _read_on(self) -> None:
+        while True:
+            with suppress(EngineUnreachable):  # the fleet's watch polls engines without reports, and logs the reason
+                await self._reading()
+            await asyncio.sleep(self._interval)
+
+    async def _reading(self) -> VllmMetrics:
+        assert self._session is not None
+        try:
+            async with self._session.get(f"{self.url}/metrics", allow_redirects=False) as answer:
+                page = await read_answer(answer)
+                if answer.status != 200:
+                    raise EngineUnreachable(f"{self.name}: its /metrics answers with HTTP {answer.status}")
+            found = parsed(page.decode())
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"{self.name}: its /metrics does not answer: {reason_of(error)}") from error
+        except ValueError as error:
+            raise EngineUnreachable(f"{self.name}: {error}") from error
+        if self._started and found.started != self._started:
+            self._on_new()
+        self._started = found.started
+        self._on_load(EngineLoad(waiting=found.waiting, running=found.running, kv_usage=found.kv_usage))
+        return found
+
+    # ---- what it cannot do -----------------------------------------------------------------------------------
+
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
+        raise self._without_verbs()
+
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        raise self._without_verbs()
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
+    ) -> Sent:
+        raise self._without_verbs()
+
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
+        raise self._without_verbs()
+
+    async def abort(self, seq_id: str) -> None:
+        raise self._without_verbs()
+
+    def _without_verbs(self) -> Conflict:
+        return Conflict(f"{self.name} is read from /metrics, as an engine without Tercet's plugin: it has no verbs")

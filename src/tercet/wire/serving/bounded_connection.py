@@ -1,0 +1,138 @@
+"""uvicorn's connection with limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts.
+
+httptools copies the received part of a header each time more of it arrives, so one long header costs the square of its
+size: the limit is checked before the header's end.
+
+Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_headers_complete``,
+``on_body`` and ``on_message_complete``, it has ``url``, ``headers``, ``cycle``, ``flow`` and ``transport``, and
+``handle_websocket_upgrade`` gives the connection to another protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
+from tercet.wire.serving.error_answers import breach_error, last_answer
+
+LAST_SECONDS = 2.0
+"""Time for a refused client to read the error; what it sends in that time is dropped."""
+# Bytes of a header in addition to its name and value: ": " and the line end.
+BESIDE = 4
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Refuses heads that are too long or too slow, bodies that are too slow, and connections without a request."""
+
+    _incoming: Incoming | None = None
+    _part: Part = "nothing"
+    _progressed = False
+    _feeding = 0
+    _refused = False
+    _ending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Overrides uvicorn's method."""
+        super().connection_made(transport)
+        self._incoming = Incoming(self, deadlines_of_connections())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Overrides uvicorn's method."""
+        self._forget()
+        if self._ending is not None:
+            self._ending.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Overrides uvicorn's method, and checks the limits."""
+        incoming = self._incoming
+        if incoming is None:
+            if not self._refused:
+                super().data_received(data)
+            return
+        self._progressed = False
+        self._feeding = incoming.unfinished + len(data)
+        super().data_received(data)
+        if self._incoming is None or self.transport.is_closing():
+            self._forget()
+            return
+        # Bytes that begin nothing, such as empty lines before a request, do not count as a request.
+        part = "head" if self._part == "nothing" and not self._progressed else self._part
+        incoming.fed(len(data), part, self._progressed)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Overrides uvicorn's method: the connection leaves this protocol."""
+        self._forget()
+        super().handle_websocket_upgrade()
+
+    # ---- what the parser says --------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        self._part = "head"
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A head is complete."""
+        self._part, self._progressed = "body", True
+        if self._refused:
+            return
+        if self._feeding > LONGEST_HEAD and self._head_bytes() > LONGEST_HEAD:
+            self.refuse(Breach.LONG_HEAD)
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body."""
+        self._progressed = True
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is complete."""
+        self._part, self._progressed = "nothing", True
+        if not self._refused:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A request is answered, and its body may not have ended."""
+        if self._incoming is not None:
+            self._incoming.answered()
+        super().on_response_complete()
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
+
+    # ---- what is refused -------------------------------------------------------------------------------------
+
+    def is_held(self) -> bool:
+        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
+        cycle: Any = self.cycle
+        answers = cycle is not None and not cycle.response_complete
+        return self.flow.read_paused or (answers and self._part == "head")
+
+    def refuse(self, breach: Breach) -> None:
+        """Send the reason, if an answer can still be begun, and close the connection."""
+        self._refused = True
+        self._forget()
+        cycle: Any = self.cycle
+        under_way = bool(cycle) and not cycle.response_complete
+        if breach is Breach.SILENT or (under_way and cycle.response_started) or self.transport.is_closing():
+            self.transport.abort()
+            return
+        if under_way:  # the application is notified that its client has left
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.write(last_answer(breach_error(breach)))
+        # Closed at once with unread bytes, the connection would be reset, and the answer lost.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._ending = asyncio.get_running_loop().call_later(LAST_SECONDS, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._incoming is not None:
+            self._incoming.closed()
+            self._incoming = None

@@ -1,0 +1,159 @@
+"""The client's end of a request: uvicorn's connection, which the fast path writes to.
+
+The tokens of one step arrive together, and their frames are written in a row: the code stays in the caches, and a
+client of several streams is woken up once for all of them.
+
+Relies on uvicorn's ``HttpToolsProtocol``: it starts each request's task in ``_start_asgi_task(cycle, app)``, a cycle
+has ``scope``, ``transport``, ``flow`` and ``disconnected``, and whole chunks may be written between its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from tercet.wire.serving.bounded_connection import BoundedProtocol
+
+logger = logging.getLogger(__name__)
+# The key of the connection in an ASGI scope; other servers have none.
+CONNECTION = "tercet.connection"
+# The connection of a client that reads nothing for this time, with the socket's buffers full, is closed.
+UNREAD_SECONDS = 60.0
+# Bytes that may wait for one client; beyond it the connection is closed at once.
+MOST_UNREAD = 4 * 1024 * 1024
+# Frames: a producer without pauses must check from time to time whether clients read.
+LARGEST_BATCH = 128
+
+
+class FrameBatch:
+    """Frames to write at the end of the present pass of the event loop."""
+
+    def __init__(self) -> None:
+        self._frames: list[tuple[RequestResponseCycle, bytes]] = []
+
+    def add(self, cycle: RequestResponseCycle, frame: bytes) -> None:
+        """Add a frame."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self.write)
+        self._frames.append((cycle, frame))
+        if len(self._frames) == LARGEST_BATCH:
+            self.write()
+
+    def write(self) -> None:
+        """Write the frames; those for disconnected clients are dropped."""
+        frames, self._frames = self._frames, []
+        for cycle, frame in frames:
+            if not (cycle.disconnected or cycle.transport.is_closing()):
+                cycle.transport.write(frame)
+
+
+class ClientConnection:
+    """Destination of the answer to one request, on the running event loop."""
+
+    def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
+        self._cycle = cycle
+        self._batch = _batch()
+        self._unread_seconds = unread_seconds
+        self._on_lost: Callable[[], object] | None = None
+
+    def write(self, frame: bytes) -> None:
+        """Send one whole chunk, soon, with those of other connections; no-op if the client has left."""
+        self._batch.add(self._cycle, frame)
+
+    def flush(self) -> None:
+        """Send what :meth:`write` got now: before something else is sent, or its state is read."""
+        self._batch.write()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more waits for the client than allowed."""
+        return self._cycle.flow.write_paused and not self._cycle.disconnected
+
+    def require_reader(self) -> None:
+        """Disconnect a client for which too much waits: producers that do not wait call this."""
+        if self._cycle.transport.get_write_buffer_size() > MOST_UNREAD:
+            logger.warning("disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD)
+            self._cycle.transport.abort()
+
+    async def has_room(self) -> None:
+        """Wait until the client has read enough; a client that does not read is disconnected."""
+        try:
+            if self.is_full:
+                async with asyncio.timeout(self._unread_seconds):
+                    await self._cycle.flow.drain()
+        except TimeoutError:
+            self._cycle.transport.abort()
+
+    @contextmanager
+    def until_lost(self) -> Generator[None]:
+        """Cancel the block when the client leaves; the task continues after it."""
+        task = asyncio.current_task()
+        self._on_lost = None if task is None else task.cancel
+        if self._cycle.disconnected:
+            self.lost()
+        try:
+            yield
+        except asyncio.CancelledError:
+            # If the task was also cancelled from elsewhere, it stays cancelled.
+            if task is None or not self._cycle.disconnected or task.uncancel() > 0:
+                raise
+        finally:
+            self._on_lost = None
+
+    def lost(self) -> None:
+        """The client has left; for requests sent together uvicorn notifies only the last one's cycle."""
+        self._cycle.disconnected = True
+        self._cycle.message_event.set()
+        if self._on_lost is not None:
+            self._on_lost()
+
+
+_batch_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, FrameBatch] = WeakKeyDictionary()
+
+
+def _batch() -> FrameBatch:
+    return _batch_by_loop.setdefault(asyncio.get_running_loop(), FrameBatch())
+
+
+class StreamingProtocol(BoundedProtocol):
+    """uvicorn's protocol with limits, which puts each request's connection into its scope.
+
+    A client that reads nothing for :data:`UNREAD_SECONDS` is disconnected: its requests are then cancelled, and their
+    output dropped.
+    """
+
+    _connection: ClientConnection | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The client has not read the full buffers; uvicorn's writers wait from now on."""
+        super().pause_writing()
+        self._unread = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._forget_unread()
+
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        scope: dict[str, Any] = cast(Any, cycle.scope)
+        scope[CONNECTION] = self._connection = ClientConnection(cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Overrides uvicorn's method, and notifies the request's task."""
+        super().connection_lost(exc)
+        self._forget_unread()
+        if self._connection is not None:
+            self._connection.lost()

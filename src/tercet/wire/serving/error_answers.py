@@ -1,0 +1,228 @@
+"""Errors in vLLM's answers: our errors in our words, vLLM's in the form of the client's API.
+
+vLLM's form is OpenAI's except for ``code``, which is the HTTP status there, a number. In OpenAI's it is text or null,
+and typed clients cannot read a number. Layers below vLLM's have other forms (``{"detail": ...}``, plain text). An
+answer's whole body is replaced, or an event of a stream; a stream that fails gets a last event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from tercet.aio.incoming import Breach
+from tercet.protocol import HeadTooLarge, RequestTimeout, ShuttingDown, TercetError, UnknownModel
+from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
+from tercet.protocol.sse import EVENTS, WholeEvents, events_of, object_of
+from tercet.protocol.wire import UNREADABLE
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Send
+
+    from tercet.wire.serving.request_context import RequestContext
+
+FIRST_ERROR = 400
+# Text in every error event, of any API.
+ERROR_MARK = b'"error"'
+JSON, TEXT = b"application/json", b"text/plain"
+LONGEST_TEXT = 1000
+
+
+def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
+    """Headers of an error answer."""
+    headers = [(b"content-type", JSON)]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    if isinstance(error, ShuttingDown):
+        headers.append((b"connection", b"close"))  # the next request must find another router
+    return headers
+
+
+def breach_error(breach: Breach) -> TercetError:
+    """The error for a client whose connection is closed because of this breach."""
+    return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
+
+
+def last_answer(error: TercetError, path: str = "") -> bytes:
+    """An error as the last answer on a client's HTTP/1.1 connection, with head and body."""
+    body = error_body(path, error)
+    lines = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+def with_named_code(body: bytes) -> bytes:
+    """An error of vLLM's with its status' name as code, such as ``bad_request``; other bodies unchanged."""
+    error = _object(body).get("error")
+    said = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
+    if "message" not in said or not isinstance(code := said.get("code"), int):
+        return body
+    return msgspec.json.encode({"error": _completed(said, code)})
+
+
+def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """vLLM's error with all fields of OpenAI's form."""
+    param, code = said.get("param"), said.get("code")
+    if not isinstance(code, str):
+        code = _name_of(code if isinstance(code, int) else status, param)
+    kind = said.get("type") or _phrase(status)
+    return {"message": str(said.get("message", "")), "type": kind, "param": param, "code": code}
+
+
+def _name_of(status: int, param: object) -> str:
+    if status == UnknownModel.status and param == "model":
+        return UnknownModel.code
+    try:
+        return HTTPStatus(status).name.lower()
+    except ValueError:
+        return str(status)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return str(status)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except UNREADABLE:
+        return {}
+
+
+class ErrorSend:
+    """Passes an answer on, with errors in the form of the path; once a program of ``context`` has failed, in our words.
+
+    ``began`` tells whether the client has a part of the answer, ``ended`` whether it has all.
+    """
+
+    def __init__(self, send: Send, context: RequestContext) -> None:
+        self.began = self.ended = False
+        self._send = send
+        self._context = context
+        self._api = api_of(context.path)
+        self._start: Message | None = None
+        self._body = b""
+        self._events: WholeEvents | None = None
+        self._opening = self._last = b""
+
+    async def __call__(self, message: Message) -> None:
+        """ASGI's ``send``."""
+        if message["type"] == "http.response.start":
+            if message["status"] >= FIRST_ERROR:
+                self._start = message
+                return
+            kind = _header(message, b"content-type")
+            self._events = WholeEvents() if kind.startswith(EVENTS.encode()) else None
+            self.began = True
+        elif message["type"] == "http.response.body":
+            if self._start is not None:
+                await self._hold(message, self._start)
+                return
+            self.ended = not message.get("more_body")
+            if self._events is not None:
+                message = {**message, "body": self._stream(self._events, message.get("body", b""))}
+        await self._send(message)
+
+    async def fail(self, error: TercetError) -> None:
+        """The application has failed: the answer is this error, or ends with it. Call it at most once."""
+        if not self.began:
+            start: Message = {"type": "http.response.start", "status": error.status, "headers": []}
+            self._start, self._body = start, b""
+            await self._answer(start, error_body(self._context.path, error), error_headers(error))
+        elif self._events is not None and not self.ended:
+            before = {**object_of(self._last)}
+            if "response" not in before and (response := object_of(self._opening).get("response")) is not None:
+                before["response"] = response
+            end = last_events(self._context.path, error, before)
+            self.ended = True
+            await self._send({"type": "http.response.body", "body": end})
+
+    # ---- whole answers ---------------------------------------------------------------------------------------
+
+    async def _hold(self, message: Message, start: Message) -> None:
+        self._body += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        failed, status = self._context.failed, start["status"]
+        said = _said(status, _header(start, b"content-type"), self._body)
+        if said is None:
+            await self._answer(start, self._body, [])
+        elif failed is not None:
+            start = {**start, "status": failed.status}
+            await self._answer(start, error_body(self._context.path, failed), error_headers(failed))
+        else:
+            await self._answer(start, in_form(self._context.path, status, said), [(b"content-type", JSON)])
+
+    async def _answer(self, start: Message, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        replaced = {b"content-length", *(name for name, _ in headers)}
+        kept = [(name, value) for name, value in start["headers"] if name.lower() not in replaced]
+        length = b"content-length", str(len(body)).encode()
+        self.began = self.ended = True
+        await self._send({**start, "headers": [*kept, *headers, length]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    # ---- streams ---------------------------------------------------------------------------------------------
+
+    def _stream(self, events: WholeEvents, chunk: bytes) -> bytes:
+        whole = events.passed(chunk)
+        if self.ended:
+            whole += events.rest()
+        if self._api == "responses" and whole:
+            self._opening = self._opening or whole
+            self._last = whole
+        if ERROR_MARK not in whole:
+            return whole
+        return b"".join(self._event(event) for event in events_of(whole))
+
+    def _event(self, event: bytes) -> bytes:
+        """An error in our words, or with OpenAI's code; any other event unchanged."""
+        said = object_of(event) if ERROR_MARK in event else {}
+        error, failed = said.get("error"), self._context.failed
+        if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
+            return _anthropic_event(self._context, cast("dict[str, Any]", error))
+        if self._api == "openai" and said.keys() == {"error"} and isinstance(error, dict):
+            status = failed.status if failed is not None else HTTPStatus.INTERNAL_SERVER_ERROR
+            own = failed.to_wire()["error"] if failed is not None else _completed(cast("Any", error), status)
+            return b"data: " + msgspec.json.encode({"error": own}) + b"\n\n"
+        return event
+
+
+def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
+    """vLLM's converter reports what it could not convert, which is the error of the underlying chat answer."""
+    if context.failed is not None:
+        return last_events(context.path, context.failed)
+    inner = context.stream_error or said
+    code = inner.get("code")
+    status = code if isinstance(code, int) else HTTPStatus.INTERNAL_SERVER_ERROR
+    body = in_form(context.path, status, {"message": str(inner.get("message", ""))})
+    return b"event: error\ndata: %b\n\n" % body
+
+
+def _said(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
+    """The error object of a body, in OpenAI's form; None if it has none, or it is from an unknown source."""
+    if not body:
+        return None
+    if kind.startswith(TEXT):
+        return _completed({"message": body[:LONGEST_TEXT].decode(errors="replace")}, status)
+    found = _object(body)
+    error = found.get("error")
+    if isinstance(error, dict) and "message" in error:
+        return _completed(cast("dict[str, Any]", error), status)
+    text = next((found[name] for name in ("error", "detail", "message") if found.get(name)), None)
+    if text is None or (not isinstance(text, str) and "detail" not in found):
+        return None
+    return _completed({"message": text if isinstance(text, str) else msgspec.json.encode(text).decode()}, status)
+
+
+def _header(message: Message, wanted: bytes) -> bytes:
+    return next((value for name, value in message["headers"] if name.lower() == wanted), b"")

@@ -1,0 +1,302 @@
+"""One engine's connection to one router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import cast
+
+import msgspec
+
+from tercet.aio import TaskSet
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    EngineError,
+    EngineLoad,
+    FrontDoorUnreachable,
+    MoveProposal,
+    Output,
+    RequestTooLarge,
+    TercetError,
+)
+from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall, large_field_of
+from tercet.settings.log_lines import lines_of_request
+from tercet.wire.streams.wire_format import (
+    LONGEST_FRAME,
+    PROTOCOL,
+    REPORT_SECONDS,
+    SILENCE_SECONDS,
+    FrameSplitter,
+    FrameTooLong,
+    OutputBatch,
+    ReceivedCommand,
+    StreamHello,
+    TokenDelta,
+    UnreadCall,
+    delta_of,
+    failed_delta,
+    fits,
+    frame_of,
+)
+
+logger = logging.getLogger(__name__)
+Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
+"""Starts to generate for a router; returns once the engine has the sequence, or raises."""
+# Bytes that a router may leave unread before it counts as dead. The longest message must not cause that, so a large
+# message that does not fit below this mark ends its sequence.
+MOST_UNSENT = 2 * LONGEST_FRAME
+LARGE = 1024 * 1024
+# Cancellations of sequences that are not here: ended, or not yet arrived by HTTP.
+CANCELLED_KEPT = 4096
+_commands = msgspec.msgpack.Decoder(ReceivedCommand)
+_calls = msgspec.msgpack.Decoder(StartGenerateCall)
+_unread_calls = msgspec.msgpack.Decoder(UnreadCall)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceSender:
+    """Sends one sequence's outputs to its router. Use :meth:`FrontDoorConnection.sender`."""
+
+    connection: FrontDoorConnection
+    number: int
+    position: int
+    stop: Callable[[], object]
+
+    def send(self, output: Output) -> None:
+        """Send new tokens, together with the other outputs of this engine step."""
+        delta = delta_of(self.number, self.position, output)
+        self.position += len(output.token_ids)
+        self.connection.send(delta)
+        if output.finish_reason is not None:
+            self.close()
+
+    def fail(self, error: Exception) -> None:
+        """Send the sequence's error, which ends it."""
+        self.connection.send(failed_delta(self.number, self.position, failure_of(error)))
+        self.close()
+
+    def propose(self, proposal: MoveProposal) -> None:
+        """Send a proposal to move the sequence; the router decides."""
+        self.connection.propose(proposal)
+
+    @property
+    def open(self) -> bool:
+        """Whether the router still wants outputs."""
+        return self.connection.senders.get(self.number) is self
+
+    def close(self) -> None:
+        """Stop sending."""
+        self.connection.senders.pop(self.number, None)
+
+
+class FrontDoorConnection(asyncio.Protocol):
+    """Sends output batches, and receives commands. ``lost`` is called at its end, when every sequence is stopped.
+
+    ``address`` is the router's. ``start`` runs commands; its errors end the sequence. A call has ``longest_call``
+    bytes at most.
+    """
+
+    def __init__(
+        self, address: str, load: Callable[[], EngineLoad | None], start: Start, lost: Callable[[], object],
+        longest_call: int = LONGEST_FRAME,
+    ) -> None:  # fmt: skip
+        self.address = address
+        self._longest_call = longest_call
+        self._load = load
+        self._start = start
+        self._lost = lost
+        self._starting = TaskSet()
+        self._splitter = FrameSplitter(LONGEST_FRAME)
+        self._transport: asyncio.Transport | None = None
+        self._accepted = asyncio.Event()
+        self._failure: Exception | None = None
+        self.senders: dict[int, SequenceSender] = {}
+        self._cancelled: OrderedDict[int, None] = OrderedDict()
+        self._deltas: list[TokenDelta] = []
+        self._proposals: list[MoveProposal] = []
+        self._last_sent = self._last_heard = time.monotonic()
+
+    @property
+    def open(self) -> bool:
+        """Whether the router has accepted the connection, and has not disconnected since."""
+        transport = self._transport
+        return self._accepted.is_set() and transport is not None and not transport.is_closing()
+
+    async def greet(self, key: str, engine: str, incarnation: str) -> None:
+        """Introduce the engine; returns once the router has accepted it. Raises ``OSError`` if it does not."""
+        if self._transport is not None:
+            self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine, incarnation)))
+        await self._accepted.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def sender(self, number: int, position: int, stop: Callable[[], object]) -> SequenceSender:
+        """Return the sender of a sequence; ``stop`` is called if it is not wanted any more, but not after its end."""
+        if number in self._cancelled:
+            del self._cancelled[number]
+            raise Conflict(f"door: sequence {number} was cancelled before it began", "door")
+        if number in self.senders:
+            raise Conflict(f"door: sequence {number} runs already", "door")
+        if not self.open:
+            raise FrontDoorUnreachable("door: the router has disconnected", "door")
+        sender = self.senders[number] = SequenceSender(self, number, position, stop)
+        return sender
+
+    def send(self, delta: TokenDelta) -> None:
+        """Send it with all other deltas of this pass of the event loop."""
+        self._flush_soon()
+        self._deltas.append(delta)
+
+    def propose(self, proposal: MoveProposal) -> None:
+        """Send it with them."""
+        self._flush_soon()
+        self._proposals.append(proposal)
+
+    def _flush_soon(self) -> None:
+        if not self._deltas and not self._proposals:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def report(self) -> None:
+        """Send everything that is pending now; at least the engine's load."""
+        self._flush()
+
+    def tick(self) -> None:
+        """Send a report if nothing was sent lately; close if the router is silent or does not read."""
+        now = time.monotonic()
+        if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
+            self.abort()
+        elif now - self._last_sent >= REPORT_SECONDS / 2:
+            self._flush()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _flush(self) -> None:
+        deltas, self._deltas = self._deltas, []
+        proposals, self._proposals = tuple(self._proposals), []
+        self._last_sent = time.monotonic()
+        if not self.open or self._transport is None:
+            return
+        load = self._load()
+        try:
+            frame = frame_of(OutputBatch(tuple(deltas), load, proposals))
+        except Exception:  # one of them cannot be encoded
+            frame = None
+        if frame is not None and self._has_room(frame):
+            self._transport.write(frame)
+            return
+        failed: set[int] = set()
+        for delta in deltas:
+            if delta.number not in failed and not self._sent_alone(delta, self._transport):
+                failed.add(delta.number)
+        self._transport.write(frame_of(OutputBatch((), load, proposals)))
+
+    def _sent_alone(self, delta: TokenDelta, transport: asyncio.Transport) -> bool:
+        """Send a message with one delta; if there is no room for it, its sequence ends instead."""
+        error: TercetError
+        try:
+            frame = frame_of(OutputBatch((delta,)))
+        except Exception as unsaid:
+            error = failure_of(unsaid)
+        else:
+            if self._has_room(frame):
+                transport.write(frame)
+                return True
+            if fits(frame):
+                error = FrontDoorUnreachable(f"door: the router has {self._unread()} unread bytes", "door")
+            else:
+                error = BadRequest(
+                    f"sampling_params: the output of one step has {len(frame)} bytes, and a message at most "
+                    f"{LONGEST_FRAME}: ask for fewer log probabilities",
+                    "sampling_params",
+                )
+        transport.write(frame_of(OutputBatch((failed_delta(delta.number, delta.position, error),))))
+        sender = self.senders.pop(delta.number, None)
+        if sender is not None:
+            sender.stop()
+        return False
+
+    def _has_room(self, frame: bytes) -> bool:
+        return fits(frame) and (len(frame) <= LARGE or self._unread() + len(frame) <= MOST_UNSENT)
+
+    def _unread(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    # ---- asyncio's protocol ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._accepted.is_set():
+            self._failure = exc or ConnectionError("it did not accept the key")
+            self._accepted.set()
+        self._lost()
+        senders, self.senders = self.senders, {}
+        for sender in senders.values():
+            sender.stop()
+
+    def data_received(self, data: bytes) -> None:
+        self._last_heard = time.monotonic()
+        try:
+            for frame in self._splitter.split(data):
+                self._follow(_commands.decode(frame))
+        except (FrameTooLong, *UNREADABLE) as error:
+            logger.error("a router violated the protocol of token streams: %s", error)
+            self.abort()
+
+    def _follow(self, command: ReceivedCommand) -> None:
+        self._accepted.set()
+        for number in command.cancelled:
+            sender = self.senders.pop(number, None)
+            if sender is not None:
+                sender.stop()
+            else:
+                self._cancelled[number] = None
+                if len(self._cancelled) > CANCELLED_KEPT:
+                    self._cancelled.popitem(last=False)
+        for received, named in zip(command.starts, chain(command.names, repeat("")), strict=False):
+            unread = _unread_calls.decode(received)
+            try:
+                call = self._read(received)
+            except TercetError as refusal:
+                self.send(failed_delta(unread.door.number, len(unread.output), refusal))
+            else:
+                with lines_of_request(named):
+                    self._starting.spawn(self._begin(call, unread.door))
+
+    def _read(self, received: msgspec.Raw) -> StartGenerateCall:
+        try:
+            call = _calls.decode(received)
+        except UNREADABLE as error:
+            raise BadRequest(f"start_generate: {error}") from error
+        size, large = len(memoryview(received)), large_field_of(call)
+        if size > self._longest_call:
+            raise RequestTooLarge(
+                f"{large}: the call has {size} bytes, and this engine takes {self._longest_call} "
+                "(max_request_bytes in kv_connector_extra_config)",
+                large,
+            )
+        return call
+
+    async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
+        try:
+            await self._start(call, door)
+        except Exception as error:  # it fails its own sequence only
+            self.send(failed_delta(door.number, len(call.output), failure_of(error)))
+
+
+def failure_of(error: Exception) -> TercetError:
+    """The error that a router gets for a failed sequence; unexpected errors are also logged."""
+    if isinstance(error, TercetError):
+        return error
+    logger.error("a sequence failed", exc_info=error)
+    return EngineError(f"the engine failed: {type(error).__name__}: {error}")

@@ -1,0 +1,99 @@
+"""The evaluation of "Microserving LLM engines" in simulation: what its text says holds.
+
+On fewer requests than `benchmarks/microserving.py` runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tercet.lab.bench.simulated.microserving import (
+    LINES,
+    LOWEST,
+    RATES,
+    EvaluationSetup,
+    Figures,
+    Scales,
+    fit_to_figures,
+    gains,
+    gauss_newton,
+    held_out_error,
+    order,
+    parse_plot,
+    tp8_gain,
+)
+from tercet.protocol import BadRequest
+
+# As `benchmarks/microserving.py` fits it to the figure, on 800 requests and three seeds.
+FITTED = Scales(1.297, 1.259, 0.021)
+
+
+@pytest.fixture(scope="module")
+def setting() -> EvaluationSetup:
+    return EvaluationSetup(seeds=1, requests=200)
+
+
+@pytest.mark.slow
+def test_one_wide_engine_is_best_at_the_lowest_rate_and_worst_at_the_highest(setting: EvaluationSetup) -> None:
+    assert 0 < tp8_gain(setting, FITTED) < 0.16
+    assert order(setting, FITTED, LOWEST)[0] == "TP8"
+    assert order(setting, FITTED, RATES[-1])[-1] == "TP8"
+
+
+@pytest.mark.slow
+def test_disaggregation_is_ahead_by_its_decode_steps(setting: EvaluationSetup) -> None:
+    best = max(gains(setting, FITTED, "1P1D").values())
+    assert 0.1 < best < 0.3  # the text: up to 16%
+    assert all(gain > 0 for gain in gains(setting, FITTED, "1P1D", "tpot").values())
+    assert all(gain < 0 for gain in gains(setting, FITTED, "1P1D", "ttft").values())
+
+
+@pytest.mark.slow
+def test_the_other_rates_of_the_figure_follow(setting: EvaluationSetup) -> None:
+    plot = parse_plot(Path(__file__).parents[3].joinpath("benchmarks/microserving_figure.json").read_bytes())
+    assert held_out_error(setting, FITTED, plot) < 0.11
+
+
+def test_sharing_the_prefill_pays_once_the_prefill_engine_is_loaded(setting: EvaluationSetup) -> None:
+    names = order(setting, FITTED, RATES[-1])
+    assert names.index("1P1D balanced 0.1") < names.index("1P1D")
+
+
+@pytest.mark.slow
+def test_constants_that_made_a_plot_are_found_again() -> None:
+    """The plot is the simulation's own, with other constants: the fit must undo them, on the lowest rate alone."""
+    small = EvaluationSetup(seeds=1, requests=60)
+    truth = Scales(1.4, 0.8, 0.12)
+    rates = (LOWEST, 4.0)
+    plot = {line: {rate: small.figures(line, rate, truth) for rate in rates} for line in LINES}
+    found = fit_to_figures(small, plot)
+    assert found.prefill == pytest.approx(truth.prefill, rel=0.03)
+    assert found.decode == pytest.approx(truth.decode, rel=0.03)
+    assert found.latency == pytest.approx(truth.latency, rel=0.2)
+    assert held_out_error(small, found, plot) < 0.05
+    assert held_out_error(small, Scales(), plot) > 0.05
+
+
+def test_gauss_newton_finds_the_least_squares() -> None:
+    def errors(at: np.ndarray) -> np.ndarray:
+        return np.array([at[0] - 0.3, (at[1] + 0.2) * (1 + at[0] ** 2)])
+
+    assert gauss_newton(errors, np.zeros(2)) == pytest.approx([0.3, -0.2], abs=1e-3)
+
+
+def test_a_plot_is_read_and_checked() -> None:
+    plot = parse_plot(msgspec.json.encode({"TP8": {"1.6": {"jct": 1.2}}}))
+    assert plot["TP8"][1.6] == Figures(jct=1.2)
+    for wrong, said in (
+        ({"TP9": {}}, "no line 'TP9'"),
+        ({"TP8": {"fast": {}}}, "could not convert"),
+        ({"TP8": {"1.6": {"jtc": 1}}}, "jtc"),
+    ):
+        with pytest.raises(BadRequest, match=said):
+            parse_plot(msgspec.json.encode(wrong))
+    with pytest.raises(BadRequest, match="nothing was read"):
+        fit_to_figures(EvaluationSetup(requests=60), {"TP8": {2.4: Figures(jct=1.2)}})

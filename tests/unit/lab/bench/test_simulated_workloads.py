@@ -1,0 +1,148 @@
+"""Workloads of ``tercet bench`` on simulated engines: recorded times, conversations, mixes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tercet.cli import app
+from tercet.lab.bench.simulated import Outcome, PlannedWorkload, Simulation, parse_fleet, run_once
+from tercet.lab.bench.simulated.planned import PlannedTraffic
+from tercet.lab.bench.workloads.phases import KINDS
+from tercet.lab.sim import EngineOptions
+from tercet.programs import data_parallel
+from tercet.protocol import BadRequest
+
+PROFILE = "llama-3.1-8b-h100-tp1"
+
+
+def run(workload: PlannedWorkload, fleet: str = "both=1", seed: int = 0) -> Outcome:
+    return run_once(data_parallel, parse_fleet(fleet), PROFILE, EngineOptions(), workload, seed)
+
+
+def mooncake(path: Path, *rows: tuple[int, int, int, tuple[int, ...]]) -> str:
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    return f"mooncake,path={path}"
+
+
+ROWS = ((1000, 600, 5, (1, 2)), (1500, 1100, 7, (1, 2, 3)), (4000, 600, 3, (4, 5)))
+
+
+def test_a_trace_comes_at_its_own_times_and_shares_its_blocks(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path / "t.jsonl", *ROWS)
+    outcome = run(PlannedWorkload(workload=(trace,), arrivals="trace"))
+    assert list(outcome.sent) == [0.0, 0.5, 3.0]
+    assert sorted(outcome.input_tokens) == [600, 600, 1100]
+    assert sorted(outcome.output_tokens) == [3, 5, 7]
+    # The second prompt repeats the first one, but for the rest of its last block of 16.
+    assert outcome.counts["prefill_tokens"] == 600 + (1100 - 592) + 600
+
+
+def test_a_trace_is_stretched_to_a_rate(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path / "t.jsonl", *ROWS)
+    outcome = run(PlannedWorkload(workload=(trace,), arrivals="trace", rate=0.5))
+    assert list(outcome.sent) == pytest.approx([0.0, 2 / 3, 4.0])
+    some = run(PlannedWorkload(workload=(trace,), arrivals="constant", rate=0.5, requests=2))
+    assert list(some.sent) == pytest.approx([2.0, 4.0])
+
+
+def test_a_conversation_goes_on_with_what_was_said() -> None:
+    traffic = PlannedTraffic(
+        PlannedWorkload(workload=("sessions,turns=3,think_time=2,output_len=4",), rate=1.0, requests=7), 0
+    )
+    arrivals = list(traffic.arrivals())
+    assert len(arrivals) == 3, "the last one is cut"
+    _, first = arrivals[0]
+    following = traffic.after(first, (7, 8, 9))
+    assert following is not None
+    pause, second = following
+    assert pause > 0
+    assert second.prompt[: first.num_tokens + 3] == (*first.prompt, 7, 8, 9)
+    assert traffic.unsent(second) == 1
+    assert traffic.after(second, ()) is None, "it failed"
+    assert traffic.after(arrivals[2][1], ()) is None, "it has one turn"
+
+
+def test_turns_wait_for_the_answers_before_them_and_find_them_cached() -> None:
+    sessions = "sessions,turns=3,think_time=1,input_len=160,output_len=32"
+    outcome = run(PlannedWorkload(workload=(sessions,), rate=0.1, requests=30))
+    assert len(outcome.sent) == 30
+    assert sorted(set(outcome.input_tokens)) == [160, 352, 544]
+    assert outcome.counts["prefill_tokens"] < 30 * 200
+    never = run(PlannedWorkload(workload=(sessions,), rate=0.1, requests=30, warm_up=10))
+    assert not never.sent, "a conversation counts as a whole"
+
+
+def test_turns_after_one_that_failed_count_as_failed() -> None:
+    long = "sessions,turns=3,input_len=200000"
+    outcome = run(PlannedWorkload(workload=(long,), rate=1.0, requests=6))
+    assert sum(outcome.failures.values()) == 6
+    assert outcome.failures["unsent"] == 4
+    assert len(outcome.sent) == 6
+
+
+def files(folder: Path) -> dict[str, str]:
+    talk = [{"from": "human", "value": "one two three four five"}, {"from": "gpt", "value": "five four three two one"}]
+    contents = {
+        "sharegpt": json.dumps([{"conversations": talk}]),
+        "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,80,20",
+        "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,47,18,65,API log",
+        "mooncake": json.dumps({"timestamp": 5, "input_length": 10, "output_length": 3}),
+    }
+    for kind, text in contents.items():
+        (folder / kind).write_text(text)
+    return {kind: f"{kind},path={folder / kind}" for kind in contents}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_served(kind: str, tmp_path: Path) -> None:
+    text = files(tmp_path).get(kind, kind)
+    outcome = run(PlannedWorkload(workload=(text,), rate=5.0, requests=1))
+    assert (len(outcome.sent), outcome.failures.total()) == (1, 0)
+
+
+def test_mixes_and_phases_repeat_to_the_byte() -> None:
+    workload = PlannedWorkload(
+        workload=("random,weight=3+sessions,turns=2", "sonnet,input_len=900"), rate=1, requests=40
+    )
+    simulation = Simulation(
+        program="data_parallel", program_args={}, fleet="both=2", profile=PROFILE, options={}, workload=workload
+    )
+    once, again = (simulation.report([4.0], "x") for _ in range(2))
+    assert once.to_json() == again.to_json()
+    assert once.points[0].summary.completed == 40
+    assert msgspec.json.decode(once.to_json())["config"]["workload"]["workload"] == list(workload.workload)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"workload": ("sonnet",), "arrivals": "trace"}, "arrivals"),
+        ({"workload": ("sonnet",)}, "rate"),
+        ({"workload": ("sonnet",), "rate": -1.0}, "rate"),
+        ({"workload": ("sonnet",), "rate": 1.0, "requests": 3, "warm_up": 3}, "warm_up"),
+        ({"workload": ("none",), "rate": 1.0}, "workload"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(BadRequest, match=field):
+        PlannedWorkload(**changes)  # type: ignore[arg-type]
+
+
+def test_the_command_takes_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = mooncake(tmp_path / "t.jsonl", *ROWS)
+    written = tmp_path / "run.json"
+    assert app._run(["sim", "--workload", trace, "--arrival", "trace", "--result-filename", str(written)]) == 0
+    (point,) = msgspec.json.decode(written.read_bytes())["points"]
+    assert point["metrics"]["completed"] == 3
+    assert "recorded" in capsys.readouterr().out
+    for flags, named in (
+        (["--workload", trace, "--input-mean", "5"], "--input-mean"),
+        (["--arrival", "trace"], "trace"),
+    ):
+        assert app._run(["sim", *flags]) == 2
+        assert named in capsys.readouterr().err

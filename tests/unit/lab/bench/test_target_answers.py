@@ -1,0 +1,76 @@
+"""What a server that is to be measured says of itself: whatever it is, it ends in a refusal or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from tercet.lab.bench.target import ask_target, require_programs
+from tercet.protocol import BadRequest, EngineUnreachable
+
+MODELS = b'{"data": [{"id": "m", "max_model_len": 10}]}'
+ODD = {
+    "nested": b"[" * 5000 + b"]" * 5000,
+    "nested, but not too deeply to be read": b"[" * 200 + b"]" * 200,
+    "bytes": b'{"version": "\xff"}',
+    "half a character": b'{"version": "\\ud83d"}',
+    "no number": b'{"version": NaN}',
+    "a list": b"[1, 2]",
+    "nothing": b"",
+}
+
+
+@asynccontextmanager
+async def serving(answers: Mapping[str, bytes], status: int = 200) -> AsyncGenerator[str]:
+    """Answers each path with these bytes, others with 404."""
+
+    async def answer(http: web.Request) -> web.Response:
+        found = answers.get(http.path)
+        return web.Response(status=404) if found is None else web.Response(body=found, status=status)
+
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", answer)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("path", ["/version", "/tercet/v1/engines", "/tercet/v1/program"])
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+async def test_what_it_tells_besides_can_be_written(path: str, odd: bytes) -> None:
+    async with serving({"/v1/models": MODELS, path: odd}) as url:
+        found = await ask_target(url, None, {})
+    assert found.model == "m"
+    assert msgspec.json.decode(msgspec.json.encode(found.about))["max_model_len"] == 10
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+async def test_models_that_cannot_be_read_are_no_answer(odd: bytes) -> None:
+    async with serving({"/v1/models": odd}) as url:
+        with pytest.raises(EngineUnreachable, match="does not answer as an OpenAI server"):
+            await ask_target(url, None, {})
+
+
+@pytest.mark.parametrize("odd", [*ODD.values(), b'{"error": "no"}', b'{"error": {"message": 7}}'])
+async def test_a_refusal_that_cannot_be_read_is_no_answer(odd: bytes) -> None:
+    async with serving({"/v1/models": odd}, status=400) as url:
+        with pytest.raises(EngineUnreachable, match="does not say whether"):
+            await require_programs(url, ["a"], {})
+    async with serving({"/v1/models": b'{"error": {"message": "x-tercet-program: no"}}'}, status=400) as url:
+        with pytest.raises(BadRequest, match="--program: no"):
+            await require_programs(url, ["a"], {})
+
+
+async def test_engines_whose_version_is_no_mapping_have_none() -> None:
+    async with serving({"/version": b"[1]"}) as engine:
+        engines = msgspec.json.encode([{"url": engine}, {"url": 7}, 3])
+        async with serving({"/v1/models": MODELS, "/tercet/v1/engines": engines}) as url:
+            assert "engine_versions" not in (await ask_target(url, None, {})).about

@@ -1,0 +1,198 @@
+"""Engines of one host: each one's steps take longer while others compute, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tercet.lab.sim import EngineOptions, Host, Network, Profile, SimEngine, run_virtual
+from tercet.lab.sim.step_times import HostSharing
+from tercet.protocol import BadRequest, EngineUnreachable, Request
+
+from .models import collect, profile_of, request_of, tokens_of
+
+TWICE = HostSharing(
+    prefill_beside_prefill=2.0, prefill_beside_decode=2.0, decode_beside_prefill=2.0, decode_beside_decode=2.0
+)
+DIFFERENT = HostSharing(
+    prefill_beside_prefill=2.0, prefill_beside_decode=1.5, decode_beside_prefill=3.0, decode_beside_decode=1.25
+)
+
+
+def sharing(factors: HostSharing = TWICE) -> Profile:
+    return replace(profile_of(), sharing=factors)
+
+
+def engines_on(host: Host | None, profile: Profile, count: int = 2) -> list[SimEngine]:
+    network, options = Network(), EngineOptions(stream_every=1)
+    return [SimEngine(f"e{index}", profile, network, options, host=host) for index in range(count)]
+
+
+async def ends_of(engine: SimEngine, request: Request, start: float = 0.0) -> list[float]:
+    """When each token came."""
+    clock = asyncio.get_running_loop().time
+    await asyncio.sleep(start)
+    return [clock() async for _ in engine.start_generate(request)]
+
+
+def both(profile: Profile, first: tuple[int, int, float], second: tuple[int, int, float]) -> list[list[float]]:
+    """Token times of two requests, ``(prompt, output, start)``, each on an engine of its own, on one host."""
+
+    async def main() -> list[list[float]]:
+        engines = engines_on(Host(), profile)
+        runs: list[Coroutine[Any, Any, list[float]]] = [
+            ends_of(engine, request_of(f"s{index}", length, tokens), start)
+            for index, (engine, (length, tokens, start)) in enumerate(zip(engines, (first, second), strict=True))
+        ]
+        return list(await asyncio.gather(*runs))
+
+    return run_virtual(main())
+
+
+def test_steps_beside_one_another_take_longer() -> None:
+    # 100 tokens take 109 ms alone.
+    (a,), (b,) = both(sharing(), (100, 1, 0.0), (100, 1, 0.0))
+    assert (a, b) == (pytest.approx(0.218), pytest.approx(0.218))
+
+
+def test_a_step_is_slowed_for_the_part_that_runs_beside_another() -> None:
+    (a,), (b,) = both(sharing(), (100, 1, 0.0), (100, 1, 0.050))
+    # 50 ms alone, then 59 ms of work at half the speed; b has 50 ms of work left when a ends.
+    assert a == pytest.approx(0.050 + 2 * 0.059)
+    assert b == pytest.approx(a + 0.050)
+
+
+def test_the_factor_depends_on_what_both_do() -> None:
+    # One decodes at 10 ms per step, the other prefills for 109 ms from 1 s on.
+    decodes, (prefilled,) = both(sharing(DIFFERENT), (1, 201, 0.0), (100, 1, 1.0))
+    assert prefilled == pytest.approx(1.0 + 1.5 * 0.109)
+    gaps = [after - before for before, after in pairwise(decodes)]
+    beside = [gap for gap, at in zip(gaps, decodes[1:], strict=True) if 1.03 < at < prefilled - 0.001]
+    assert beside == pytest.approx([0.030] * len(beside))
+    assert len(beside) >= 3
+    alone = [gap for gap, at in zip(gaps, decodes[1:], strict=True) if at < 1.0 or at > prefilled + 0.03]
+    assert alone == pytest.approx([0.010] * len(alone))
+
+
+def test_runs_of_decodes_slow_one_another() -> None:
+    a, b = both(sharing(DIFFERENT), (1, 101, 0.0), (1, 101, 0.0))
+    assert a[-1] == b[-1] == pytest.approx(101 * 1.25 * 0.010)
+
+
+def test_an_engine_that_is_alone_on_its_host_is_not_slowed() -> None:
+    async def times(host: Host | None) -> list[float]:
+        engine, _ = engines_on(host, sharing(DIFFERENT))
+        runs = [ends_of(engine, request_of(f"s{index}", 50 * index + 1, 20), 0.03 * index) for index in range(5)]
+        return [at for run in await asyncio.gather(*runs) for at in run]
+
+    shared, own = run_virtual(times(Host())), run_virtual(times(None))
+    assert shared == pytest.approx(own)
+
+
+JOBS = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300)), min_size=1, max_size=6)
+
+
+@given(JOBS)
+def test_steps_that_are_twice_as_long_beside_another_share_the_machine(jobs: list[tuple[int, int]]) -> None:
+    """With factors of 2, so many engines that compute run at one part of the speed each: no work is lost or won."""
+
+    async def main() -> float:
+        engines = engines_on(Host(), sharing(), len(jobs))
+        runs = [
+            ends_of(engine, request_of(f"s{index}", length, 1), start / 1000)
+            for index, (engine, (start, length)) in enumerate(zip(engines, jobs, strict=True))
+        ]
+        return max(end for run in await asyncio.gather(*runs) for end in run)
+
+    # The same work, one job after the other.
+    ends = 0.0
+    for start, length in sorted(jobs):
+        ends = max(ends, start / 1000) + 0.010 + 0.001 * (length - 1)
+    assert run_virtual(main()) == pytest.approx(ends)
+
+
+@given(st.integers(1, 300), st.integers(1, 30), st.integers(1, 300), st.integers(1, 30), st.integers(0, 500))
+def test_nobody_is_faster_than_alone_or_slower_than_the_largest_factor(
+    prompt: int, tokens: int, other: int, others: int, start: int
+) -> None:
+    a, b = both(sharing(DIFFERENT), (prompt, tokens, 0.0), (other, others, start / 1000))
+    for times, length, count, began in ((a, prompt, tokens, 0.0), (b, other, others, start / 1000)):
+        alone = 0.010 + 0.001 * (length - 1) + 0.010 * (count - 1)
+        assert alone - 1e-9 <= times[-1] - began <= 3.0 * alone + 1e-9
+        assert times == sorted(times)
+
+
+def test_an_engine_that_dies_slows_nobody_any_more() -> None:
+    async def main() -> tuple[float, float]:
+        dying, staying = engines_on(Host(), sharing(replace(TWICE, linger=5.0, prefill_beside_linger=9.0)))
+        lost = asyncio.create_task(collect(dying.start_generate(request_of("a", 1000))))
+        run = asyncio.create_task(ends_of(staying, request_of("b", 100, 1)))
+        await asyncio.sleep(0.1)
+        dying.fail()
+        with pytest.raises(EngineUnreachable):
+            await lost
+        (first,) = await run
+        dying.recover()
+        began = asyncio.get_running_loop().time()
+        assert began == pytest.approx(first)
+        again = [tokens_of(engine, request_of(engine.name, 50, 1, first=5000)) for engine in (dying, staying)]
+        await asyncio.gather(*again)
+        return first, asyncio.get_running_loop().time() - began
+
+    # Nor does it linger.
+    first, after = run_virtual(main())
+    assert first == pytest.approx(0.1 + 0.109 - 0.050)
+    assert after == pytest.approx(2 * 0.059)
+
+
+LINGERING = replace(TWICE, linger=0.3, decode_beside_linger=3.0, prefill_beside_linger=1.5)
+
+
+def test_an_engine_that_has_just_computed_slows_others_for_a_while() -> None:
+    # One prefills for 109 ms alone; the other begins 20 ms later to decode, at 10 ms per step.
+    decodes, (prefilled,) = both(sharing(LINGERING), (1, 61, 0.050), (100, 1, 0.0))
+    assert prefilled == pytest.approx(0.050 + 2 * 0.059)
+    lingers = [after - before for before, after in pairwise(decodes) if prefilled < before and after < prefilled + 0.3]
+    assert lingers == pytest.approx([0.030] * len(lingers))
+    assert len(lingers) >= 8
+    later = [after - before for before, after in pairwise(decodes) if before > prefilled + 0.3]
+    assert later == pytest.approx([0.010] * len(later))
+    assert later
+
+
+def test_an_engine_that_computes_again_lingers_no_longer() -> None:
+    async def main() -> float:
+        first, second = engines_on(Host(), sharing(LINGERING))
+        await tokens_of(first, request_of("a", 100, 1))
+        await asyncio.sleep(0.2)
+        # From now on both compute; 0.1 s later the end of the lingering must not count as the end of this prefill.
+        runs = (ends_of(first, request_of("b", 300, 1, first=5000)), ends_of(second, request_of("c", 300, 1)))
+        return (await asyncio.gather(*runs))[1][0]
+
+    assert run_virtual(main()) == pytest.approx(0.109 + 0.2 + 2 * 0.309)
+
+
+def test_the_time_in_which_steps_run_is_the_loops() -> None:
+    async def main() -> list[float]:
+        engines = engines_on(Host(), sharing())
+        runs = (tokens_of(engine, request_of(engine.name, 100, 11)) for engine in engines)
+        await asyncio.gather(*runs)
+        return [engine.counters.busy for engine in engines]
+
+    assert run_virtual(main()) == pytest.approx([2 * 0.209] * 2)
+
+
+def test_a_profile_must_say_what_engines_of_a_host_do_to_one_another() -> None:
+    async def main() -> None:
+        with pytest.raises(BadRequest, match=r"host: profile test has no data on engines that share a host") as refused:
+            engines_on(Host(), profile_of())
+        assert refused.value.param == "host"
+
+    run_virtual(main())

@@ -1,0 +1,111 @@
+"""Simulated fleets know of their engines what real ones do: load and cached blocks, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+
+from tercet.decisions.scheduling import Scheduling, SchedulingProfile
+from tercet.decisions.scheduling.pickers import MaxScorePicker
+from tercet.fleet import EngineFleet, EngineObserver, Member
+from tercet.lab.sim import Network, SimEngine, run_virtual
+from tercet.lab.sim.engine_options import EngineOptions
+from tercet.lab.sim.load_reports import REPORT_SECONDS
+
+from .models import BLOCK, profile_of, request_of, tokens_of
+
+
+def observed(blocks: int = 1000) -> tuple[EngineFleet, SimEngine]:
+    engine = SimEngine("e", profile_of(blocks=blocks), Network(), EngineOptions())
+    fleet = EngineFleet([Member("e", "sim://e", "both", engine)], stale_after=math.inf)
+    observer = EngineObserver(fleet.knowledge, "e", BLOCK)
+    fleet.knowledge.hear_from(lambda: engine.observe(observer), lambda: engine.observe_blocks(observer))
+    return fleet, engine
+
+
+def test_blocks_are_known_as_they_come_and_go() -> None:
+    async def main() -> None:
+        fleet, engine = observed(blocks=10)
+        first, second = request_of("a", 100), request_of("b", 100, first=5000)
+        await tokens_of(engine, first)  # before anybody asks
+        assert fleet.knowledge.cached_tokens("e", first) == 96
+        await tokens_of(engine, second)
+        assert fleet.knowledge.cached_tokens("e", second) == 96
+        assert fleet.knowledge.cached_tokens("e", first) < 96, "there is no room for both"
+        engine.fail()
+        engine.recover()
+        assert fleet.knowledge.cached_tokens("e", second) == 0
+        await tokens_of(engine, second)
+        assert fleet.knowledge.cached_tokens("e", second) == 96
+
+    run_virtual(main())
+
+
+def test_load_is_reported_at_most_once_in_a_while_and_not_at_rest() -> None:
+    async def main() -> None:
+        fleet, engine = observed()
+        times: list[float] = []
+        loop = asyncio.get_running_loop()
+        report = fleet.knowledge.loads.report
+
+        def noted(name: str, load: object) -> None:
+            times.append(loop.time())
+            report(name, load)  # type: ignore[arg-type]
+
+        fleet.knowledge.loads.report = noted  # type: ignore[method-assign]
+        fleet.knowledge.needed()
+        works = [asyncio.ensure_future(tokens_of(engine, request_of(f"s{i}", 100, 50, i * 1000))) for i in range(3)]
+        await asyncio.sleep(0.3)
+        last = fleet.knowledge.loads.last("e")
+        assert last is not None
+        assert last[0].running == 3
+        assert last[0].kv_usage > 0
+        await asyncio.gather(*works)
+        await asyncio.sleep(100)
+        last = fleet.knowledge.loads.last("e")
+        assert last is not None
+        assert (last[0].running, last[0].waiting) == (0, 0)
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert min(gaps) >= REPORT_SECONDS - 1e-9
+        assert len(times) < 30, "an engine at rest says nothing"
+
+    run_virtual(main())
+
+
+def test_a_pick_by_profile_asks() -> None:
+    async def main() -> None:
+        fleet, _engine = observed()
+        fleet.scheduling = Scheduling({"p": SchedulingProfile("p", [], [], MaxScorePicker())})
+        with fleet.pick(by="p"):
+            assert fleet.knowledge.loads.last("e") is not None
+
+    run_virtual(main())
+
+
+def test_blocks_are_told_of_once_somebody_asks_for_them() -> None:
+    async def main() -> None:
+        fleet, engine = observed()
+        fleet.knowledge.needed()
+        await tokens_of(engine, request_of("a", 100))
+        assert not fleet.knowledge.told
+        assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 96
+        assert fleet.knowledge.told
+        engine.fail()
+        engine.recover()
+        assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 0
+
+    run_virtual(main())
+
+
+def test_nothing_is_told_before_somebody_asks() -> None:
+    async def main() -> None:
+        fleet, engine = observed()
+        await tokens_of(engine, request_of("a", 100))
+        assert fleet.knowledge.loads.last("e") is None
+        with fleet.pick(by="round_robin"):
+            assert fleet.knowledge.loads.last("e") is None
+        fleet.knowledge.cached_tokens("e", request_of("b", 100))
+        assert fleet.knowledge.loads.last("e") is not None
+
+    run_virtual(main())

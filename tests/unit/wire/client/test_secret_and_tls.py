@@ -1,0 +1,205 @@
+"""What a router shows its engines: the fleet's secret, and over TLS who it is. Real sockets, simulated engine."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tercet.cluster.ports import free_ports
+from tercet.lab.sim.sim_engine import SimEngine
+from tercet.lab.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json
+from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
+from tercet.wire.client import HttpEngine, engine_tls
+from tercet.wire.streams import StreamListener
+from tests.unit.lab.sim.models import profile_of, request_of
+from tests.unit.lab.sim.test_serving import QUICK
+from tests.unit.wire.client.certificates import HOST, Authority
+
+
+@asynccontextmanager
+async def served(tls: ssl.SSLContext | None, seen: list[str | None], keys: Sequence[str] = ()) -> AsyncGenerator[str]:
+    """A simulated engine's verbs; ``seen`` gets the authorization of each call."""
+
+    @web.middleware
+    async def note(request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
+        seen.append(request.headers.get("authorization"))
+        return await handler(request)
+
+    profile = profile_of(QUICK, 1000)
+    async with aiohttp.ClientSession() as session:
+        network = HttpNetwork(profile.transfer, session)
+        verbs = Verbs(SimEngine("e", profile, network), keys)
+        app = web.Application(middlewares=[note, errors_as_json])
+        app.add_routes(verbs.routes())
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
+        await runner.setup()
+        (port,) = free_ports(HOST, 1)
+        await web.TCPSite(runner, HOST, port, ssl_context=tls).start()
+        try:
+            yield f"http{'s' if tls else ''}://{HOST}:{port}"
+        finally:
+            await verbs.relay.close()
+            await runner.cleanup()
+            await network.posting.close()
+
+
+def server_tls(authority: Authority, clients: Authority | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*authority.issue("engine"))
+    if clients is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(clients.file)
+    return context
+
+
+@pytest.mark.parametrize(
+    ("secret", "keys"),
+    [
+        ("s3cret", ["s3cret"]),
+        ("", []),
+        ("s3cret\n", ["s3cret"]),
+        ("s3cret before", ["after", "s3cret"]),
+        ("s3cret", []),
+    ],
+)
+async def test_every_call_proves_the_secret_and_none_shows_it(secret: str, keys: list[str]) -> None:
+    seen: list[str | None] = []
+    async with served(None, seen, keys) as url, StreamListener() as listener:
+        for listening in (None, listener):
+            async with HttpEngine("e", url, listening, secret=secret) as engine:
+                request = request_of("s", 8, max_tokens=3)
+                async with engine.prep_recv(request):
+                    pass
+                outputs = [output async for output in engine.start_generate(request_of("s", 8, max_tokens=3))]
+                assert outputs[-1].finished
+                await engine.abort("nobody")
+    assert not any("s3cret" in (shown or "") for shown in seen)
+    proofs = [shown for shown in seen if shown is not None]
+    assert len(set(proofs)) == len(proofs)
+    assert len(proofs) >= len(seen) / 2 if keys else not proofs  # the first calls are answered with a challenge
+
+
+@pytest.mark.parametrize(
+    "challenge", [None, 'Tercet challenge="x"', "Bearer", 'Tercet challenge="", x', "Basic realm=x"]
+)
+async def test_nobody_gets_the_secret_by_asking_for_it(challenge: str | None) -> None:
+    """Whatever a stranger at an engine's address says, it learns nothing that opens an engine of the fleet."""
+    seen: list[str] = []
+
+    async def refuse(http: web.Request) -> web.Response:
+        seen.extend(f"{name}: {value}" for name, value in http.headers.items())
+        headers = {} if challenge is None else {"www-authenticate": challenge}
+        return web.json_response({}, status=401, headers=headers)
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(HOST, 1)
+    await web.TCPSite(runner, HOST, port).start()
+    try:
+        async with HttpEngine("e", f"http://{HOST}:{port}", secret="s3cret") as engine:
+            with pytest.raises(TercetError):
+                await engine.status()
+    finally:
+        await runner.cleanup()
+    assert not any("s3cret" in line for line in seen)
+    async with served(None, [], ["s3cret"]) as url, aiohttp.ClientSession() as session:
+        for line in seen:
+            name, _, value = line.partition(": ")
+            if name.lower() == "authorization":
+                async with session.get(f"{url}/tercet/v1/status", headers={"authorization": value}) as answer:
+                    assert answer.status == 401
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    asked: list[str] = []
+
+    async def redirect(http: web.Request) -> web.Response:
+        asked.append(http.path)
+        return web.Response(status=307, headers={"location": "/elsewhere"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(HOST, 1)
+    await web.TCPSite(runner, HOST, port).start()
+    try:
+        async with HttpEngine("e", f"http://{HOST}:{port}") as engine:
+            with pytest.raises(TercetError):
+                await engine.status()
+    finally:
+        await runner.cleanup()
+    assert asked == ["/tercet/v1/status"]
+
+
+async def test_verbs_and_token_streams_of_an_engine_behind_tls(tmp_path: Path) -> None:
+    ours = Authority(tmp_path, "ours")
+    clients = Authority(tmp_path, "clients")
+    certificate, key = clients.issue("router")
+    seen: list[str | None] = []
+    async with served(server_tls(ours, clients), seen) as url, StreamListener() as listener:
+        tls = engine_tls(str(ours.file), str(certificate), str(key))
+        async with HttpEngine("e", url, listener, secret="s", tls=tls) as engine:
+            assert (await engine.status()).engine == "e"
+            outputs = [output async for output in engine.start_generate(request_of("s", 8, max_tokens=3))]
+            assert outputs[-1].finished
+        assert seen
+        seen.clear()
+        for wrong in (
+            engine_tls(str(ours.file), None, None),  # who does not show a certificate
+            engine_tls(str(ours.file), *map(str, ours.issue("stranger"))),  # or one of somebody else's
+            engine_tls(str(clients.file), str(certificate), str(key)),  # and an engine that somebody else has signed
+            None,
+        ):
+            async with HttpEngine("e", url, tls=wrong) as engine:
+                with pytest.raises(EngineUnreachable):
+                    await engine.status()
+        assert not seen
+
+
+async def test_an_engine_that_wants_another_secret_is_an_error_that_says_so() -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        error = Unauthorized("this engine asks for its fleet's secret", "authorization")
+        return web.json_response(error.to_wire(), status=error.status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(HOST, 1)
+    await web.TCPSite(runner, HOST, port).start()
+    try:
+        async with HttpEngine("e", f"http://{HOST}:{port}", secret="wrong") as engine:
+            with pytest.raises(TercetError, match="fleet's secret") as caught:
+                await engine.abort("s")
+            assert "wrong" not in str(caught.value)
+    finally:
+        await runner.cleanup()
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    ours = Authority(tmp_path, "ours")
+    certificate, _ = ours.issue("a")
+    _, other_key = ours.issue("b")
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("nonsense")
+    for files, param in (
+        ((str(tmp_path / "missing"), None, None), "engine-ca"),
+        ((str(nonsense), None, None), "engine-ca"),
+        ((None, str(tmp_path / "missing"), None), "engine-cert"),
+        ((None, str(certificate), None), "engine-cert"),
+        ((None, str(certificate), str(other_key)), "engine-cert"),
+        ((None, None, str(other_key)), "engine-key"),
+    ):
+        with pytest.raises(BadRequest, match=f"^{param}: ") as caught:
+            engine_tls(*files)
+        assert caught.value.param == param
+    assert engine_tls(None, None, None) is None
