@@ -7,8 +7,8 @@ none of this process's. A sum over routers and engines would count tokens twice,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import cast
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
@@ -93,7 +93,7 @@ def with_metrics(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):
-            make = cast("Callable[[Collector], ASGIApp]", prometheus_client.make_asgi_app)  # its type is incomplete
+            make = cast("Any", prometheus_client).make_asgi_app  # its type is incomplete
             await make(metrics_of(fleet))(scope, receive, send)
         else:
             await app(scope, receive, send)

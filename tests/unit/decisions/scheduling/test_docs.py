@@ -14,7 +14,7 @@ from tests.unit.fakes import FakeEngine
 
 from .builders import Bench, View, listed, loaded, request_of
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "scheduling.md").read_text()
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "scheduling.md").read_text()
 
 
 def examples(language: str) -> list[str]:

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 SEEDS = range(12)
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "measurements.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "measurements.md"
 # Of a mean over seeds; a run repeats to the byte, so nothing but code moves it.
 DRIFT = 0.1
 

@@ -54,7 +54,7 @@ def test_disaggregation_is_ahead_by_its_decode_steps(setting: EvaluationSetup) -
 
 @pytest.mark.slow
 def test_the_other_rates_of_the_figure_follow(setting: EvaluationSetup) -> None:
-    plot = parse_plot(Path(__file__).parents[3].joinpath("benchmarks/microserving_figure.json").read_bytes())
+    plot = parse_plot(Path(__file__).parents[4].joinpath("benchmarks/microserving_figure.json").read_bytes())
     assert held_out_error(setting, FITTED, plot) < 0.11
 
 

@@ -103,7 +103,7 @@ def test_requests_at_given_times_are_served_then_and_warm_up_is_not_counted() ->
 
 def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
     """The program that the simulator's speed is measured with."""
-    program = str(Path(__file__).parents[3] / "benchmarks" / "prefix_aware.py") + ":prefix_aware"
+    program = str(Path(__file__).parents[4] / "benchmarks" / "prefix_aware.py") + ":prefix_aware"
     shared = SyntheticWorkload(rate=1, requests=400, input_mean=512, output_mean=16, prefixes=16, prefix=256)
     given = {"fleet": "both=8", "workload": shared}
     aware = simulation(program=program, **given)

@@ -97,7 +97,7 @@ async def test_kv_and_tokens_are_of_one_adapter() -> None:
 @pytest.mark.slow
 def test_affinity_saves_loads_and_waiting() -> None:
     """examples/lora_affinity.py, made small."""
-    example = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "lora_affinity.py"))
+    example = runpy.run_path(str(Path(__file__).resolve().parents[4] / "examples" / "lora_affinity.py"))
     setting = example["Setting"](engines=4, adapters=16, max_loras=2, lora_load=0.2, rate=4.0, requests=300)
     found = example["compare"](setting, seeds=1)
     without, with_scorer = found["without"], found["with lora-affinity"]

@@ -25,7 +25,7 @@ from .models import is_empty, profile_of, request_of
 pytestmark = pytest.mark.processes
 
 HOST = "127.0.0.1"
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 # Ten seconds of tokens: far more than any test waits for.
 MANY = 1000
 SECONDS = 30
