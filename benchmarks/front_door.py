@@ -269,7 +269,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     model = resolve_model("smollm2", lambda _: None)
     rows: list[Row] = []
     with ExitStack() as stack:
-        source_port, door, stock, proxy, floor = (free_port() for _ in range(5))
+        source_port, router, stock, proxy, floor = (free_port() for _ in range(5))
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step)}
         stack.enter_context(
@@ -278,14 +278,14 @@ def run(args: argparse.Namespace) -> list[Row]:
         door_pid = stack.enter_context(
             process(
                 "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
-                "data_parallel", "--port", str(door), "--model", model, "--served-model-name", MODEL_NAME,
-                "--log-level", "warning", port=door,
+                "data_parallel", "--port", str(router), "--model", model, "--served-model-name", MODEL_NAME,
+                "--log-level", "warning", port=router,
             )
         )  # fmt: skip
         sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         stack.enter_context(process(this, "core", *sockets, **step))
         stock_pid = stack.enter_context(process(this, "peer", str(stock), model, *sockets, port=stock))
-        servers = [("tercet", door, [door_pid]), ("vllm api server", stock, [stock_pid])]
+        servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
         writer_pid = stack.enter_context(process(this, "writer", str(floor), str(args.tokens), port=floor, **step))
         servers.append(("writes alone", floor, [writer_pid]))
         if args.router_wheel:
@@ -308,7 +308,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         for name, port, pids in servers:
             rows.append(measure(name, "100 requests/s", port, pids, args.seconds, args.tokens, rate=100.0))
         rows += [
-            measure("tercet", f"{streams} streams", door, [door_pid], args.seconds, args.tokens, streams=streams)
+            measure("tercet", f"{streams} streams", router, [door_pid], args.seconds, args.tokens, streams=streams)
             for streams in args.many
         ]
     return rows

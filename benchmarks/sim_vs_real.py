@@ -116,7 +116,7 @@ async def engines_of(url: str) -> list[str]:
 
 def measure(url: str, engines: Sequence[str], profile: Path, sizes: Sequence[str]) -> None:
     """``tercet profile measure``, as one would run it."""
-    flags = ["--front-door", url, *(part for engine in engines for part in ("--engine", engine))]
+    flags = ["--router", url, *(part for engine in engines for part in ("--engine", engine))]
     command = [sys.executable, "-m", "tercet.cli", "profile", "measure", *flags]
     subprocess.run([*command, *sizes, "-o", str(profile)], check=True)
 

@@ -41,24 +41,24 @@ async def source(port: int) -> None:
     from aiohttp import web
 
     from tercet.protocol import EngineStatus, Output, Usage
-    from tercet.protocol.wire import PREFIX, ConnectCall, Destination, StartGenerateCall, decode_call
-    from tercet.wire.streams import FrontDoors, SequenceSender
+    from tercet.protocol.wire import API_PREFIX, ConnectCall, StartGenerateCall, StreamDestination, decode_call
+    from tercet.wire.streams import RouterConnections, SequenceSender
 
     running: dict[SequenceSender, int] = {}
     outputs = [Output((token,)) for token in range(1000, 2000)]
 
     async def connect(http: web.Request) -> web.Response:
-        door = decode_call(await http.read(), ConnectCall).door
-        await front_doors.connect(door.address, door.key)
+        router = decode_call(await http.read(), ConnectCall).router
+        await router_connections.connect(router.address, router.key)
         return web.json_response({"connected": True})
 
-    async def start_generate(call: StartGenerateCall, door: Destination) -> None:
-        connection = await front_doors.connect(door.address, door.key)
-        sender = connection.sender(door.number, 0, lambda: running.pop(sender, None))
+    async def start_generate(call: StartGenerateCall, router: StreamDestination) -> None:
+        connection = await router_connections.connect(router.address, router.key)
+        sender = connection.sender(router.number, 0, lambda: running.pop(sender, None))
         running[sender] = call.sampling_params.get("max_tokens", 16) - 1
         sender.send(Output((1000,), usage=Usage(computed=len(call.prompt))))
 
-    front_doors = FrontDoors("source", "", lambda: None, start_generate)
+    router_connections = RouterConnections("source", "", lambda: None, start_generate)
 
     async def status(_: web.Request) -> web.Response:
         found = EngineStatus(
@@ -69,8 +69,8 @@ async def source(port: int) -> None:
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     app = web.Application()
-    app.add_routes([web.post(f"{PREFIX}/connect", connect)])
-    app.add_routes([web.get(f"{PREFIX}/status", status)])
+    app.add_routes([web.post(f"{API_PREFIX}/connect", connect)])
+    app.add_routes([web.get(f"{API_PREFIX}/status", status)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -57,13 +57,13 @@ async def measure_prep_recv(session: aiohttp.ClientSession, engine: str, length:
     return took
 
 
-async def run(front_door: str, length: int, rounds: int) -> None:
+async def run(router: str, length: int, rounds: int) -> None:
     """Measure each way in turn and print the medians."""
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{front_door}/tercet/v1/engines") as response:
+        async with session.get(f"{router}/tercet/v1/engines") as response:
             engines = {engine["role"]: engine["url"] for engine in await response.json()}
         lone = engines["prefill"]
-        ways = {"lone engine": (lone, None), "disaggregated": (front_door, "disaggregated")}
+        ways = {"lone engine": (lone, None), "disaggregated": (router, "disaggregated")}
         found: dict[str, list[Timing]] = {way: [] for way in ways}
         for number in range(rounds + 1):
             for way, (url, program) in ways.items():
@@ -85,11 +85,11 @@ async def run(front_door: str, length: int, rounds: int) -> None:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("front_door", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("router", nargs="?", default="http://127.0.0.1:8000")
     parser.add_argument("--length", type=int, default=512, help="prompt length in tokens")
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
-    asyncio.run(run(args.front_door, args.length, args.rounds))
+    asyncio.run(run(args.router, args.length, args.rounds))
 
 
 if __name__ == "__main__":

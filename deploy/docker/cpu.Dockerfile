@@ -1,4 +1,4 @@
-# Front doors, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
+# Routers, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
 #     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.1.0 .
 FROM python:3.11-slim-bookworm
 # A compiler, for what PyTorch compiles at run time; tini is process 1 and reaps what engines leave behind.

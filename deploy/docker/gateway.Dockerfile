@@ -1,4 +1,4 @@
-# The endpoint picker, the rescheduler, and commands that talk to a front door; without torch and vLLM.
+# The endpoint picker, the rescheduler, and commands that talk to a router; without torch and vLLM.
 #     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.1.0 .
 FROM python:3.11-slim-bookworm
 RUN apt-get update \

@@ -18,7 +18,7 @@ from tercet.vllm_plugin import endpoint
 
 HEAD = """# HTTP: routes, headers, errors
 
-Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the router](../front-door.md#openai-routes) lists what is
+Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the router](../router.md#openai-routes) lists what is
 served of it.
 """
 ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. `code` is

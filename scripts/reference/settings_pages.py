@@ -20,10 +20,10 @@ from tercet.router.routing import Plan, Rule, Share
 from tercet.settings import (
     Declared,
     EngineAddress,
-    FrontDoorConfig,
     PickerConfig,
     ReschedulerConfig,
     RouterConfig,
+    RouterSettings,
     Settings,
     SidecarConfig,
     declared,
@@ -56,16 +56,16 @@ The keys of files that have a form of their own. All of them are read strictly: 
 
 def settings_page() -> str:
     """Settings of commands, of benchmarks and of an engine's plugin."""
-    front_door = [FrontDoorConfig]
+    router = [RouterSettings]
     return "\n\n".join(
         [
             SETTINGS_HEAD.strip(),
             "## Of a router\n\nOf `tercet up` and `tercet router` alike.",
-            settings_table(FrontDoorConfig),
+            settings_table(RouterSettings),
             "## Of `tercet up` alone",
-            settings_table(UpConfig, but=front_door),
+            settings_table(UpConfig, but=router),
             "## Of `tercet router` alone",
-            settings_table(RouterConfig, but=front_door),
+            settings_table(RouterConfig, but=router),
             "## Of `tercet rescheduler`\n\nBeside those of a router that begin with `reschedule`, `move` and `max-move`:",
             settings_table(ReschedulerConfig, but=[RouterConfig]),
             "## Of `tercet epp`",

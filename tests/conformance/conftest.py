@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from .envoy_side import BUFFERED, DUPLEX, MODES, EnvoySide
-from .plain_door import plain_door
+from .plain_router import plain_router
 
 HOME = "tests.conformance"
 """What this package is called in Tercet's repository, where there is a picker to start."""
@@ -73,7 +73,7 @@ class Way:
         """A channel to an address; with TLS as ``--tls`` says, if not told."""
         if self.config.getoption("--tls", False) if tls is None else tls:
             host, _, port = address.rpartition(":")
-            address = await self._stack.enter_async_context(plain_door(host.strip("[]"), int(port)))
+            address = await self._stack.enter_async_context(plain_router(host.strip("[]"), int(port)))
         return await self._stack.enter_async_context(grpc.aio.insecure_channel(address))
 
     async def started(self, *, answers: bool = True, full: bool = False) -> tuple[str, frozenset[str]]:

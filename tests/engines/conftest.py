@@ -147,9 +147,7 @@ def places_of(url: str, tmp: Path, *args: str, model: str = MODEL) -> dict[str, 
 
 
 @contextmanager
-def front_door_over(
-    engines: Mapping[str, str], tmp: Path, *args: str, model: str | Path | None = None
-) -> Generator[str]:
+def router_over(engines: Mapping[str, str], tmp: Path, *args: str, model: str | Path | None = None) -> Generator[str]:
     """Another router, with `args` of `tercet router`; its URL, once it answers.
 
     `engines` are URLs by names that begin with the role; their model is the shared fleet's if none is given.
@@ -217,10 +215,10 @@ def answers(url: str) -> bool:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The shared fleet: one prefill and one decode engine behind a router.
 
-    While working on the tests, TERCET_TEST_FRONT_DOOR=URL takes one that runs already (float32, min_send=1).
+    While working on the tests, TERCET_TEST_ROUTER=URL takes one that runs already (float32, min_send=1).
     """
     tmp = tmp_path_factory.mktemp("fleet")
-    if given := os.environ.get("TERCET_TEST_FRONT_DOOR"):
+    if given := os.environ.get("TERCET_TEST_ROUTER"):
         shared = Fleet(given, places_of(given, tmp, *ENGINE_ARGS, model=str(small_llama())))
     else:
         args = ("--program-arg", "min_send=1", "--", *ENGINE_ARGS)
@@ -247,7 +245,7 @@ def breakable(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     places = {**fleet.places, third.name: third}
     urls = {name: place.url for name, place in places.items()}
     try:
-        with front_door_over(urls, tmp, "--program-arg", "min_send=1") as url:
+        with router_over(urls, tmp, "--program-arg", "min_send=1") as url:
             yield Fleet(url, places)
     finally:
         third.stop()

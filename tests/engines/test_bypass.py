@@ -77,7 +77,7 @@ async def settles(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-def front_door_is_idle(fleet: Fleet) -> bool:
+def router_is_idle(fleet: Fleet) -> bool:
     engines = get_json(f"{fleet.url}/tercet/v1/engines")
     return all(each["reachable"] and not each["in_flight"] for each in engines)
 
@@ -110,7 +110,7 @@ async def test_sequences_leave_a_stopped_core_with_their_kv(fleet: Fleet) -> Non
     assert len({move["seq_id"] for move in moved}) == len(prompts), moved
     assert all(move["bytes"] > 0 and move["recomputed"] <= 2 for move in moved)
     assert bypassed(fleet) - before == len(prompts)
-    await settles(lambda: front_door_is_idle(fleet))
+    await settles(lambda: router_is_idle(fleet))
 
 
 async def test_a_policy_moves_them_before_the_engine_is_given_up(fleet: Fleet) -> None:
@@ -125,7 +125,7 @@ async def test_a_policy_moves_them_before_the_engine_is_given_up(fleet: Fleet) -
     moved = await moved_since(fleet, last)
     assert [move["reason"] for move in moved] == ["failover"], moved
     assert moved[0]["bytes"] > 0
-    await settles(lambda: front_door_is_idle(fleet))
+    await settles(lambda: router_is_idle(fleet))
 
 
 async def test_with_its_agent_stopped_too_all_is_computed_anew(fleet: Fleet) -> None:
@@ -139,7 +139,7 @@ async def test_with_its_agent_stopped_too_all_is_computed_anew(fleet: Fleet) -> 
             answers = await asyncio.gather(*asked)
     assert answer_of(answers[0]) == answer_of(calm)
     assert not any(status == 200 for status, _ in moves), moves
-    await settles(lambda: front_door_is_idle(fleet))
+    await settles(lambda: router_is_idle(fleet))
 
 
 LARGE = [prompt_of(600, seed=90 + index) for index in range(2)]
@@ -184,4 +184,4 @@ async def test_a_core_that_goes_on_in_the_middle_of_a_send_spoils_nothing(
         print(f"{seed}: {bypassed(fleet) - before:.0f} sends without the core: {ends}")
         answers = await asyncio.gather(*asked)
     assert [answer_of(answer) for answer in [*answers, *again]] == calm
-    await settles(lambda: front_door_is_idle(fleet))
+    await settles(lambda: router_is_idle(fleet))

@@ -15,7 +15,7 @@ import pytest
 
 from tercet.protocol import Request, Unauthorized
 from tercet.protocol.headers import INCARNATION_HEADER
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
 
@@ -43,7 +43,7 @@ async def test_a_stranger_is_refused_on_every_route_and_changes_nothing(url: str
         before = await settled(engine)
         async with session.get(f"{url}/openapi.json") as answer:
             routes = [(path, method) for path, methods in (await answer.json())["paths"].items() for method in methods]
-        ours = [(path, method) for path, method in routes if path.startswith(PREFIX)]
+        ours = [(path, method) for path, method in routes if path.startswith(API_PREFIX)]
         assert len(ours) >= 7
         for path, method in ours:
             for shown in ({}, {"authorization": "Bearer wrong"}, {"authorization": SECRET}):
@@ -83,7 +83,7 @@ async def test_calls_for_another_start_are_refused(url: str) -> None:
         assert status.dtype == "float32"
         for named, expected in (("another", 409), (status.incarnation, 200)):
             headers = {"authorization": f"Bearer {SECRET}", INCARNATION_HEADER: named}
-            async with session.get(f"{url}{PREFIX}/status", headers=headers) as answer:
+            async with session.get(f"{url}{API_PREFIX}/status", headers=headers) as answer:
                 assert answer.status == expected
 
 

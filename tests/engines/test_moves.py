@@ -163,7 +163,7 @@ async def test_a_drained_engine_is_emptied_while_requests_run(fleet: Fleet) -> N
     assert [each["reason"] for each in moves if each["outcome"] == "moved"].count("drain") >= 1
 
 
-async def test_an_engine_passes_a_proposal_on_to_the_front_door(fleet: Fleet) -> None:
+async def test_an_engine_passes_a_proposal_on_to_the_router(fleet: Fleet) -> None:
     prompt, fields = prompt_of(200, seed=77), dict[str, Any](LONG, max_tokens=200)
     calm = await complete(fleet.url, prompt, **fields)
     request = asyncio.create_task(complete(fleet.url, prompt, {"x-tercet-program": "data_parallel"}, **fields))

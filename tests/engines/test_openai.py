@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.small_llama import small_llama
 
-from .conftest import Fleet, front_door_over
+from .conftest import Fleet, router_over
 from .prompts import prompt_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -292,7 +292,7 @@ async def test_refusals(fleet: Fleet, case: str) -> None:
 def with_tools(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Another router over the same engines, whose vLLM layer parses tool calls."""
     flags = ("--program-arg", "min_send=1", "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with front_door_over(fleet.engine_urls(), tmp_path_factory.mktemp("with_tools"), *flags) as url:
+    with router_over(fleet.engine_urls(), tmp_path_factory.mktemp("with_tools"), *flags) as url:
         yield url
 
 

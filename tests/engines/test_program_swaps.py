@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tercet.programs import BUILT_IN
 
-from .conftest import Fleet, front_door_over, get_json
+from .conftest import Fleet, get_json, router_over
 from .long_runs import FULL
 from .processes import processes_of
 from .prompts import complete, prompt_of
@@ -46,7 +46,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
 @dataclass
-class FrontDoor:
+class RouterApp:
     """A router of this test's own: its versions and counters begin at nothing."""
 
     url: str
@@ -67,10 +67,10 @@ class FrontDoor:
 
 
 @pytest.fixture
-def door(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontDoor]:
+def router(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterApp]:
     tmp = tmp_path_factory.mktemp("swaps")
-    with front_door_over(fleet.engine_urls(), tmp) as url:
-        yield FrontDoor(url, tmp / "router.log")
+    with router_over(fleet.engine_urls(), tmp) as url:
+        yield RouterApp(url, tmp / "router.log")
 
 
 class Load:
@@ -131,32 +131,32 @@ def engine_processes(fleet: Fleet) -> set[tuple[int, float]]:
     return {(each.pid, each.create_time()) for url in fleet.engine_urls().values() for each in processes_of(url)}
 
 
-async def test_swaps_under_load(fleet: Fleet, door: FrontDoor, nothing_leaks: None) -> None:
+async def test_swaps_under_load(fleet: Fleet, router: RouterApp, nothing_leaks: None) -> None:
     answers = [
         await complete(fleet.engine_url("prefill"), prompt, cache_salt=uuid.uuid4().hex, **SAMPLING)
         for prompt in PROMPTS
     ]
     processes = engine_processes(fleet)
-    load = Load(door.url, [answer["choices"][0]["text"] for answer in answers])
+    load = Load(router.url, [answer["choices"][0]["text"] for answer in answers])
     async with asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
             group.create_task(load.client(number))
         await load.more(SERVED_BETWEEN_SWAPS)
         for swap, plan in enumerate(itertools.islice(itertools.cycle(PLANS), SWAPS)):
             assert load.under_way, "nothing is under way"
-            assert (await put(door.url, plan))["version"] == 2 + swap
+            assert (await put(router.url, plan))["version"] == 2 + swap
             await load.more(SERVED_BETWEEN_SWAPS)
         load.over = True
 
     assert processes <= engine_processes(fleet), "a process of an engine ended"
-    program = get_json(f"{door.url}/tercet/v1/program")
+    program = get_json(f"{router.url}/tercet/v1/program")
     assert (program["version"], program["returned"], program["failures_in_a_row"]) == (1 + SWAPS, None, {})
-    samples = door.samples()
+    samples = router.samples()
     for trouble in ("fallbacks", "retries", "errors", "program_failures", "program_returns"):
-        assert not samples.get(f"tercet_{trouble}_total"), door.failures()
+        assert not samples.get(f"tercet_{trouble}_total"), router.failures()
     served = samples["tercet_sequences_total"]
     # Every built-in program, and none of them with another one in its place.
     assert set(served) == set(BUILT_IN)
     assert sum(served.values()) == load.served
     assert set(samples["tercet_sequences_running"].values()) == {0}
-    assert [engine["in_flight"] for engine in get_json(f"{door.url}/tercet/v1/engines")] == [0, 0]
+    assert [engine["in_flight"] for engine in get_json(f"{router.url}/tercet/v1/engines")] == [0, 0]

@@ -19,7 +19,7 @@ from tercet.protocol import LayoutMismatch
 from tercet.wire.client import HttpEngine
 from tests.small_llama import small_llama
 
-from .conftest import Fleet, front_door_over, places_of, settled
+from .conftest import Fleet, places_of, router_over, settled
 from .moving import answer_of, moving
 from .prompts import complete, prompt_of, tokens_of
 from .unlike import engines_with, hand_over
@@ -67,7 +67,7 @@ async def test_engines_that_cut_blocks_are_refused(urls: dict[str, str], source:
 
 async def test_requests_that_move_answer_as_if_they_had_stayed(urls: dict[str, str], tmp_path: Path) -> None:
     engines = {"prefill-0": urls["staged"], "decode-0": urls["staged_too"]}
-    with front_door_over(engines, tmp_path) as url:
+    with router_over(engines, tmp_path) as url:
         fleet = Fleet(url, places_of(url, tmp_path))
         long: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
         prompts = [prompt_of(300, seed=seed) for seed in range(3)]

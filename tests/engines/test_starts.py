@@ -76,7 +76,7 @@ def engine_url(tmp: Path) -> str:
     return "http://127.0.0.1:" + text.partition('"url": "http://127.0.0.1:')[2].partition('"')[0]
 
 
-async def test_engine_and_front_door_are_forked_and_so_is_an_engine_that_starts_again(tmp_path: Path) -> None:
+async def test_engine_and_router_are_forked_and_so_is_an_engine_that_starts_again(tmp_path: Path) -> None:
     with one_engine(tmp_path, None) as url:
         warm = warm_parent_of(url, tmp_path)
         assert warm is not None

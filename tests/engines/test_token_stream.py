@@ -58,7 +58,7 @@ def anybody(_: EngineStatus) -> None:
 
 
 @asynccontextmanager
-async def front_door(fleet: Fleet) -> AsyncGenerator[Here]:
+async def router(fleet: Fleet) -> AsyncGenerator[Here]:
     members = Members(())
     urls = {"p": fleet.engine_url("prefill"), "d": fleet.engine_url("decode")}
     async with StreamListener() as listener:
@@ -70,7 +70,7 @@ async def front_door(fleet: Fleet) -> AsyncGenerator[Here]:
 
 
 async def test_outputs_are_those_of_server_sent_events(fleet: Fleet, decode: HttpEngine, nothing_leaks: None) -> None:
-    async with front_door(fleet) as here:
+    async with router(fleet) as here:
         for index, sampling in enumerate(SAMPLINGS):
             by_stream = await all_of(here.decode, request_of(f"stream-{index}", 10 + index, **sampling))
             by_events = await all_of(decode, request_of(f"events-{index}", 10 + index, **sampling))
@@ -82,7 +82,7 @@ async def test_outputs_are_those_of_server_sent_events(fleet: Fleet, decode: Htt
 
 
 async def test_bad_input_is_a_bad_request_and_takes_nothing(fleet: Fleet, nothing_leaks: None) -> None:
-    async with front_door(fleet) as here:
+    async with router(fleet) as here:
         with pytest.raises(BadRequest, match="temperature"):
             await all_of(here.decode, request_of("bad", 20, temperature=-1))
         assert tokens_of(await all_of(here.decode, request_of("bad", 20)))
@@ -90,7 +90,7 @@ async def test_bad_input_is_a_bad_request_and_takes_nothing(fleet: Fleet, nothin
 
 async def test_leaving_and_abort_reach_the_engine(fleet: Fleet, decode: HttpEngine, nothing_leaks: None) -> None:
     endless = {"max_tokens": 1500, "ignore_eos": True}
-    async with front_door(fleet) as here:
+    async with router(fleet) as here:
         leaving = here.decode.start_generate(request_of("leaving", 30, **endless))
         await anext(leaving)
         await leaving.aclose()
@@ -103,8 +103,8 @@ async def test_leaving_and_abort_reach_the_engine(fleet: Fleet, decode: HttpEngi
         await settled(decode)
 
 
-async def test_a_front_door_that_goes_leaves_nothing_running(fleet: Fleet, decode: HttpEngine) -> None:
-    async with front_door(fleet) as here:
+async def test_a_router_that_goes_leaves_nothing_running(fleet: Fleet, decode: HttpEngine) -> None:
+    async with router(fleet) as here:
         generating = here.decode.start_generate(request_of("orphan", 40, max_tokens=1500, ignore_eos=True))
         await anext(generating)
         # As if its process had died: the listener closes every connection, and tells the engine nothing by HTTP.
@@ -116,7 +116,7 @@ async def test_a_front_door_that_goes_leaves_nothing_running(fleet: Fleet, decod
 
 
 async def test_load_is_reported_and_the_prefix_index_follows_the_cache(fleet: Fleet, nothing_leaks: None) -> None:
-    async with front_door(fleet) as here:
+    async with router(fleet) as here:
         knowledge = here.members.knowledge
         rows = knowledge.rows(["p", "d"])
         await until(lambda: bool((knowledge.loads.column("age", rows) < 1.0).all()))
@@ -134,7 +134,7 @@ async def test_load_is_reported_and_the_prefix_index_follows_the_cache(fleet: Fl
 
 
 async def test_an_engine_reports_what_it_generates(fleet: Fleet, decode: HttpEngine, nothing_leaks: None) -> None:
-    async with front_door(fleet) as here:
+    async with router(fleet) as here:
         address = []
         for engine, streamed in ((here.decode, True), (decode, False)):
             request, seen = request_of("reported", 60, max_tokens=200, ignore_eos=True), 0
@@ -149,8 +149,8 @@ async def test_an_engine_reports_what_it_generates(fleet: Fleet, decode: HttpEng
                 assert -(-(report.tokens - 1) // status.block_size) <= report.blocks
                 assert report.blocks <= -(-(report.tokens + 8) // status.block_size)
                 assert report.age > 0
-                assert bool(report.door) is streamed
-                address.append(report.door)
+                assert bool(report.router) is streamed
+                address.append(report.router)
             await settled(decode)
             assert await decode.sequences() == []
         assert address[0].startswith("127.0.0.1:")

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tercet.protocol import Request, UnknownAdapter
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.targets.verbs import VERBS, Calls, seeds
@@ -56,7 +56,7 @@ async def call(session: aiohttp.ClientSession, url: str, item: bytes) -> tuple[s
         verb = VERBS[len(item) % len(VERBS)]
     method = "GET" if verb == "status" else "POST"
     try:
-        async with session.request(method, f"{url}{PREFIX}/{verb}", data=body) as answer:
+        async with session.request(method, f"{url}{API_PREFIX}/{verb}", data=body) as answer:
             return verb, answer.status, (await answer.read())[:1000].decode(errors="replace")
     except TimeoutError:  # a generation without end, which leaving ends
         return verb, 0, "left"

@@ -22,9 +22,9 @@ from tercet.protocol import (
     BadRequest,
     EngineError,
     EngineUnreachable,
-    FrontDoorUnreachable,
     KVEvents,
     Request,
+    RouterUnreachable,
     TercetError,
     packed,
 )
@@ -44,8 +44,8 @@ from tercet.transport.backends.registered import understood
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine
-from tercet.wire.client.ask_front_door import ask_front_door
-from tercet.wire.streams import FrontDoors, OutputBatch, StreamListener
+from tercet.wire.client.ask_router import ask_router
+from tercet.wire.streams import OutputBatch, RouterConnections, StreamListener
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import Engine
 from tests.unit.transport.agents import BlockingClient
@@ -106,7 +106,7 @@ async def test_the_inbox_of_reports_outlives_what_strangers_say(said: bytes) -> 
 
 
 @pytest.mark.parametrize("command", [b"\x92\x90\x91\x81" + NOT_UTF8 + b"\x01", b"\x92\x90\x91" + SKIPPED])
-async def test_an_engine_closes_the_stream_of_a_front_door_that_speaks_nonsense(
+async def test_an_engine_closes_the_stream_of_a_router_that_speaks_nonsense(
     command: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected() as pair:
@@ -117,12 +117,12 @@ async def test_an_engine_closes_the_stream_of_a_front_door_that_speaks_nonsense(
     assert "Fatal error" not in caplog.text
 
 
-async def test_a_front_door_closes_the_stream_of_an_engine_that_speaks_nonsense(
+async def test_a_router_closes_the_stream_of_an_engine_that_speaks_nonsense(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     batch = b"\x91\x91\x94\x01\x00\x90\x81\xa5error\x81\xa1x" + DEEP_MSGPACK
     async with connected() as pair:
-        transport = pair.door._transport
+        transport = pair.router._transport
         assert transport is not None
         transport.write(len(batch).to_bytes(4, "big") + batch)
         await until(lambda: not pair.engine.connected)
@@ -180,10 +180,10 @@ async def test_a_line_without_end_is_a_broken_stream(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("body", [b"\xff", b'"\xff"', DEEP_JSON], ids=["ff", "text", "deep"])
 @pytest.mark.parametrize("status", [200, 500])
-async def test_what_is_no_front_door_is_told_so(body: bytes, status: int) -> None:
+async def test_what_is_no_router_is_told_so(body: bytes, status: int) -> None:
     async with answering(body, status) as url:
         with pytest.raises(EngineUnreachable, match="is not a router"):
-            await ask_front_door(url, "GET", "/program")
+            await ask_router(url, "GET", "/program")
 
 
 async def test_errors_of_an_engine_that_are_no_text() -> None:
@@ -212,10 +212,10 @@ def test_a_port_of_five_thousand_digits_is_no_port() -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 100, "\0", "\ud7ff"])
-async def test_a_front_door_at_a_name_that_is_none_is_unreachable(host: str) -> None:
-    doors = FrontDoors("e", "i", lambda: None, lambda *_: pytest.fail("nobody asked"))
-    with pytest.raises(FrontDoorUnreachable):
-        await doors.connect(f"{host}:7001", "key")
+async def test_a_router_at_a_name_that_is_none_is_unreachable(host: str) -> None:
+    routers = RouterConnections("e", "i", lambda: None, lambda *_: pytest.fail("nobody asked"))
+    with pytest.raises(RouterUnreachable):
+        await routers.connect(f"{host}:7001", "key")
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://", "http://h:port", "http://h:0", "http://h:99999", "http://[::1"])

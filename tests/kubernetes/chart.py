@@ -27,7 +27,7 @@ VALUES: Mapping[str, Object] = {
             "from": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}],
         },
         "epp": {"replicas": 2, "scheduling": "plugins: []\nschedulingProfiles: [{name: mine}]\n"},
-        "frontDoor": {"enabled": False},
+        "router": {"enabled": False},
         "engineDefaults": {"autoscaling": {"enabled": True}},
     },
     "everything": {
@@ -64,7 +64,7 @@ VALUES: Mapping[str, Object] = {
             "spare": {"plugin": {"lease_ttl": 30}, "podLabels": {"zone": "a"}, "autoscaling": {"enabled": True}},
             "plain": {},
         },
-        "frontDoor": {
+        "router": {
             "replicas": 2,
             "workers": 4,
             "programArgs": {"pick": "scheduled"},

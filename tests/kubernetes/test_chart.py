@@ -59,7 +59,7 @@ def test_helm_finds_nothing_to_say() -> None:
         ({"engines": {"Decode": {}}}, "Decode"),
         ({"engines": {"prefill": None, "decode": None}}, "engines"),
         ({"ports": {"streams": 70000}}, "streams"),
-        ({"frontDoor": {"replicas": "two"}}, "replicas"),
+        ({"router": {"replicas": "two"}}, "replicas"),
         ({"gateway": {"failureMode": "Maybe"}}, "failureMode"),
         ({"gateway": {"objectives": {"chat": "high"}}}, "chat"),
     ],
@@ -75,7 +75,7 @@ def test_values_that_mean_nothing_are_refused(values: Object, said: str) -> None
     ("values", "said"),
     [
         ({"gateway": {"enabled": True}}, "name the Gateway"),
-        ({"frontDoor": {"enabled": False}}, "nobody sends"),
+        ({"router": {"enabled": False}}, "nobody sends"),
         ({"engines": {"decode": {"sidecar": {"enabled": True}}}}, "prefillNetworks"),
     ],
 )
@@ -145,7 +145,7 @@ def test_no_selector_is_of_two(values: Object) -> None:
 
 @CASES
 def test_engines_are_found_as_they_listen(values: Object) -> None:
-    """What the front door and the picker look for is what the engines' pods are."""
+    """What the router and the picker look for is what the engines' pods are."""
     made = objects(values)
     wanted = [
         arg.removeprefix("--endpoint-selector=")
@@ -185,7 +185,7 @@ def test_policies_let_through_what_must_come_and_nothing_else(values: Object) ->
         labels = pod["metadata"]["labels"]
         mine = [each for each in policies if selects(each["spec"]["podSelector"]["matchLabels"], labels)]
         assert len(mine) == 1, name
-        assert all("from" in rule or name.endswith("front-door") for rule in mine[0]["spec"]["ingress"])
+        assert all("from" in rule or name.endswith("router") for rule in mine[0]["spec"]["ingress"])
         # Where engines connect: every stream port of it is open to them.
         args = dict(arg.split("=", 1) for arg in pod["spec"]["containers"][0]["args"] if "=" in arg)
         if "--stream-port" in args:
@@ -212,7 +212,7 @@ def test_pods_may_do_little(values: Object) -> None:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
         assert spec["enableServiceLinks"] is False, name
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-        asks = component in ("front-door", "epp", "rescheduler")
+        asks = component in ("router", "epp", "rescheduler")
         assert spec["automountServiceAccountToken"] is asks, name
     (role,) = of_kind("Role", made).values()
     verbs = ["get", "list", "watch"]
@@ -252,10 +252,10 @@ def test_engines_on_devices_go_where_devices_are() -> None:
     assert env["HF_HOME"]["value"].startswith("/var/cache/tercet")
 
 
-def test_helm_test_reaches_the_front_door_whoever_its_clients_are() -> None:
+def test_helm_test_reaches_the_router_whoever_its_clients_are() -> None:
     made = objects(VALUES["everything"])
     (labels,) = (each["metadata"]["labels"] for each in made if each["kind"] == "Pod")
-    rule = of_kind("NetworkPolicy", made)["tercet-front-door"]["spec"]["ingress"][0]
+    rule = of_kind("NetworkPolicy", made)["tercet-router"]["spec"]["ingress"][0]
     assert any(selects(each["podSelector"]["matchLabels"], labels) for each in rule["from"] if "podSelector" in each)
 
 
@@ -284,14 +284,14 @@ def metrics_of(values: Object) -> dict[str, Object]:
 
 @pytest.mark.parametrize("values", [VALUES["gateway"], VALUES["everything"]], ids=["gateway", "everything"])
 def test_autoscalers_go_by_metrics_that_there_are(values: Object) -> None:
-    """Of whoever is there to say them: pickers, or front doors; and the adapter's rules pass them on."""
+    """Of whoever is there to say them: pickers, or routers; and the adapter's rules pass them on."""
     scalers = metrics_of(values)
     assert scalers
     rules = yaml.safe_load((CHART.parent / "prometheus-adapter.yaml").read_text())["rules"]
     passed_on = {rule["seriesQuery"].partition("{")[0] for kind in ("custom", "external") for rule in rules[kind]}
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     sections = {text.splitlines()[0]: text for text in page.split("\n## ")}
-    said_by = "Of a router" if values.get("frontDoor", {}).get("enabled", True) else "Of an endpoint picker"
+    said_by = "Of a router" if values.get("router", {}).get("enabled", True) else "Of an endpoint picker"
     for metrics in scalers.values():
         assert metrics.keys() <= passed_on
         assert all(f"`{name}`" in sections[said_by] for name in metrics)
@@ -315,7 +315,7 @@ def test_each_groups_autoscaler_sees_the_engines_of_its_group() -> None:
     ((rule,),) = (json.loads(each) for each in relabel)
     assert (rule["sourceLabels"], rule["targetLabel"], rule["replacement"]) == (["engine"], "engine_group", "$1")
     for name, metrics in metrics_of(VALUES["everything"]).items():
-        if name.endswith("front-door"):
+        if name.endswith("router"):
             continue
         is_deployment = name in of_kind("Deployment", made)
         for pod in (f"{name}-5d4f8c7b9-x2wqz", f"{name}-x-24567") if is_deployment else (f"{name}-0", f"{name}-12"):

@@ -24,7 +24,7 @@ from .images import SIDE, picture, vision_checkpoint
 # Three colours in 16 bits, and what says which pixels there are, in 64.
 PICTURE_BYTES = SIDE * SIDE * (3 * 2 + 8)
 ENGINE_TAKES = PICTURE_BYTES + 100_000
-DOOR_TAKES = 600_000
+ROUTER_TAKES = 600_000
 FIELDS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     config = json.dumps({"kv_connector_extra_config": {"max_request_bytes": ENGINE_TAKES}})
     args = (
-        "--program-arg", "min_send=1", "--max-request-bytes", str(DOOR_TAKES), "--dtype", "bfloat16", "--",
+        "--program-arg", "min_send=1", "--max-request-bytes", str(ROUTER_TAKES), "--dtype", "bfloat16", "--",
         "--max-model-len", "1024", "--max-num-batched-tokens", "256", "--limit-mm-per-prompt", '{"image": 3}',
         "--kv-transfer-config", config,
     )  # fmt: skip
@@ -93,10 +93,10 @@ async def test_pictures_that_are_too_large_for_an_engine(fleet: Fleet, stream: b
     await nothing_left(fleet)
 
 
-async def test_a_body_that_is_too_large_for_the_front_door(fleet: Fleet) -> None:
+async def test_a_body_that_is_too_large_for_the_router(fleet: Fleet) -> None:
     model = get_json(f"{fleet.url}/v1/models")["data"][0]["id"]
     for path in ("/v1/completions", "/v1/chat/completions"):
-        body = {"model": model, "prompt": "x" * DOOR_TAKES}
+        body = {"model": model, "prompt": "x" * ROUTER_TAKES}
         async with aiohttp.ClientSession() as session, session.post(f"{fleet.url}{path}", json=body) as answer:
             error = (await answer.json())["error"]
         assert (answer.status, error["code"], error["type"]) == (413, "request_too_large", "RequestTooLarge")

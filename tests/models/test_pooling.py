@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.engines.conftest import START_SECONDS, answers, free_port, front_door_over
+from tests.engines.conftest import START_SECONDS, answers, free_port, router_over
 
 from .checkpoints import checkpoint
 from .pooling import classifier_checkpoint
@@ -83,7 +83,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]:
             for name, (command, port) in commands.items()
         }
         servers = [part for name in ("embedder", "classifier") for part in ("--pooling-server", found[name])]
-        found["door"] = stack.enter_context(front_door_over({"both-0": found["both-0"]}, tmp, *servers))
+        found["router"] = stack.enter_context(router_over({"both-0": found["both-0"]}, tmp, *servers))
         deadline = time.monotonic() + START_SECONDS
         while late := [name for name in ("embedder", "classifier") if not answers(f"{found[name]}/health")]:
             if time.monotonic() > deadline:
@@ -108,19 +108,19 @@ async def answer(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
     ("model", "path", "body"),
     [("embedder", *each) for each in EMBEDDER] + [("classifier", *each) for each in CLASSIFIER],
 )
-async def test_the_front_door_answers_what_the_server_answers(
+async def test_the_router_answers_what_the_server_answers(
     model: str, path: str, body: dict[str, Any], urls: dict[str, str], session: aiohttp.ClientSession
 ) -> None:
     body = {"model": model, **body}
     own = await answer(session, f"{urls[model]}{path}", body)
     assert own[0] == 200, own[1]
-    assert await answer(session, f"{urls['door']}{path}", body) == own
+    assert await answer(session, f"{urls['router']}{path}", body) == own
 
 
 async def test_vectors_as_bytes_come_as_they_are(urls: dict[str, str], session: aiohttp.ClientSession) -> None:
     body = {"model": "embedder", "input": TEXTS, "encoding_format": "bytes"}
     found: list[tuple[bytes, str | None]] = []
-    for url in (urls["embedder"], urls["door"]):
+    for url in (urls["embedder"], urls["router"]):
         async with session.post(f"{url}/v1/embeddings", json=body) as response:
             assert response.status == 200
             found.append((await response.read(), response.headers["content-type"]))
@@ -134,9 +134,9 @@ async def test_what_a_server_refuses_is_said_in_its_words(urls: dict[str, str], 
         body = {"model": "embedder", **body}
         own = await answer(session, f"{urls['embedder']}/v1/embeddings", body)
         assert own[0] == 400
-        assert await answer(session, f"{urls['door']}/v1/embeddings", body) == own
+        assert await answer(session, f"{urls['router']}/v1/embeddings", body) == own
 
 
 async def test_a_model_that_no_server_has(urls: dict[str, str], session: aiohttp.ClientSession) -> None:
-    status, said = await answer(session, f"{urls['door']}/v1/embeddings", {"model": "other", "input": "x"})
+    status, said = await answer(session, f"{urls['router']}/v1/embeddings", {"model": "other", "input": "x"})
     assert (status, said["error"]["code"]) == (404, "unknown_model")

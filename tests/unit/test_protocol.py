@@ -85,9 +85,9 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "no_space": 503,
         "engine_error": 500,
         "program_failed": 500,
-        "front_door_failed": 500,
+        "router_failed": 500,
         "transfer_failed": 502,
-        "front_door_unreachable": 502,
+        "router_unreachable": 502,
         "engine_unreachable": 503,
         "role_unavailable": 503,
     }

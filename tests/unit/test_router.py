@@ -13,8 +13,8 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, ProgramFailed, Request, TransferFailed
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, Limits, RetryBudget, RouterConfig
 from tercet.wire.serving.request_context import current
@@ -34,7 +34,7 @@ def counted(name: str, **labels: str) -> float:
     return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0
 
 
-class Door:
+class LiveRouter:
     def __init__(self, metrics: Metrics, program: str = "disaggregated", retries: int = 2) -> None:
         self.prefill, self.decode = FakeEngine("p"), FakeEngine("d")
         members = [Member("p", "", "prefill", self.prefill), Member("d", "", "decode", self.decode)]
@@ -48,26 +48,26 @@ class Door:
 
 
 async def test_the_configured_program_runs(metrics: Metrics) -> None:
-    door = Door(metrics)
-    assert await door.ask() == [100, 101, 102]
-    assert door.trace.program == "disaggregated"
-    assert door.trace.ttft is not None
+    router = LiveRouter(metrics)
+    assert await router.ask() == [100, 101, 102]
+    assert router.trace.program == "disaggregated"
+    assert router.trace.ttft is not None
     assert counted("tercet_sequences_total", program="disaggregated") == 1
     assert counted("tercet_sequences_running") == 0
 
 
 async def test_a_header_picks_another_one(metrics: Metrics) -> None:
-    door = Door(metrics)
-    await door.ask({"x-tercet-program": "data_parallel"})
-    assert door.trace.program == "data_parallel"
+    router = LiveRouter(metrics)
+    await router.ask({"x-tercet-program": "data_parallel"})
+    assert router.trace.program == "data_parallel"
     with pytest.raises(BadRequest):
-        await door.ask({"x-tercet-program": "/etc/passwd:main"})
+        await router.ask({"x-tercet-program": "/etc/passwd:main"})
 
 
 async def test_prompt_logprobs_run_on_one_engine(metrics: Metrics) -> None:
-    door = Door(metrics)
-    await door.ask(prompt_logprobs=1)
-    assert [event.verb for event in door.trace.events] == ["start_generate"]
+    router = LiveRouter(metrics)
+    await router.ask(prompt_logprobs=1)
+    assert [event.verb for event in router.trace.events] == ["start_generate"]
 
 
 @pytest.mark.parametrize(
@@ -81,30 +81,30 @@ async def test_prompt_logprobs_run_on_one_engine(metrics: Metrics) -> None:
 async def test_a_pattern_that_fails_before_its_first_token_is_replaced(
     metrics: Metrics, engine: str, verb: str, error: Any
 ) -> None:
-    door = Door(metrics)
-    (door.prefill if engine == "p" else door.decode).failures[verb] = error
-    assert await door.ask() == [100, 101, 102]
-    assert door.trace.program == "disaggregated -> data_parallel"
+    router = LiveRouter(metrics)
+    (router.prefill if engine == "p" else router.decode).failures[verb] = error
+    assert await router.ask() == [100, 101, 102]
+    assert router.trace.program == "disaggregated -> data_parallel"
     assert counted("tercet_fallbacks_total", program="disaggregated", code=error.code) == 1
-    assert [member.in_flight for member in door.fleet.members] == [0, 0]
-    assert not door.decode.leases
+    assert [member.in_flight for member in router.fleet.members] == [0, 0]
+    assert not router.decode.leases
 
 
 async def test_bad_input_is_not_tried_elsewhere(metrics: Metrics) -> None:
-    door = Door(metrics)
-    door.decode.failures["prep_recv"] = BadRequest("no", "prompt")
+    router = LiveRouter(metrics)
+    router.decode.failures["prep_recv"] = BadRequest("no", "prompt")
     with pytest.raises(BadRequest):
-        await door.ask()
-    assert door.prefill.calls == []
+        await router.ask()
+    assert router.prefill.calls == []
 
 
 async def test_a_program_that_ends_early_is_an_error_and_not_a_hang(metrics: Metrics, tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(
         "from tercet.protocol import Output\nasync def short(request, fleet):\n    yield Output((1,))\n"
     )
-    door = Door(metrics, f"{tmp_path / 'short.py'}:short", retries=0)
+    router = LiveRouter(metrics, f"{tmp_path / 'short.py'}:short", retries=0)
     with pytest.raises(ProgramFailed, match="ended before"):
-        await door.ask()
+        await router.ask()
 
 
 # ---- configuration -------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class App:
     def __init__(self, content_type: str, *chunks: bytes, metrics: Metrics) -> None:
         self.content_type, self.chunks = content_type, chunks
         self.headers: dict[str, str] = {}
-        self.door, self.metrics = Door(metrics), metrics
+        self.router, self.metrics = LiveRouter(metrics), metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         context = current()
@@ -148,8 +148,8 @@ async def get(app: App, **headers: str) -> tuple[int, dict[bytes, bytes], bytes]
         sent.append(message)
 
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    gate = Gate(Limits(), app.door.fleet, app.metrics)
-    front = FrontDoor(app, None, gate, (), app.door.service.program_called, 1000)
+    gate = Gate(Limits(), app.router.fleet, app.metrics)
+    front = RouterApp(app, None, gate, (), app.router.service.program_called, 1000)
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": raw}
     await front(scope, lambda: None, send)  # type: ignore[arg-type]
     body = b"".join(message.get("body", b"") for message in sent[1:])

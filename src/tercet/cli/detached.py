@@ -26,7 +26,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
 
-LOOK_SECONDS = 0.2
+POLL_INTERVAL_S = 0.2
 # In addition to loading: a first conversion of the model.
 START_SECONDS = READY_SECONDS + 300.0
 # The exit code of a fleet whose settings cannot be used.
@@ -88,7 +88,7 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
             for fleet in detached_fleets():
                 if fleet.pid == process.pid:
                     return fleet
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_INTERVAL_S)
     raise EngineError(f"the fleet was not ready within {START_SECONDS:.0f} s; log: {log}")
 
 
@@ -153,7 +153,7 @@ def _stop(fleet: DetachedFleet) -> None:
         if time.monotonic() > deadline:
             raise EngineError(f"{fleet.url} has not stopped within {fleet.stop_seconds:.0f} s; logs: {fleet.log_dir}")
         try:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_INTERVAL_S)
         except KeyboardInterrupt:
             announce("stopping at once: requests that still run end with an error")
             _signal(fleet)

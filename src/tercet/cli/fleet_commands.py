@@ -21,7 +21,7 @@ from tercet.protocol.bearer import key_of
 from tercet.settings import require_engine_url, require_url
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
-from tercet.wire.client.ask_front_door import ask_front_door
+from tercet.wire.client.ask_router import ask_router
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The router's base URL.")]
 AdminKey = Annotated[
@@ -60,7 +60,7 @@ def understood() -> Generator[None]:
 def ask(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
     """The router's answer; raises :class:`~tercet.protocol.TercetError`."""
     require_url(url, "--url", HERE)
-    return asyncio.run(ask_front_door(url, method, path, body, _key(admin_key)))
+    return asyncio.run(ask_router(url, method, path, body, _key(admin_key)))
 
 
 def _key(given: str | None) -> str:

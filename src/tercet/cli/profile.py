@@ -99,7 +99,7 @@ def measure_engine(
         ),
     ],
     output: Output,
-    front_door: Annotated[
+    router: Annotated[
         str | None, typer.Option(metavar="URL", help="A router before them: what it adds to a request is measured.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name.", show_default="the file's")] = None,
@@ -123,14 +123,14 @@ def measure_engine(
         device=device,
         max_step_tokens=max_step_tokens,
         same_host=len({urlsplit(url).hostname for url in engine}) < len(engine),
-        front_door=front_door.rstrip("/") if front_door else None,
+        router=router.rstrip("/") if router else None,
         repeats=repeats,
         seed=time.time_ns(),
     )
     began = time.monotonic()
     measured = asyncio.run(_measure(engine, plan))
     engines = [part for url in engine for part in ("--engine", url)]
-    engines += ["--front-door", front_door] if front_door else []
+    engines += ["--router", router] if router else []
     sizes = ["--max-step-tokens", str(max_step_tokens), "--repeats", str(repeats)]
     command = shlex.join(["tercet", "profile", "measure", *engines, *sizes])
     found = profile_from(measured, plan, command, Transfer(bytes_per_second=bandwidth, latency=latency))

@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.door_access import require_private_door
 from tercet.cli.given_names import PARTS, given_as
+from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.compute import devices_for_engines
@@ -190,7 +190,7 @@ def router(config: RouterConfig) -> None:
     - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
     """
     check_flags(config.vllm_args, VLLM_FLAGS)
-    require_private_door(config)
+    require_private_router(config)
     load_program(config.program, config.program_args)
     policies_of(config.reschedule)
     if config.scheduling is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, declared
-from tercet.settings.declaration import PREFIX, near
+from tercet.settings.declaration import VARIABLE_PREFIX, near
 from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
 
 # What Kubernetes sets in every pod of a namespace for each of its services that is called tercet, or tercet-SOMETHING.
@@ -28,7 +28,7 @@ def unknown_variables(command: str = "", environment: Mapping[str, str] = os.env
     """A line for each that nothing reads, or that the ``command`` reads under another name; with what was meant."""
     known, elsewhere = _known(), _renamed(command)
     for name in sorted(environment):
-        if not name.startswith(PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
+        if not name.startswith(VARIABLE_PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
             continue
         if name in elsewhere:
             yield f"{name} in the environment is ignored: tercet {command} reads {elsewhere[name]}"
@@ -59,7 +59,11 @@ def _known() -> set[str]:
 def _renamed(command: str) -> Mapping[str, str]:
     """Variables that a command's settings would have by the rule, where they have another one."""
     kind = _OF_COMMAND.get(command)
-    by_rule = {} if kind is None else {PREFIX + each.key.upper().replace("-", "_"): each.env for each in declared(kind)}
+    by_rule = (
+        {}
+        if kind is None
+        else {VARIABLE_PREFIX + each.key.upper().replace("-", "_"): each.env for each in declared(kind)}
+    )
     return {name: env for name, env in by_rule.items() if name != env}
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tercet.aio import signals_to
 from tercet.cli.detached import detach
-from tercet.cli.door_access import require_private_door
 from tercet.cli.fleet_progress import FleetProgress
+from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
 from tercet.cluster.local import local_fleet
@@ -48,7 +48,7 @@ def require_usable(config: UpConfig) -> str:
 
     The built-in model may still have to be converted.
     """
-    require_private_door(config)
+    require_private_router(config)
     load_program(config.program, config.program_args)
     policies_of(config.reschedule)
     model = known_model(config.model)

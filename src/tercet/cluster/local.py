@@ -25,7 +25,7 @@ from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
-from tercet.settings import EngineAddress, FrontDoorConfig, RouterConfig, declared, encode_settings
+from tercet.settings import EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
 from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ async def local_fleet(
 ) -> AsyncGenerator[RunningFleet]:
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
-    The caller keeps its engines alive by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The front
-    door is stopped first, and finishes what runs; once ``hurry`` is set it ends at once. ``on_event(process, state)``
+    The caller keeps its engines alive by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The router
+    is stopped first, and finishes what runs; once ``hurry`` is set it ends at once. ``on_event(process, state)``
     is called with each process's states. Raises :class:`~tercet.cluster.child_process.StartFailed` when one does not
     become ready, and :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
     """
@@ -188,7 +188,7 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 
 def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
     """The router's settings: those of ``config`` that every router has, and those of this fleet."""
-    fields: dict[str, Any] = {name: getattr(config, name) for name in FrontDoorConfig.__struct_fields__}
+    fields: dict[str, Any] = {name: getattr(config, name) for name in RouterSettings.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
     # Without a secret, engines of this machine require the API key in their environment or flags.
     fields["secret"] = (

@@ -12,7 +12,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 LARGEST = 64 * 1024 * 1024
 """Largest size of a log in bytes; with the previous part there is at most twice as much."""
-LOOK_SECONDS = 5.0
+POLL_INTERVAL_S = 5.0
 BEFORE = ".1"
 
 
@@ -38,6 +38,6 @@ def rotate(log: Path, largest: int = LARGEST) -> bool:
 async def rotate_logs(logs: Callable[[], Iterable[Path]]) -> None:
     """Check ``logs`` at intervals until cancelled."""
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_INTERVAL_S)
         for log in list(logs()):
             await asyncio.to_thread(rotate, log)

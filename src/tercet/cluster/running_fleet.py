@@ -93,24 +93,24 @@ class RunningFleet:
         Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` receives every
         end and every start, and the router's log events of level warning or above.
         """
-        door = asyncio.create_task(self.router.ended())
+        router = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
         rotating = asyncio.create_task(rotate_logs(self.logs))
         kept = {asyncio.create_task(engine.until_it_stays_dead(on_event)): engine for engine in self.engines}
         try:
             while True:
-                await asyncio.wait([door, *kept], return_when=asyncio.FIRST_COMPLETED)
-                if door.done():
-                    raise self.router.failure(describe_exit(door.result()))
+                await asyncio.wait([router, *kept], return_when=asyncio.FIRST_COMPLETED)
+                if router.done():
+                    raise self.router.failure(describe_exit(router.result()))
                 for task in [task for task in kept if task.done()]:
                     engine, how = kept.pop(task), task.result()
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; it is not restarted; log: {engine.process.log}")
         finally:
-            for task in (door, reading, rotating, *kept):
+            for task in (router, reading, rotating, *kept):
                 task.cancel()
-            await asyncio.gather(door, reading, rotating, *kept, return_exceptions=True)
+            await asyncio.gather(router, reading, rotating, *kept, return_exceptions=True)
 
     def logs(self) -> Sequence[Path]:
         """The logs that are being written."""

@@ -9,14 +9,14 @@ from msgspec import Meta
 
 from tercet.cluster.engine_command import check_flags, gpu_memory_of, kv_transfer_config, ranks_of
 from tercet.protocol import BadRequest, Role
-from tercet.settings import FrontDoorConfig, Setting
+from tercet.settings import RouterSettings, Setting
 from tercet.settings.declaration import NotNegative
 from tercet.settings.router_config import Port
 
 Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
-class UpConfig(FrontDoorConfig, frozen=True):
+class UpConfig(RouterSettings, frozen=True):
     """A local fleet: ``prefill``, ``decode`` and ``both`` engines, and a router with the settings of any."""
 
     prefill: Annotated[Count, Setting("Prefill engines.")] = 1

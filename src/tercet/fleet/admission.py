@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from tercet.fleet.engine_fleet import EngineFleet
-from tercet.fleet.membership import LOOK_SECONDS
+from tercet.fleet.membership import POLL_INTERVAL_S
 from tercet.protocol import Saturated, TercetError
 from tercet.settings import Limits
 
@@ -348,7 +348,7 @@ class Gate:
                     seconds = self._admission.limits.queue_timeout_s
                     raise self._refusal("queue_timeout", f"no slot was available within {seconds:g} s")
                 # Engines join and tokens are done without a notice to the gate, so it polls.
-                await asyncio.wait({waking, left}, timeout=min(seconds, LOOK_SECONDS), return_when="FIRST_COMPLETED")
+                await asyncio.wait({waking, left}, timeout=min(seconds, POLL_INTERVAL_S), return_when="FIRST_COMPLETED")
                 if left.done() and ticket.state == "waiting":
                     self._metrics.refused.labels("client_left").inc()
                     raise ClientLeft

@@ -20,7 +20,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.transport.bounded_sockets import bounded
 
 logger = logging.getLogger("tercet.fleet")
-ASK_AGAIN_SECONDS, ASK_SETTLED_SECONDS = 5.0, 60.0
+RETRY_DELAY_S, ASK_SETTLED_SECONDS = 5.0, 60.0
 """Seconds between questions where an engine publishes: before it has answered, and after that."""
 REPLAY_SECONDS = 5.0
 # The queue length of vLLM's publisher for a slow subscriber. Beyond it batches are lost and must be replayed.
@@ -50,7 +50,7 @@ async def follow_cache(
                 knowledge.cleared(name)
                 if found is not None:
                     following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
-            await _wait(anew, ASK_SETTLED_SECONDS if settled else ASK_AGAIN_SECONDS, following)
+            await _wait(anew, ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S, following)
     finally:
         await _end(following)
 
@@ -86,7 +86,7 @@ async def _wait(anew: asyncio.Event, seconds: float, following: asyncio.Task[Non
     finally:
         waits.cancel()
     if following is not None and following.done():
-        await asyncio.sleep(ASK_AGAIN_SECONDS)
+        await asyncio.sleep(RETRY_DELAY_S)
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

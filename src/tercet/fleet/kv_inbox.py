@@ -231,8 +231,8 @@ def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
 def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:
     """Digests of images and the like by block, from vLLM's pairs of name and position; and the remaining keys.
 
-    Our names are digests. A picture that came by the engine's own API has a name from vLLM, which no prompt of a front
-    door has.
+    Our names are digests. A picture that came by the engine's own API has a name from vLLM, which no prompt of a router
+    has.
     """
     extras, others = dict[int, tuple[int, ...]](), list[list[Any]]()
     for block, of_block in enumerate(keys):

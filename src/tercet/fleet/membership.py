@@ -22,7 +22,7 @@ from tercet.wire.client import Admit, HttpEngine
 from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.fleet")
-LOOK_SECONDS = 0.5
+POLL_INTERVAL_S = 0.5
 REPORTED_WITHIN = 1.0
 """Seconds without a report after which an engine is polled."""
 READY_SECONDS = 600.0
@@ -211,7 +211,7 @@ class Membership:
         while not (statuses := await self.look()):
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineUnreachable(f"no engine that answers was found within {seconds:g} s")
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return Promise.of(statuses)
 
     def remove(self, name: str) -> Member:
@@ -237,8 +237,8 @@ class Membership:
                     asks = silent or not member.reachable or member.said_stamp != member.asked_stamp
                     if asks and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"status poll of {member.name}")
-                self._fleet.stand_still(LOOK_SECONDS)
-                await asyncio.sleep(LOOK_SECONDS)
+                self._fleet.stand_still(POLL_INTERVAL_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             await questions.close()
 
@@ -263,7 +263,9 @@ class Membership:
             for task in late:
                 task.cancel()
 
-    async def look(self, seconds: float = LOOK_SECONDS, members: Sequence[Member] | None = None) -> list[EngineStatus]:
+    async def look(
+        self, seconds: float = POLL_INTERVAL_S, members: Sequence[Member] | None = None
+    ) -> list[EngineStatus]:
         """Poll ``members``, or all, for their status; those that do not answer in time become unreachable."""
         members = self._fleet.members if members is None else members
         if not members:
@@ -362,7 +364,7 @@ def _require_text(status: EngineStatus, text: TextFingerprint, param: str) -> No
 
 async def _first_status(member: Member, seconds: float) -> EngineStatus:
     """Its status, as soon as it answers; a wait of up to ``seconds`` is logged at once."""
-    is_said = seconds <= LOOK_SECONDS
+    is_said = seconds <= POLL_INTERVAL_S
     while True:
         try:
             return await member.engine.status()
@@ -370,7 +372,7 @@ async def _first_status(member: Member, seconds: float) -> EngineStatus:
             if not is_said:
                 logger.warning("engines: waiting up to %.0f s for %s: %s", seconds, member.name, error.message)
             is_said = True
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
         except TercetError as error:
             if not is_said:
                 logger.error("engines: %s answers, but not as a Tercet engine: %s", member.name, error.message)

@@ -63,7 +63,7 @@ CONNECTIONS = [
 READINGS_UNTIL_STALE = 5
 READY_SECONDS = 10.0
 """Without an answer of any engine, seconds until the picker is ready: by then it knows what it can know."""
-LOOK_SECONDS = 0.1
+POLL_INTERVAL_S = 0.1
 SWITCH_SECONDS = 0.001
 """How long requests wait for a thread that prepares another request's prompt in Python."""
 LAST_SECONDS = 1.0
@@ -224,7 +224,7 @@ async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
     try:
         async with asyncio.timeout(READY_SECONDS):
             while not fleet.answers:  # noqa: ASYNC110 - told by several ways, and only this once of interest
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         logger.warning("no engine has answered within %g s; requests get 503 until one does", READY_SECONDS)
     await _say(told, READY_NAMES, HealthCheckResponse.SERVING)

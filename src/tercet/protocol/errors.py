@@ -151,7 +151,7 @@ class ProgramFailed(TercetError, status=500):
     """The program that served the request failed because of an error in it."""
 
 
-class FrontDoorFailed(TercetError, status=500):
+class RouterFailed(TercetError, status=500):
     """The router failed because of a bug in it while it served the request; its log has the traceback."""
 
 
@@ -159,7 +159,7 @@ class TransferFailed(TercetError, status=502):
     """KV did not arrive: the receiver refused it, disappeared, or took too long."""
 
 
-class FrontDoorUnreachable(TercetError, status=502):
+class RouterUnreachable(TercetError, status=502):
     """The engine cannot connect to the router that called it, to stream tokens to its address."""
 
 

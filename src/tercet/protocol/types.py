@@ -186,7 +186,7 @@ class SequenceReport(msgspec.Struct, frozen=True):
 
     ``seq_id`` is its caller's name for it. ``tokens`` counts prompt and output so far, ``blocks`` the KV blocks that it
     holds there. It is ``running`` unless it waits in the engine's queue, where preempted ones wait, too. ``age`` is in
-    seconds since it arrived there. ``door`` is the address of the router that receives its tokens by stream; empty
+    seconds since it arrived there. ``router`` is the address of the router that receives its tokens by stream; empty
     if it was requested over plain HTTP.
     """
 
@@ -195,7 +195,7 @@ class SequenceReport(msgspec.Struct, frozen=True):
     blocks: Count
     running: bool
     age: NotNegativeNumber
-    door: str = ""
+    router: str = ""
 
 
 class MoveProposal(msgspec.Struct, frozen=True, array_like=True):

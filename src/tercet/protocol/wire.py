@@ -23,7 +23,7 @@ from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
 from tercet.protocol.multimodal import MultiModalFeatures
 
-PREFIX = "/tercet/v1"
+API_PREFIX = "/tercet/v1"
 JSON, MSGPACK = "application/json", "application/msgpack"
 # The range that vLLM's arrays and its tokenizers accept.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -81,7 +81,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: Priority = 0
 
 
-class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Address of a router for token streams (``host:port``), and the ``key`` that it accepts.
 
     The key is for this engine only.
@@ -91,7 +91,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     key: Name
 
 
-class Destination(Door, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StreamDestination(RouterAddress, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Destination of one sequence's outputs: the router's ``number`` for it, which is never used again."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -100,14 +100,14 @@ class Destination(Door, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ConnectCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/connect``: connect to a router, and send token streams and reports there."""
 
-    door: Door
+    router: RouterAddress
 
 
 class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
     With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With a
-    ``door`` the answer is ``{"accepted": true}``, and the outputs go to the router there (:mod:`tercet.wire.streams`).
+    ``router`` the answer is ``{"accepted": true}``, and the outputs go to it (:mod:`tercet.wire.streams`).
     """
 
     prompt: Prompt
@@ -115,7 +115,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     begin: Annotated[int, msgspec.Meta(ge=0)] = 0
     output: list[TokenId] = []
     stream: bool = True
-    door: Destination | None = None
+    router: StreamDestination | None = None
     sampling_params: Mapping[str, Any] = {}
     cache_salt: str | None = None
     adapter: Name | None = None

@@ -1,7 +1,7 @@
 """The router: vLLM's OpenAI server over an engine-core client that runs programs.
 
 Chat templates, detokenisation, stop strings, logprobs, usage, tool and reasoning parsers and the error format are
-vLLM's, put together in :mod:`tercet.vllm_plugin.frontend`. :mod:`.front_door` is what every request passes first,
+vLLM's, put together in :mod:`tercet.vllm_plugin.frontend`. :mod:`.router` is what every request passes first,
 :mod:`.service` runs a program for each sequence; :mod:`.server` puts it together.
 """
 

@@ -21,7 +21,7 @@ from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, Forbidden, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.protocol.multimodal import MultiModalFeatures
-from tercet.protocol.wire import PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
+from tercet.protocol.wire import API_PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
 from tercet.router.admin_access import ADMITTED
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
@@ -156,7 +156,7 @@ def _asked(request: Request) -> str:
     return f"{request.method} {request.url.path} from {client}"
 
 
-router = APIRouter(prefix=PREFIX, tags=["tercet"], route_class=_Route)
+router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=_Route)
 
 
 def _json(value: Any, status: int = 200, behind: Sequence[str] = ()) -> Response:

@@ -17,7 +17,7 @@ from tercet.protocol.own_requests import (
     require_local_host,
     require_no_page,
 )
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.settings.variables import ADMIN_KEY_VARIABLE
 
 # In a scope once :meth:`AdminAccess.require` has let it pass; routes answer to no other.
@@ -30,7 +30,7 @@ _SET_ONE = f"set {ADMIN_KEY_VARIABLE}, or --admin-key-file"
 
 def is_admin_path(path: str) -> bool:
     """Whether what is served under ``path`` is for those who run the fleet."""
-    return path == PREFIX or path.startswith(f"{PREFIX}/") or path.rstrip("/") in _VLLMS
+    return path == API_PREFIX or path.startswith(f"{API_PREFIX}/") or path.rstrip("/") in _VLLMS
 
 
 class AdminAccess:

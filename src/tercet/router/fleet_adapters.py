@@ -23,8 +23,8 @@ from tercet.settings import log_events
 
 LOAD_SECONDS = 120.0
 """Timeout for loading an adapter on one engine."""
-LOOK_SECONDS = 1.0
-AGAIN_SECONDS = 30.0
+POLL_INTERVAL_S = 1.0
+RETRY_DELAY_S = 30.0
 """Pause before an engine that could not load an adapter is asked again."""
 
 
@@ -100,7 +100,7 @@ class AdapterLoader:
         while True:
             await asyncio.gather(*(self._complete(member) for member in self._fleet.members))
             self._forget_those_that_left()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _complete(self, member: Member) -> None:
         for declared in self._fleet.declared:
@@ -129,7 +129,7 @@ class AdapterLoader:
 
     def _is_due(self, member: Member, name: str) -> bool:
         refused = self._refused.get((id(member), name))
-        return refused is None or time.monotonic() - refused[1] > AGAIN_SECONDS
+        return refused is None or time.monotonic() - refused[1] > RETRY_DELAY_S
 
 
 def _takers(fleet: EngineFleet) -> list[Member]:

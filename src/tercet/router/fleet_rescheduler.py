@@ -87,7 +87,7 @@ class FleetRescheduler:
 
     def _may_move(self, engine: str, report: SequenceReport) -> bool:
         return (
-            bool(report.door)
+            bool(report.router)
             and report.age >= SETTLED_SECONDS
             and (engine, report.seq_id) not in self._leaving
             and not self._rescheduling.leaves_alone(report.seq_id)

@@ -29,7 +29,7 @@ from tercet.settings import EngineAddress, RouterConfig
 
 logger = logging.getLogger("tercet.router")
 LOCK_SECONDS = 10.0
-AGAIN_SECONDS = 0.01
+RETRY_DELAY_S = 0.01
 
 
 class ProgramInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,7 +279,7 @@ def _lock_within(lock: int, seconds: float, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(RETRY_DELAY_S)
 
 
 def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:

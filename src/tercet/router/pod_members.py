@@ -11,7 +11,7 @@ from tercet.protocol import Role, TercetError
 from tercet.router.shared_state import SharedState
 
 logger = logging.getLogger("tercet.router")
-AGAIN_SECONDS = 1.0
+RETRY_DELAY_S = 1.0
 
 
 async def follow_pods(state: SharedState, discovery: PodDiscovery) -> None:
@@ -28,5 +28,5 @@ async def follow_pods(state: SharedState, discovery: PodDiscovery) -> None:
                     break
                 except TercetError as error:  # the state file is not writable, or is locked
                     logger.error("the engines stay as they are: %s", error.message)
-                    await asyncio.sleep(AGAIN_SECONDS)
+                    await asyncio.sleep(RETRY_DELAY_S)
             told = roles_of(found)

@@ -33,9 +33,9 @@ from tercet.wire.client.passing import Fields, NotConnected, NotReadable, Origin
 logger = logging.getLogger("tercet.router")
 # The interval at which each server is asked for its models, the timeout, and the number of timeouts in a row after
 # which it is not picked: a server that is busy with a large batch may be late.
-LOOK_SECONDS = 2.0
-LOOK_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-SILENT_LOOKS = 3
+POLL_INTERVAL_S = 2.0
+POLL_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+SILENT_POLLS = 3
 # A large batch takes as long as it takes; who set a limit for requests has one here. Once a server begins to answer it
 # has computed everything.
 CONNECT_SECONDS = 5.0
@@ -114,7 +114,7 @@ class PoolingServer:
             each.cancel()
 
 
-class Answer:
+class PooledAnswer:
     """A server's answer, which arrives while it is passed on. The receiver calls :meth:`close`."""
 
     def __init__(self, response: OriginAnswer, server: PoolingServer) -> None:
@@ -185,7 +185,9 @@ class PoolingServers:
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         for server in self.servers:
-            self._tasks.spawn(repeat(lambda server=server: self.look_at(server), LOOK_SECONDS), f"look at {server.url}")
+            self._tasks.spawn(
+                repeat(lambda server=server: self.look_at(server), POLL_INTERVAL_S), f"look at {server.url}"
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -201,7 +203,7 @@ class PoolingServers:
 
     async def answer(
         self, method: bytes, target: bytes, model: str | None, body: bytes, fields: Fields, began: float
-    ) -> Answer:
+    ) -> PooledAnswer:
         """What one of them that serves ``model`` says to ``body``; of those that answer, the one with least to do.
 
         Without a model, any. One that fails to answer is not asked again for it, but another one; if that breaks off,
@@ -218,7 +220,7 @@ class PoolingServers:
         except TimeoutError:
             raise DeadlineExceeded(f"the answer took longer than the {self._timeout_s:g} s that it may take") from None
 
-    async def _answer(self, asked: PassedRequest, model: str | None) -> Answer:
+    async def _answer(self, asked: PassedRequest, model: str | None) -> PooledAnswer:
         failed: list[PoolingServer] = []
         broken, why = 0, ""
         if not any(each.models for each in self.servers):
@@ -256,7 +258,7 @@ class PoolingServers:
                 "model",
             )
 
-    async def _ask(self, server: PoolingServer, asked: PassedRequest) -> Answer:
+    async def _ask(self, server: PoolingServer, asked: PassedRequest) -> PooledAnswer:
         known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
         fields = [(b"Host", server.origin.host), *asked.fields, *known]
         length = (b"Content-Length", str(len(asked.body)).encode())
@@ -268,7 +270,7 @@ class PoolingServers:
             await asyncio.wait({asking})
             if asking.cancelled():
                 raise ServerSilent("it has stopped answering")
-            answer = Answer(asking.result(), server)
+            answer = PooledAnswer(asking.result(), server)
         except asyncio.CancelledError:
             close_result(asking)
             raise
@@ -294,14 +296,14 @@ class PoolingServers:
             async with self._client.get(
                 f"{server.url}/v1/models",
                 headers={**server.headers, **PLAIN},
-                timeout=LOOK_TIMEOUT,
+                timeout=POLL_TIMEOUT,
                 allow_redirects=False,
             ) as response:
                 response.raise_for_status()
                 found = msgspec.json.decode(await read_answer(response), type=_Models)
         except TimeoutError as error:
             server.silent += 1
-            if server.silent >= SILENT_LOOKS:
+            if server.silent >= SILENT_POLLS:
                 server.leave(reason_of(error))
                 server.give_up()
         except aiohttp.ClientResponseError as error:
@@ -331,7 +333,7 @@ def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SS
     return PoolingServer(bare, told, origin, {"authorization": who})
 
 
-def close_result(asking: Asking | asyncio.Future[Answer]) -> None:
+def close_result(asking: Asking | asyncio.Future[PooledAnswer]) -> None:
     """Close the answer, whether it has arrived or not."""
     if not asking.cancel() and not asking.cancelled() and asking.exception() is None:
         asking.result().close()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tercet.fleet import EngineFleet, Retry, RunningSequence
 from tercet.protocol import EngineNotReached, EngineUnreachable, RoleUnavailable
 
-LOOK_SECONDS = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 class Recovery:
@@ -35,10 +35,10 @@ class Recovery:
         Without any engine it would fail at once, and the budget with it; the watch says who is back.
         """
         await asyncio.sleep(retry.pause)
-        for _ in range(int(self._wait_for_engine / LOOK_SECONDS)):
+        for _ in range(int(self._wait_for_engine / POLL_INTERVAL_S)):
             if self._fleet.answers:
                 return
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def _was_taken(self, error: BaseException, tried_at: float) -> bool:
         """Whether an engine may have begun with the attempt that failed: not one that has stood still since before."""

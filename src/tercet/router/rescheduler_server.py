@@ -22,7 +22,7 @@ from tercet.settings import EngineAddress, ReschedulerConfig
 from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import Admit, HttpEngine, engine_tls
-from tercet.wire.client.ask_front_door import ask_front_door
+from tercet.wire.client.ask_router import ask_router
 from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.rescheduler")
@@ -109,7 +109,7 @@ async def _listed(config: ReschedulerConfig) -> Sequence[ListedEngine]:
     key = config.admin_key
     if not key and config.admin_key_file is not None:
         key = KeyFile(config.admin_key_file, "admin-key-file").first()[0]
-    answer: Any = await ask_front_door(config.url, "GET", "/engines", admin_key=key)
+    answer: Any = await ask_router(config.url, "GET", "/engines", admin_key=key)
     try:
         return msgspec.convert(answer, list[ListedEngine])
     except UNREADABLE as error:

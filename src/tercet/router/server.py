@@ -21,17 +21,17 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
-from tercet.router.door_keys import DoorKeys
 from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.rescheduler import Rescheduler
+from tercet.router.router_app import RouterApp
+from tercet.router.router_keys import RouterKeys
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
@@ -159,7 +159,7 @@ async def _serve_openai(
     service = state.service
     names = [config.public_name, *config.model_aliases]
     args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
-    keys = DoorKeys(config, api_keys(args))
+    keys = RouterKeys(config, api_keys(args))
     if not args.uds:
         keys.require_private(config.host, config)
     # The router asks for keys, of websockets as well: vLLM's own check would not know those of files.
@@ -175,7 +175,7 @@ async def _serve_openai(
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
         layers = with_metrics(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
-        server.app.middleware_stack = FrontDoor(
+        server.app.middleware_stack = RouterApp(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, un
 from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.named_files import load_anywhere
-from tercet.router.recovery import LOOK_SECONDS
+from tercet.router.recovery import POLL_INTERVAL_S
 from tercet.router.routing import Plan
 from tercet.router.service import LoadArm, Service
 from tercet.router.shutdown import Shutdown
@@ -146,7 +146,7 @@ class SharedState:
     async def follow(self) -> None:
         """Apply what others write, and report what runs here, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 stamp = await self._filed(stamp_of, self._file.path)
             except EngineError as error:
@@ -359,7 +359,7 @@ class SharedState:
             late = [report for report in reports if report.serving and report.version < version]
             if not late or asyncio.get_running_loop().time() > deadline:
                 break
-            await asyncio.sleep(LOOK_SECONDS / 4)
+            await asyncio.sleep(POLL_INTERVAL_S / 4)
         said = [f"process {each.pid} has not applied it within {FOLLOW_SECONDS:.0f} s" for each in late]
         said += [f"process {each.pid}: {each.failure}" for each in reports if each.failure and each not in late]
         if said:

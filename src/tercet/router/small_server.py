@@ -17,10 +17,10 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
 from tercet.router import admin
-from tercet.router.door_keys import DoorKeys
-from tercet.router.front_door import FrontDoor
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
+from tercet.router.router_app import RouterApp
+from tercet.router.router_keys import RouterKeys
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
@@ -68,13 +68,13 @@ async def serve_small(
     ``files`` are those that admin routes may name.
     """
     service = state.service
-    keys = DoorKeys(config, api_keys(flags_of(config.vllm_args)))
+    keys = RouterKeys(config, api_keys(flags_of(config.vllm_args)))
     keys.require_private(config.host, config)
     names = [config.public_name, *config.model_aliases]
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = Gate(config.limits, service.fleet, service.metrics)
-    app.middleware_stack = FrontDoor(
+    app.middleware_stack = RouterApp(
         app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
         shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def work(settings: bytes, descriptors: tuple[int, int, int] | None = None) -> No
 
 # For a worker to give back what it has, after its requests have ended.
 GRACE_SECONDS = 20.0
-AGAIN_SECONDS = 1.0
+RETRY_DELAY_S = 1.0
 # Replacements that end before they serve, in a row, after which something is wrong with more than a worker.
 MOST_FAILURES = 5
 NOT_ACCEPTING = (2**31 - 1).to_bytes(LOAD_BYTES, sys.byteorder)
@@ -203,7 +203,7 @@ class Place:
             WORKER_ENDED.tell(
                 worker=self.index, code=code, reason=f"it ended with {code}, and another one takes its place"
             )
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_DELAY_S)
 
     async def _one(self) -> tuple[int, bool]:
         """A worker's life: its exit code, and whether it served."""

@@ -7,7 +7,7 @@ from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.picker_config import PickerConfig
 from tercet.settings.process_settings import EngineTLS
 from tercet.settings.rescheduler_config import ReschedulerConfig
-from tercet.settings.router_config import EngineAddress, FrontDoorConfig, Limits, RetryBudget, RouterConfig
+from tercet.settings.router_config import EngineAddress, Limits, RetryBudget, RouterConfig, RouterSettings
 from tercet.settings.sidecar_config import SidecarConfig
 from tercet.settings.urls import require_engine_url, require_url
 
@@ -17,7 +17,6 @@ __all__ = [
     "DiscoverySettings",
     "EngineAddress",
     "EngineTLS",
-    "FrontDoorConfig",
     "Limits",
     "MoveSettings",
     "PickerConfig",
@@ -25,6 +24,7 @@ __all__ = [
     "ReschedulerConfig",
     "RetryBudget",
     "RouterConfig",
+    "RouterSettings",
     "Setting",
     "Settings",
     "SidecarConfig",

@@ -24,7 +24,7 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 # Infinity, which JSON cannot say, is beyond it.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1_000_000_000)]
 
-PREFIX = "TERCET_"
+VARIABLE_PREFIX = "TERCET_"
 SECRET_VARIABLE = "TERCET_SECRET"
 """Shared secret of the fleet. It has no flag: other users of the machine can read command lines."""
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list",
@@ -87,7 +87,7 @@ class Declared:
     @property
     def env(self) -> str:
         """The environment variable."""
-        return self.setting.env or PREFIX + self.key.upper().replace("-", "_")
+        return self.setting.env or VARIABLE_PREFIX + self.key.upper().replace("-", "_")
 
     @property
     def plain(self) -> Any:

@@ -146,7 +146,7 @@ class Limits(Settings, frozen=True):
         return any((self.in_flight, self.in_flight_per_engine, self.tokens, self.tokens_per_engine))
 
 
-class FrontDoorConfig(Settings, frozen=True):
+class RouterSettings(Settings, frozen=True):
     """What every router can be told.
 
     ``retries``, ``limits``, ``moves`` and ``reschedule`` are groups; limits are one worker's own. ``model`` gives the
@@ -320,7 +320,7 @@ class FrontDoorConfig(Settings, frozen=True):
         return self.served_model_name or self.model
 
 
-class RouterConfig(FrontDoorConfig, frozen=True, kw_only=True):
+class RouterConfig(RouterSettings, frozen=True, kw_only=True):
     """Everything that ``tercet router`` needs; ``discovery`` and ``engine_tls`` are groups."""
 
     engines: Annotated[

@@ -22,9 +22,9 @@ from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
+    API_PREFIX,
     JSON,
     MSGPACK,
-    PREFIX,
     AbortCall,
     ConnectCall,
     LoadAdapterCall,
@@ -66,13 +66,13 @@ async def _admit(request: Request) -> None:
     callers: Callers = request.app.state.tercet_callers
     if not callers:
         require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
-    path = request.scope["path"].partition(PREFIX)[2]
+    path = request.scope["path"].partition(API_PREFIX)[2]
     shown = request.headers.getlist("authorization")
     request.state.tercet_digest = callers.require(shown, request.method, path, ASKS_FOR_A_KEY)
     require_incarnation(request.headers.get(INCARNATION_HEADER), _verbs(request).incarnation)
 
 
-router = APIRouter(prefix=PREFIX, tags=["tercet"], dependencies=[Depends(_admit)])
+router = APIRouter(prefix=API_PREFIX, tags=["tercet"], dependencies=[Depends(_admit)])
 
 
 class TercetEndpoints:
@@ -226,11 +226,11 @@ async def remote_send(request: Request) -> Response:
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
 async def start_generate(request: Request) -> Response:
-    """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `door`'s stream."""
+    """Prefill `prompt[begin:]` and decode; server-sent events, one answer (`stream: false`), or a `router`'s stream."""
     call = await _call(request, StartGenerateCall)
     with lines_of_call(request.headers):
-        if call.door is not None:
-            await _verbs(request).stream_generate(call, call.door)
+        if call.router is not None:
+            await _verbs(request).stream_generate(call, call.router)
             return _json({"accepted": True})
         outputs = _verbs(request).start_generate(call)
         if not call.stream:
@@ -243,8 +243,8 @@ async def start_generate(request: Request) -> Response:
 @router.post("/connect", openapi_extra=_body(ConnectCall))
 async def connect(request: Request) -> Response:
     """Connect to a router; token streams and reports of load go there."""
-    door = (await _call(request, ConnectCall)).door
-    await _verbs(request).front_doors.connect(door.address, door.key)
+    router = (await _call(request, ConnectCall)).router
+    await _verbs(request).router_connections.connect(router.address, router.key)
     return _json({"connected": True})
 
 

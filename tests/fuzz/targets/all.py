@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.fuzz.targets import agents, endpoint_picker, front_door, kv_transfer, token_streams, verbs
+from tests.fuzz.targets import agents, endpoint_picker, kv_transfer, router, token_streams, verbs
 
 TARGETS = (
     *kv_transfer.TARGETS,
     *token_streams.TARGETS,
     *agents.TARGETS,
-    *front_door.TARGETS,
+    *router.TARGETS,
     *verbs.TARGETS,
     *endpoint_picker.TARGETS,
 )

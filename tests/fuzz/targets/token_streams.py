@@ -17,8 +17,8 @@ from tercet.protocol import (
     TokenLogprob,
     Usage,
 )
-from tercet.protocol.wire import Destination, StartGenerateCall
-from tercet.wire.streams import EngineConnection, FrontDoorConnection, StreamHello
+from tercet.protocol.wire import StartGenerateCall, StreamDestination
+from tercet.wire.streams import EngineConnection, RouterConnection, StreamHello
 from tercet.wire.streams.stream_listener import _Arrival
 from tercet.wire.streams.wire_format import (
     LENGTH_BYTES,
@@ -83,7 +83,7 @@ class Sequence:
         assert all(token >= 0 for output in self.outputs for token in output.token_ids)
 
 
-class FrontDoorRoom:
+class RouterRoom:
     """A router, and an engine that says what a case holds; sequences 1 to 4 are open, from 0 and from 3 on."""
 
     def __init__(self) -> None:
@@ -126,8 +126,8 @@ class FrontDoorRoom:
 
 
 @asynccontextmanager
-async def _front_door() -> AsyncGenerator[FrontDoorRoom]:
-    yield FrontDoorRoom()
+async def _router() -> AsyncGenerator[RouterRoom]:
+    yield RouterRoom()
 
 
 def _batch_cases() -> list[Case]:
@@ -151,18 +151,18 @@ class EngineRoom:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._connection: FrontDoorConnection | None = None
+        self._connection: RouterConnection | None = None
         self._stopped = 0
 
     def _stop(self) -> None:
         self._stopped += 1
 
-    async def _start(self, call: StartGenerateCall, door: Destination) -> None:
+    async def _start(self, call: StartGenerateCall, router: StreamDestination) -> None:
         self._calls += 1
         if self._calls % 3 == 0:
             raise NoSpace("full")
         assert self._connection is not None
-        sender = self._connection.sender(door.number, len(call.output), self._stop)
+        sender = self._connection.sender(router.number, len(call.output), self._stop)
         sender.send(Output((1, 2)))
         if self._calls % 2:
             sender.send(Output((3,), "length"))
@@ -170,7 +170,7 @@ class EngineRoom:
     async def run(self, case: Case) -> Outcome:
         lost: list[None] = []
         self._calls = self._stopped = 0
-        connection = self._connection = FrontDoorConnection("f:1", lambda: LOAD, self._start, lambda: lost.append(None))
+        connection = self._connection = RouterConnection("f:1", lambda: LOAD, self._start, lambda: lost.append(None))
         wire: Any = Wire()
         connection.connection_made(wire)
         for data in (data for item in case for data in pieces(random_of(case), item)):
@@ -195,8 +195,10 @@ async def _engine() -> AsyncGenerator[EngineRoom]:
 
 def _command_cases() -> list[Case]:
     def call(number: int, **fields: Any) -> StartGenerateCall:
-        door = Destination(address="127.0.0.1:1", key=KEY, number=number)
-        return StartGenerateCall(prompt=[1, 2], seq_id=f"s{number}", door=door, sampling_params={"seed": 3}, **fields)
+        router = StreamDestination(address="127.0.0.1:1", key=KEY, number=number)
+        return StartGenerateCall(
+            prompt=[1, 2], seq_id=f"s{number}", router=router, sampling_params={"seed": 3}, **fields
+        )
 
     commands = [
         StreamCommand(),
@@ -209,6 +211,6 @@ def _command_cases() -> list[Case]:
 
 
 TARGETS = (
-    Target("engine_to_front_door", _batch_cases, FRAMES, _front_door),
-    Target("front_door_to_engine", _command_cases, FRAMES, _engine),
+    Target("engine_to_router", _batch_cases, FRAMES, _router),
+    Target("router_to_engine", _command_cases, FRAMES, _engine),
 )

@@ -31,7 +31,7 @@ from tercet.cluster.model import resolve_model
 from tercet.protocol import EngineLoad, KVAddrInfo, RankAddress
 from tercet.protocol.call_proofs import Callers
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.transport import SendDone
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription, status
@@ -40,7 +40,7 @@ from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
-from tercet.wire.streams import StreamListener, front_doors
+from tercet.wire.streams import StreamListener, router_connections
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.unit.fakes import LAYOUT
@@ -161,8 +161,8 @@ class TinyCore(EngineCoreClient, TinyEngine):
 class VerbsRoom:
     """One engine; a case is some calls, one after the other or two at once. Afterwards nothing is held in it."""
 
-    def __init__(self, core: TinyCore, verbs: EngineVerbs, client: httpx.AsyncClient, door: tuple[str, str]) -> None:
-        self._core, self._verbs, self._client, self._door = core, verbs, client, door
+    def __init__(self, core: TinyCore, verbs: EngineVerbs, client: httpx.AsyncClient, router: tuple[str, str]) -> None:
+        self._core, self._verbs, self._client, self._door = core, verbs, client, router
         self._lease = "0" * 32
 
     async def run(self, case: Case) -> Outcome:
@@ -205,7 +205,7 @@ class VerbsRoom:
 
     async def _give_back(self) -> None:
         verbs = self._verbs
-        for connection in list(verbs.front_doors._connections.values()):
+        for connection in list(verbs.router_connections._connections.values()):
             connection.abort()
         for busy, _ in list(verbs._busy):
             await verbs.abort(busy)
@@ -222,7 +222,7 @@ class VerbsRoom:
         status, verbs = self._core.status(), self._verbs
         held = (status["leases"], status["sends"], status["running"], status["waiting"], len(verbs._busy))
         processor: Any = verbs._client.output_processor
-        return not any(held) and not processor.get_num_unfinished_requests() and not len(verbs.front_doors)
+        return not any(held) and not processor.get_num_unfinished_requests() and not len(verbs.router_connections)
 
 
 def _config(directory: Path) -> VllmConfig:
@@ -248,7 +248,7 @@ async def _counters() -> dict[str, int]:
 @asynccontextmanager
 async def _room() -> AsyncGenerator[VerbsRoom]:
     metrics = set(prometheus_client.REGISTRY._collector_to_names)
-    patience, front_doors.CONNECT_SECONDS = front_doors.CONNECT_SECONDS, CONNECT_SECONDS
+    patience, router_connections.CONNECT_SECONDS = router_connections.CONNECT_SECONDS, CONNECT_SECONDS
     original = EngineCoreClient.make_async_mp_client
     with tempfile.TemporaryDirectory() as directory:
         config = _config(Path(directory))
@@ -273,17 +273,17 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
     loads: list[EngineLoad] = []
     try:
         async with StreamListener() as listener:
-            door = listener.connection_of("e", loads.append)
+            router = listener.connection_of("e", loads.append)
             address = await listener.address_for("http://127.0.0.1:1")
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(
-                transport=transport, base_url=f"http://localhost{PREFIX}", timeout=None
+                transport=transport, base_url=f"http://localhost{API_PREFIX}", timeout=None
             ) as client:
-                yield VerbsRoom(core, verbs, client, (address, door.key))
-            verbs.front_doors.close()
+                yield VerbsRoom(core, verbs, client, (address, router.key))
+            verbs.router_connections.close()
     finally:
         await probe.close()
-        front_doors.CONNECT_SECONDS = patience
+        router_connections.CONNECT_SECONDS = patience
         verbs._reports._task.cancel()
         with suppress(asyncio.CancelledError):
             await verbs._reports._task
@@ -322,7 +322,7 @@ def seeds() -> list[Case]:
         "stop": ["xyz"],
     }  # fmt: skip
     structured = {"max_tokens": 4, "structured_outputs": {"regex": "[ab]+"}}
-    door = {"address": ADDRESS, "key": KEY, "number": 4}
+    router = {"address": ADDRESS, "key": KEY, "number": 4}
     send = call("remote_send", prompt=prompt, kv_addr_info=info, begin=0, end=48, seq_id="s")
     return [
         [call("prep_recv", prompt=prompt, seq_id="s", end=48, ttl=5.0), call("release", lease=LEASE)],
@@ -337,9 +337,9 @@ def seeds() -> list[Case]:
         [send, send],
         [call("remote_send", prompt=prompt[:48], kv_addr_info=info, begin=0, seq_id="s", sample=True,
               sampling_params=sampling)],
-        [call("connect", door={"address": ADDRESS, "key": KEY}),
-         call("start_generate", prompt=prompt, seq_id="d", door=door, sampling_params={"max_tokens": 3})],
-        [call("connect", door={"address": "127.0.0.1:1", "key": "nobody"}), call("abort", seq_id="nobody")],
+        [call("connect", router={"address": ADDRESS, "key": KEY}),
+         call("start_generate", prompt=prompt, seq_id="d", router=router, sampling_params={"max_tokens": 3})],
+        [call("connect", router={"address": "127.0.0.1:1", "key": "nobody"}), call("abort", seq_id="nobody")],
     ]  # fmt: skip
 
 

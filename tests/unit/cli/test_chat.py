@@ -20,7 +20,7 @@ from .closed_output import with_nobody_reading
 Captured = pytest.CaptureFixture[str]
 
 
-class Door(http.server.ThreadingHTTPServer):
+class LiveRouter(http.server.ThreadingHTTPServer):
     """Answers with ``texts``, one event each; ``error`` is what the stream ends with instead of its end mark."""
 
     def __init__(self) -> None:
@@ -39,29 +39,29 @@ class Door(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     @property
-    def door(self) -> Door:
-        assert isinstance(self.server, Door)
+    def router(self) -> LiveRouter:
+        assert isinstance(self.server, LiveRouter)
         return self.server
 
     def do_GET(self) -> None:
         self._answer(json.dumps({"data": [{"id": "the-model"}]}).encode())
 
     def do_POST(self) -> None:
-        self.door.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        if self.door.status != 200:
+        self.router.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        if self.router.status != 200:
             self._answer(b'{"error": {"message": "not now"}}')
             return
-        events: list[Any] = [{"choices": [{"delta": {"content": text}}]} for text in self.door.texts]
-        events.append({"choices": [{"delta": {}, "finish_reason": self.door.finish_reason}]})
-        if self.door.error:
-            events.append({"error": {"message": self.door.error}})
+        events: list[Any] = [{"choices": [{"delta": {"content": text}}]} for text in self.router.texts]
+        events.append({"choices": [{"delta": {}, "finish_reason": self.router.finish_reason}]})
+        if self.router.error:
+            events.append({"error": {"message": self.router.error}})
         lines = [f"data: {json.dumps(event)}" for event in events]
-        if not self.door.breaks_off:
+        if not self.router.breaks_off:
             lines.append("data: [DONE]")
         self._answer("\n\n".join([*lines, ""]).encode())
 
     def _answer(self, body: bytes) -> None:
-        self.send_response(self.door.status)
+        self.send_response(self.router.status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -71,14 +71,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door()
-    thread = threading.Thread(target=door.serve_forever)
+def router() -> Iterator[LiveRouter]:
+    router = LiveRouter()
+    thread = threading.Thread(target=router.serve_forever)
     thread.start()
-    yield door
-    door.shutdown()
+    yield router
+    router.shutdown()
     thread.join()
-    door.server_close()
+    router.server_close()
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -105,17 +105,17 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) ->
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_answer_quietly(door: Door) -> None:
-    ended = with_nobody_reading(["chat", "--url", door.url], "hello\n")
+def test_a_reader_that_leaves_ends_the_answer_quietly(router: LiveRouter) -> None:
+    ended = with_nobody_reading(["chat", "--url", router.url], "hello\n")
     assert (ended.returncode, ended.stderr) == (NOBODY_READS, "")
 
 
-def test_a_question_through_a_pipe(door: Door, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_question_through_a_pipe(router: LiveRouter, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     piped(monkeypatch, "hello\n")
-    assert app._run(["chat", "--url", door.url, "--max-tokens", "5", "--system", "be short"]) == 0
+    assert app._run(["chat", "--url", router.url, "--max-tokens", "5", "--system", "be short"]) == 0
     said = capsys.readouterr()
     assert (said.out, said.err) == ("Good day.\n", "")
-    assert door.asked == [
+    assert router.asked == [
         {
             "model": "the-model", "max_tokens": 5, "stream": True,
             "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello"}],
@@ -124,15 +124,15 @@ def test_a_question_through_a_pipe(door: Door, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_answer_has_a_bound_and_says_that_it_was_cut(
-    door: Door, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    door.finish_reason = "length"
+    router.finish_reason = "length"
     piped(monkeypatch, "hello\n")
-    assert app._run(["chat", "--url", door.url]) == 0
+    assert app._run(["chat", "--url", router.url]) == 0
     typed(monkeypatch, "hello", EOFError)
-    assert app._run(["chat", "--url", door.url, "--max-tokens", "7"]) == 0
+    assert app._run(["chat", "--url", router.url, "--max-tokens", "7"]) == 0
     said = capsys.readouterr()
-    assert [each["max_tokens"] for each in door.asked] == [256, 7]
+    assert [each["max_tokens"] for each in router.asked] == [256, 7]
     assert "(cut after 256 tokens; --max-tokens sets another limit)" in said.err
     assert "(cut after 7 tokens" in said.err
 
@@ -140,7 +140,7 @@ def test_an_answer_has_a_bound_and_says_that_it_was_cut(
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "url", "code"), [("", None, 2), ("x", "nonsense", 2), ("x", "http://127.0.0.1:9", 1)])
 def test_wrong_use(
-    door: Door,
+    router: LiveRouter,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
     text: str,
@@ -148,7 +148,7 @@ def test_wrong_use(
     code: int,
 ) -> None:
     piped(monkeypatch, text)
-    assert app._run(["chat", "--url", url or door.url]) == code
+    assert app._run(["chat", "--url", url or router.url]) == code
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -159,29 +159,29 @@ def test_wrong_use(
      ("breaks_off", True, "the answer broke off")],
 )  # fmt: skip
 def test_an_answer_that_fails_fails_the_command(
-    door: Door,
+    router: LiveRouter,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
     field: str,
     value: Any,
     expected: str,
 ) -> None:
-    setattr(door, field, value)
+    setattr(router, field, value)
     piped(monkeypatch, "hello")
-    assert app._run(["chat", "--url", door.url, "--model", "m"]) == 1
+    assert app._run(["chat", "--url", router.url, "--model", "m"]) == 1
     assert expected in capsys.readouterr().err
 
 
 def test_a_conversation_has_a_memory_and_ctrl_d_ends_it(
-    door: Door, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     typed(monkeypatch, "hello", "", "and you?", EOFError)
-    assert app._run(["chat", "--url", door.url]) == 0
+    assert app._run(["chat", "--url", router.url]) == 0
     assert capsys.readouterr().out == "Good day.\nGood day.\n\n"
-    assert [message["content"] for message in door.asked[1]["messages"]] == ["hello", "Good day.", "and you?"]
+    assert [message["content"] for message in router.asked[1]["messages"]] == ["hello", "Good day.", "and you?"]
 
 
-def test_ctrl_c_ends_the_answer_and_a_second_one_the_chat(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_answer_and_a_second_one_the_chat(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     def show(text: str) -> None:
@@ -191,12 +191,12 @@ def test_ctrl_c_ends_the_answer_and_a_second_one_the_chat(door: Door, monkeypatc
 
     monkeypatch.setattr(chat_module, "write", show)
     typed(monkeypatch, "hello", "go on", KeyboardInterrupt)
-    assert app._run(["chat", "--url", door.url]) == 0
-    assert [message["content"] for message in door.asked[1]["messages"]] == ["hello", "Good ", "go on"]
+    assert app._run(["chat", "--url", router.url]) == 0
+    assert [message["content"] for message in router.asked[1]["messages"]] == ["hello", "Good ", "go on"]
 
 
-def test_an_answer_that_fails_does_not_end_the_chat(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    door.error, door.texts = "busy", []
+def test_an_answer_that_fails_does_not_end_the_chat(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    router.error, router.texts = "busy", []
     typed(monkeypatch, "hello", "again", EOFError)
-    assert app._run(["chat", "--url", door.url]) == 0
-    assert [message["content"] for message in door.asked[1]["messages"]] == ["again"]
+    assert app._run(["chat", "--url", router.url]) == 0
+    assert [message["content"] for message in router.asked[1]["messages"]] == ["again"]

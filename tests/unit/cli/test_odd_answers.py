@@ -81,7 +81,7 @@ def test_an_answer_of_another_shape_is_no_traceback(
     async def answer(*_: Any) -> Any:
         return shape
 
-    monkeypatch.setattr(fleet_commands, "ask_front_door", answer)
+    monkeypatch.setattr(fleet_commands, "ask_router", answer)
     for shape in SHAPES:
         assert one_complaint(app._run([*command]), capsys.readouterr().err), shape
 

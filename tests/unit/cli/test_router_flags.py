@@ -21,10 +21,10 @@ from tercet.router.workers import Shared
 from tercet.settings import (
     DiscoverySettings,
     EngineAddress,
-    FrontDoorConfig,
     Limits,
     RetryBudget,
     RouterConfig,
+    RouterSettings,
     Settings,
     declared,
     decode_settings,
@@ -55,7 +55,7 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Ro
     return config_there
 
 
-def test_what_up_is_told_arrives_at_its_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_up_is_told_arrives_at_its_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scheduling.yaml"
     file.write_text("plugins: []\nschedulingProfiles: [{name: mine}]\n")
     (tmp_path / "up.yaml").write_text("router-args: [--api-key, x]\n")
@@ -78,13 +78,13 @@ def test_what_up_is_told_arrives_at_its_front_door(tmp_path: Path, monkeypatch: 
     assert (there.return_after, there.stream_port) == (7, 7000)
 
 
-def test_every_setting_of_a_front_door_is_one_of_up_too() -> None:
+def test_every_setting_of_a_router_is_one_of_up_too() -> None:
     """So that none is lacking there: what up is told besides is what it decides itself."""
     up = {each.key: each for each in declared(UpConfig)}
-    own = {each.key for each in declared(RouterConfig)} - {each.key for each in declared(FrontDoorConfig)}
+    own = {each.key for each in declared(RouterConfig)} - {each.key for each in declared(RouterSettings)}
     in_pods = {each.key for each in declared(DiscoverySettings)}
     assert own == in_pods | {"engines", "port", "log-level", "state", "engine-ca", "engine-cert", "engine-key"}
-    assert all(up[each.key] == each for each in declared(FrontDoorConfig))
+    assert all(up[each.key] == each for each in declared(RouterSettings))
 
 
 @pytest.mark.parametrize(("command", "kind"), [("up", UpConfig), ("router", RouterConfig)])
@@ -94,7 +94,7 @@ def test_every_flag_comes_from_the_one_declaration(command: str, kind: type[Sett
     assert flags == {each.flag for each in declared(kind) if each.flag} | {"--config"}
 
 
-def test_the_front_doors_settings_are_for_the_eyes_of_its_owner(tmp_path: Path) -> None:
+def test_the_routers_settings_are_for_the_eyes_of_its_owner(tmp_path: Path) -> None:
     config = RouterConfig(engines=(EngineAddress("e", "http://e"),), vllm_args=("--api-key", "secret"))
     argv = router_argv(config, tmp_path)
     assert "secret" not in " ".join(argv)

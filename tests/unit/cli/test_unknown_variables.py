@@ -31,7 +31,7 @@ def test_a_wrong_name_is_named(name: str, hint: str) -> None:
     "name",
     ["TERCET_HTTP_PORT", "TERCET_PREFILL", "TERCET_SECRET", "TERCET_URL", "TERCET_API_KEY", "TERCET_ADMIN_KEY_FILE",
      "TERCET_WARM_PARENT", "TERCET_LONG_TESTS", "TERCET_CACHE", "TERCET_ENGINE_NAME", "TERCET_SPIN_SECONDS",
-     "TERCET_GRPC_PORT", "TERCET_TEST_FRONT_DOOR", "TERCET_CLOCK_OFFSET", "TERCET_PREFILL_HOSTS", "TERCET_ENGINES"],
+     "TERCET_GRPC_PORT", "TERCET_TEST_ROUTER", "TERCET_CLOCK_OFFSET", "TERCET_PREFILL_HOSTS", "TERCET_ENGINES"],
 )  # fmt: skip
 def test_a_name_that_means_something_is_not(name: str) -> None:
     assert list(unknown_variables("router", {name: "1"})) == []
@@ -42,8 +42,8 @@ def test_what_kubernetes_sets_is_not() -> None:
         "TERCET_PORT": "tcp://10.96.0.7:8000", "TERCET_SERVICE_HOST": "10.96.0.7", "TERCET_SERVICE_PORT": "8000",
         "TERCET_SERVICE_PORT_HTTP": "8000", "TERCET_PORT_8000_TCP": "tcp://10.96.0.7:8000",
         "TERCET_PORT_8000_TCP_PROTO": "tcp", "TERCET_PORT_8000_TCP_PORT": "8000",
-        "TERCET_PORT_8000_TCP_ADDR": "10.96.0.7", "TERCET_FRONT_DOOR_SERVICE_HOST": "fd00::7",
-        "TERCET_FRONT_DOOR_PORT": "tcp://[fd00::7]:80",
+        "TERCET_PORT_8000_TCP_ADDR": "10.96.0.7", "TERCET_ROUTER_SERVICE_HOST": "fd00::7",
+        "TERCET_ROUTER_PORT": "tcp://[fd00::7]:80",
     }  # fmt: skip
     assert list(unknown_variables("router", links)) == []
 

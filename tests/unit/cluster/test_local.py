@@ -143,7 +143,7 @@ async def test_cancelled_at_any_moment_it_leaves_nothing(tmp_path: Path, scripts
     assert gone(children_of(tmp_path / "logs"))
 
 
-async def test_an_engine_that_ends_later_and_stays_dead_is_reported_and_a_front_door_ends_the_fleet(
+async def test_an_engine_that_ends_later_and_stays_dead_is_reported_and_a_router_ends_the_fleet(
     tmp_path: Path, scripts: dict[str, str]
 ) -> None:
     said: list[str] = []
@@ -273,7 +273,7 @@ async def test_what_a_dead_engine_leaves_behind_is_ended_at_once(tmp_path: Path,
         watching.cancel()
 
 
-async def test_the_front_door_ends_before_the_engines(tmp_path: Path, scripts: dict[str, str]) -> None:
+async def test_the_router_ends_before_the_engines(tmp_path: Path, scripts: dict[str, str]) -> None:
     scripts["router"] = "stubborn"
     hurry, running = asyncio.Event(), list[bool]()
     async with local_fleet(config_of(tmp_path), "m", lambda *_: None, hurry) as fleet:
@@ -301,7 +301,7 @@ async def test_in_a_hurry_engines_that_do_not_end_are_killed_before_their_time_i
     assert gone(children_of(tmp_path / "logs"))
 
 
-def test_engines_are_not_reachable_from_elsewhere_even_when_the_front_door_is() -> None:
+def test_engines_are_not_reachable_from_elsewhere_even_when_the_router_is() -> None:
     specs = local.engine_specs(UpConfig(host="0.0.0.0", both=1), "m")
     assert {spec.host for spec in specs} == {"127.0.0.1"}
     assert len({spec.port for spec in specs}) == 3
@@ -339,9 +339,7 @@ def test_exit_codes_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
-async def test_a_secret_reaches_engines_and_front_door_and_no_command_line(
-    scripts: dict[str, str], tmp_path: Path
-) -> None:
+async def test_a_secret_reaches_engines_and_router_and_no_command_line(scripts: dict[str, str], tmp_path: Path) -> None:
     config = UpConfig(port=0, log_dir=str(tmp_path), secret="s3cret")
     async with local_fleet(config, "m", lambda *_: None) as fleet:
         for engine in fleet.engines:
@@ -353,7 +351,7 @@ async def test_a_secret_reaches_engines_and_front_door_and_no_command_line(
     assert router.secret == "s3cret"
 
 
-async def test_what_the_front_door_logs_from_warnings_on_is_heard(tmp_path: Path) -> None:
+async def test_what_the_router_logs_from_warnings_on_is_heard(tmp_path: Path) -> None:
     log, heard = tmp_path / "router.log", list[str]()
     line = "{} 11-23 12:00:00 [tercet.{}] {}\n"
     log.write_text(line.format("WARNING", "events", "engine_back: before anybody listened"))

@@ -20,7 +20,7 @@ import pytest
 from tercet.cli.setting_flags import flags_given
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
-from tercet.router.front_door import GENERATING, OPEN
+from tercet.router.router_app import GENERATING, OPEN
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
 from tercet.settings.variables import API_KEY_VARIABLE
 

@@ -35,7 +35,7 @@ WRONG_BEGINNING = re.compile(
 )
 # In pages: one name for one thing, and a subject that a reader can find.
 PAGE_RULES = (
-    (r"\bfront[ -]doors?\b", "router"),
+    (r"\bfront[ -]routers?\b", "router"),
     (r"\b(anybody|everybody)\b", "name the subject: every client, every process"),
 )
 PAGES = (

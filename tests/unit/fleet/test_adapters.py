@@ -165,7 +165,7 @@ def test_a_request_stays_with_the_contents_that_it_began_with() -> None:
 
 
 async def test_an_engine_whose_adapters_change_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.fleet.membership.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.fleet.membership.POLL_INTERVAL_S", 0.01)
     host = Host()
     fleet = fleet_of(x=host)
     watching = asyncio.create_task(membership_of(fleet).watch())
@@ -230,7 +230,7 @@ async def test_who_comes_back_without_it_loads_it() -> None:
 async def test_an_engine_that_leaves_while_it_loads_does_not_keep_others_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("tercet.router.fleet_adapters.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tercet.router.fleet_adapters.POLL_INTERVAL_S", 0.01)
     leaving, host = Host(refuses=RuntimeError("Session is closed")), Host()
     fleet = fleet_of(x=leaving, y=host)
     fleet.declared = [report("a", path="/a")]

@@ -352,7 +352,7 @@ async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "ASK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(kv_events, "RETRY_DELAY_S", 0.05)
 
 
 async def test_what_was_stored_before_and_what_is_lost_on_the_way_is_replayed() -> None:

@@ -32,7 +32,7 @@ class Answering(Frozen):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(membership, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(membership, "REPORTED_WITHIN", 0.02)
     monkeypatch.setattr(Membership, "_refuse", lambda *said: pytest.fail(str(said)))
 

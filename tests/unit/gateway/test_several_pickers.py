@@ -58,9 +58,9 @@ async def test_two_pickers_make_as_good_picks_as_one(seed: int) -> None:
     assert blind > two + 0.5, f"without reports {blind:.2f}, with them {two:.2f}: this shows nothing"
 
 
-async def test_a_front_door_and_a_picker_with_the_same_file_pick_the_same_engines() -> None:
+async def test_a_router_and_a_picker_with_the_same_file_pick_the_same_engines() -> None:
     house = House("both", "both", "both", "decode")
-    front_door = fleet_for(house.config, lambda: house.now)
+    router = fleet_for(house.config, lambda: house.now)
     random = Random(5)
     with ExitStack() as held:
         picked: list[tuple[str, str]] = []
@@ -70,12 +70,12 @@ async def test_a_front_door_and_a_picker_with_the_same_file_pick_the_same_engine
                 for name in ("e0", "e1", "e2", "e3"):
                     load = {"running": random.randrange(6), "kv_usage": random.random() / 2}
                     house.report(name, **load)
-                    front_door.report(name, house.fleet.knowledge.loads.last(name)[0])  # type: ignore[index]
-                    front_door.member(name).in_flight = house.fleet.member(name).in_flight
+                    router.report(name, house.fleet.knowledge.loads.last(name)[0])  # type: ignore[index]
+                    router.member(name).in_flight = house.fleet.member(name).in_flight
             prompt = f"{number % 7}".ljust(2000, "p")
             endpoints = await house.picker.pick(OpenAICall("/v1/completions", {}, OpenAIBody(prompt=prompt), 2000))
             request = Request(seq_id=f"r{number}", prompt=stand_ins(prompt.encode()))
-            engine = held.enter_context(front_door.pick("decode", by="scheduled", request=request))
+            engine = held.enter_context(router.pick("decode", by="scheduled", request=request))
             picked.append((endpoints.decode[0], engine.name))
     names = {f"10.0.0.{n + 1}:8000": f"e{n}" for n in range(4)}
     assert [names[address] for address, _ in picked] == [name for _, name in picked]

@@ -25,9 +25,9 @@ from tercet.protocol.types import TextFingerprint
 from tercet.router import admin
 from tercet.router.admin_access import AdminAccess
 from tercet.router.fleet_state import FleetState, ProgramInUse
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
+from tercet.router.router_app import RouterApp
 from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
@@ -114,7 +114,7 @@ class Engine(FakeEngine):
         )  # fmt: skip
 
 
-class Door:
+class LiveRouter:
     """One router; ``engines`` are those that exist in the world, by URL."""
 
     def __init__(self, metrics: Metrics, program: str, return_after: int) -> None:
@@ -168,12 +168,12 @@ class Door:
         tokens = [token async for item in self.service.run(request, trace, model, began) for token in item.token_ids]
         return trace.program, tokens
 
-    def application(self, *keys: str, admin_keys: Sequence[str] = (), **options: Any) -> FrontDoor:
+    def application(self, *keys: str, admin_keys: Sequence[str] = (), **options: Any) -> RouterApp:
         app = FastAPI(**options)
         admin.install(app, self.shared, ["m"], files=NamedFiles(self.folders))
         gate = Gate(Limits(), self.fleet, self.metrics)
         admins = AdminAccess(BearerKeys(admin_keys), BearerKeys(keys))
-        return FrontDoor(app, None, gate, keys, self.service.program_called, 1_000_000, admins=admins)
+        return RouterApp(app, None, gate, keys, self.service.program_called, 1_000_000, admins=admins)
 
     def client(self, *admin_keys: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.application(admin_keys=admin_keys))
@@ -217,12 +217,12 @@ def programs(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def door(metrics: Metrics) -> AsyncIterator[Door]:
-    door = Door(metrics, "disaggregated", return_after=3)
-    async with door.membership:
-        await door.start()
-        yield door
-    door.close()
+async def router(metrics: Metrics) -> AsyncIterator[LiveRouter]:
+    router = LiveRouter(metrics, "disaggregated", return_after=3)
+    async with router.membership:
+        await router.start()
+        yield router
+    router.close()
 
 
 def counted(name: str, **labels: str) -> float:

@@ -21,12 +21,12 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.router import admin
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp
 from tercet.router.shared_state import AdapterState
 from tercet.settings import Limits
 
-from .conftest import Door, Engine
+from .conftest import Engine, LiveRouter
 from .test_shared_state import joined
 
 
@@ -67,31 +67,31 @@ class Host(Engine):
 
 
 @pytest.fixture
-async def hosts(door: Door) -> dict[str, Host]:
-    """The door's engines, which take adapters; it knows that they do."""
+async def hosts(router: LiveRouter) -> dict[str, Host]:
+    """The router's engines, which take adapters; it knows that they do."""
     found = {name: Host(name) for name in "pd"}
-    for member in door.fleet.members:
+    for member in router.fleet.members:
         member.engine = found[member.name]
-    door.engines.update({f"http://{name}": host for name, host in found.items()})
-    await door.membership.ask(door.fleet.members)
+    router.engines.update({f"http://{name}": host for name, host in found.items()})
+    await router.membership.ask(router.fleet.members)
     return found
 
 
-def client(door: Door, loads_adapters: bool = False) -> httpx.AsyncClient:
+def client(router: LiveRouter, loads_adapters: bool = False) -> httpx.AsyncClient:
     app = FastAPI()
-    admin.install(app, door.shared, ["m"], loads_adapters)
-    gate = Gate(Limits(), door.fleet, door.metrics)
-    served = FrontDoor(app, None, gate, (), door.service.program_called, 1_000_000)
+    admin.install(app, router.shared, ["m"], loads_adapters)
+    gate = Gate(Limits(), router.fleet, router.metrics)
+    served = RouterApp(app, None, gate, (), router.service.program_called, 1_000_000)
     return httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://localhost")
 
 
-async def test_an_adapter_is_loaded_listed_and_unloaded(door: Door, hosts: dict[str, Host]) -> None:
+async def test_an_adapter_is_loaded_listed_and_unloaded(router: LiveRouter, hosts: dict[str, Host]) -> None:
     expected = {"name": "a", "path": "/a", "digest": "1", "engines": ["p", "d"]}
-    async with client(door) as asked:
+    async with client(router) as asked:
         loaded = await asked.post("/tercet/v1/adapters", json={"name": "a", "path": "/a"})
         assert (loaded.status_code, loaded.json()) == (201, expected)
         assert (await asked.get("/tercet/v1/adapters")).json() == [expected]
-        assert door.shared.state.adapters == (AdapterState("a", "/a", "1"),)
+        assert router.shared.state.adapters == (AdapterState("a", "/a", "1"),)
         other = await asked.post("/tercet/v1/adapters", json={"name": "a", "path": "/b"})
         assert (other.status_code, other.json()["error"]["param"]) == (409, "name")
         base = await asked.post("/tercet/v1/adapters", json={"name": "m", "path": "/a"})
@@ -112,26 +112,26 @@ async def _replaced(host: Host, contents: str) -> None:
 
 @pytest.mark.parametrize("elsewhere", ["1", "0"])
 async def test_a_retry_goes_on_with_the_same_weights_or_not_at_all(
-    door: Door, hosts: dict[str, Host], elsewhere: str
+    router: LiveRouter, hosts: dict[str, Host], elsewhere: str
 ) -> None:  # fmt: skip
     """The engine that decodes dies after a token; the other one's adapter of that name is another one by then."""
     for host in hosts.values():
         await host.load_adapter("a", "/1")
-    await door.membership.ask(door.fleet.members)
+    await router.membership.ask(router.fleet.members)
     request = Request(seq_id="s", prompt=tuple(range(100)), adapter="a", headers={"x-tercet-program": "data_parallel"})
-    door.fleet.drain("p")
+    router.fleet.drain("p")
     hosts["d"].fail_after, hosts["d"].failures["stream"] = 1, EngineUnreachable("gone")
     seen: list[Request] = []
     hosts["p"].on_request = seen.append
     tokens = list[int]()
 
     async def served() -> None:
-        async for output in door.service.run(request, Trace()):
+        async for output in router.service.run(request, Trace()):
             tokens.extend(output.token_ids)
             if len(tokens) == 1:
-                door.fleet.drain("p", draining=False)
+                router.fleet.drain("p", draining=False)
                 await _replaced(hosts["p"], elsewhere)
-                await door.membership.ask([door.fleet.member("p")])
+                await router.membership.ask([router.fleet.member("p")])
 
     if elsewhere == "1":
         await served()
@@ -144,22 +144,22 @@ async def test_a_retry_goes_on_with_the_same_weights_or_not_at_all(
     assert not seen
 
 
-async def test_what_an_engine_refuses_is_loaded_nowhere(door: Door, hosts: dict[str, Host]) -> None:
+async def test_what_an_engine_refuses_is_loaded_nowhere(router: LiveRouter, hosts: dict[str, Host]) -> None:
     hosts["d"].refusal = Unauthorized("not while it runs")
     with pytest.raises(Unauthorized):
-        await door.shared.load_adapter("a", "/a")
+        await router.shared.load_adapter("a", "/a")
     hosts["d"].refusal, hosts["d"].contents = None, "2"
     with pytest.raises(Conflict, match="not the same on all engines"):
-        await door.shared.load_adapter("a", "/a")
+        await router.shared.load_adapter("a", "/a")
     assert not any(host.adapters for host in hosts.values())
-    assert door.shared.state.adapters == ()
+    assert router.shared.state.adapters == ()
 
 
-async def test_vllms_own_routes_are_there_if_its_variable_says_so(door: Door, hosts: dict[str, Host]) -> None:
+async def test_vllms_own_routes_are_there_if_its_variable_says_so(router: LiveRouter, hosts: dict[str, Host]) -> None:
     body = {"lora_name": "a", "lora_path": "/a"}
-    async with client(door) as asked:
+    async with client(router) as asked:
         assert (await asked.post("/v1/load_lora_adapter", json=body)).status_code == 404
-    async with client(door, loads_adapters=True) as asked:
+    async with client(router, loads_adapters=True) as asked:
         answer = await asked.post("/v1/load_lora_adapter", json=body)
         assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'a' added successfully.")
         assert all("a" in host.adapters for host in hosts.values())
@@ -169,8 +169,10 @@ async def test_vllms_own_routes_are_there_if_its_variable_says_so(door: Door, ho
 
 
 @pytest.mark.parametrize("route", ["/tercet/v1/adapters/a", "/v1/load_lora_adapter"])
-async def test_an_adapter_is_replaced_everywhere_or_nowhere(door: Door, hosts: dict[str, Host], route: str) -> None:
-    async with client(door, loads_adapters=True) as asked:
+async def test_an_adapter_is_replaced_everywhere_or_nowhere(
+    router: LiveRouter, hosts: dict[str, Host], route: str
+) -> None:
+    async with client(router, loads_adapters=True) as asked:
 
         async def replaced(path: str) -> httpx.Response:
             if route.startswith("/v1"):
@@ -185,44 +187,44 @@ async def test_an_adapter_is_replaced_everywhere_or_nowhere(door: Door, hosts: d
         refused = await replaced("/2")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
         assert [host.adapters["a"].digest for host in hosts.values()] == ["1", "1"]
-        assert door.shared.state.adapters == (AdapterState("a", "/1", "1"),)
+        assert router.shared.state.adapters == (AdapterState("a", "/1", "1"),)
         hosts["d"].in_use = False
         assert (await replaced("/2")).status_code == 200
-        assert door.shared.state.adapters == (AdapterState("a", "/2", "2"),)
-        assert door.fleet.adapters == {"a": AdapterReport("a", "/2", "2")}
-        assert door.fleet.pinned(Request(seq_id="s", prompt=(1,), adapter="a")).adapter_digest == "2"
+        assert router.shared.state.adapters == (AdapterState("a", "/2", "2"),)
+        assert router.fleet.adapters == {"a": AdapterReport("a", "/2", "2")}
+        assert router.fleet.pinned(Request(seq_id="s", prompt=(1,), adapter="a")).adapter_digest == "2"
 
 
-async def test_an_engine_that_cannot_go_back_is_left_without(door: Door, hosts: dict[str, Host]) -> None:
+async def test_an_engine_that_cannot_go_back_is_left_without(router: LiveRouter, hosts: dict[str, Host]) -> None:
     """The files that it had are overwritten, and another engine still uses what they were."""
-    await door.shared.load_adapter("a", "/a")
+    await router.shared.load_adapter("a", "/a")
     hosts["p"].contents, hosts["d"].in_use = "2", True
     with pytest.raises(Conflict, match="in use"):
-        await door.shared.replace_adapter("a", "/a")
+        await router.shared.replace_adapter("a", "/a")
     assert {name: bool(host.adapters) for name, host in hosts.items()} == {"p": False, "d": True}
     hosts["d"].contents, hosts["d"].in_use = "2", False
-    await door.shared.replace_adapter("a", "/a")
+    await router.shared.replace_adapter("a", "/a")
     assert {host.adapters["a"].digest for host in hosts.values()} == {"2"}
-    assert door.fleet.adapters["a"].digest == "2"
+    assert router.fleet.adapters["a"].digest == "2"
 
 
 async def test_of_two_that_replace_it_at_once_the_second_one_holds_everywhere(
-    door: Door, hosts: dict[str, Host]
+    router: LiveRouter, hosts: dict[str, Host]
 ) -> None:  # fmt: skip
-    await door.shared.load_adapter("a", "/a")
+    await router.shared.load_adapter("a", "/a")
     for host, late in zip(hosts.values(), (("/2", 0.05), ("/3", 0.05)), strict=True):
         host.others, host.late = {"/2": "2", "/3": "3"}, dict([late])
-    await asyncio.gather(*(door.shared.replace_adapter("a", path) for path in ("/2", "/3")))
+    await asyncio.gather(*(router.shared.replace_adapter("a", path) for path in ("/2", "/3")))
     assert [host.adapters["a"].digest for host in hosts.values()] == ["3", "3"]
-    assert door.fleet.adapters["a"].digest == "3"
+    assert router.fleet.adapters["a"].digest == "3"
 
 
 async def test_all_that_share_the_fleet_serve_it_before_it_is_answered(
-    door: Door, metrics: Metrics, hosts: dict[str, Host]
+    router: LiveRouter, metrics: Metrics, hosts: dict[str, Host]
 ) -> None:  # fmt: skip
-    async with joined(door, metrics) as other:
-        assert await door.shared.load_adapter("a", "/a") == []
+    async with joined(router, metrics) as other:
+        assert await router.shared.load_adapter("a", "/a") == []
         assert other.fleet.adapters == {"a": AdapterReport("a", "/a", "1")}
-        assert door.fleet.adapters == other.fleet.adapters
-        assert await door.shared.unload_adapter("a") == []
+        assert router.fleet.adapters == other.fleet.adapters
+        assert await router.shared.unload_adapter("a") == []
         assert other.fleet.declared == []

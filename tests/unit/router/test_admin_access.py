@@ -13,11 +13,11 @@ import pytest
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.router.admin_access import is_admin_path
-from tercet.router.door_keys import DoorKeys
-from tercet.router.front_door import FrontDoor
+from tercet.router.router_app import RouterApp
+from tercet.router.router_keys import RouterKeys
 from tercet.settings import EngineAddress, RouterConfig
 
-from .conftest import Door
+from .conftest import LiveRouter
 
 DRAIN = "/tercet/v1/engines/d/drain"
 PROGRAM = b'{"program": "data_parallel"}'
@@ -26,9 +26,9 @@ THIS_MACHINE = ("127.0.0.1", 5000)
 
 
 def client_of(
-    door: Door, keys: Sequence[str] = (), admin_keys: Sequence[str] = (), peer: tuple[str, int] = THIS_MACHINE
+    router: LiveRouter, keys: Sequence[str] = (), admin_keys: Sequence[str] = (), peer: tuple[str, int] = THIS_MACHINE
 ) -> httpx.AsyncClient:
-    front = door.application(*keys, admin_keys=admin_keys)
+    front = router.application(*keys, admin_keys=admin_keys)
     transport = httpx.ASGITransport(front, client=peer)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
 
@@ -60,9 +60,9 @@ PAGES: list[Mapping[str, str]] = [
 @pytest.mark.parametrize("keys", [(), ("admin",)])
 @pytest.mark.parametrize("page", PAGES)
 async def test_a_page_of_another_origin_is_refused_whatever_it_shows(
-    door: Door, page: Mapping[str, str], keys: Sequence[str]
+    router: LiveRouter, page: Mapping[str, str], keys: Sequence[str]
 ) -> None:
-    async with client_of(door, admin_keys=keys) as client:
+    async with client_of(router, admin_keys=keys) as client:
         for method, path, body in (
             ("POST", DRAIN, b""),
             ("PUT", "/tercet/v1/program", PROGRAM),
@@ -72,8 +72,8 @@ async def test_a_page_of_another_origin_is_refused_whatever_it_shows(
             answer = await client.request(method, path, content=body, headers=headers)
             assert answer.status_code == 403, (method, page)
             assert answer.json()["error"]["param"] in ("origin", "sec-fetch-site")
-    assert not door.fleet.member("d").draining
-    assert door.service.routing.current.number == 1
+    assert not router.fleet.member("d").draining
+    assert router.service.routing.current.number == 1
 
 
 @pytest.mark.parametrize(
@@ -81,25 +81,25 @@ async def test_a_page_of_another_origin_is_refused_whatever_it_shows(
     ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.5", "a@localhost",
      "localhost:x", "", "[::1", "0.0.0.0", "localhost, evil.example", "::1", "localhost/evil", "localhost?x"],
 )  # fmt: skip
-async def test_a_name_that_is_made_to_point_here_is_refused(door: Door, host: str) -> None:
-    async with client_of(door) as client:
+async def test_a_name_that_is_made_to_point_here_is_refused(router: LiveRouter, host: str) -> None:
+    async with client_of(router) as client:
         answer = await client.put("/tercet/v1/program", content=PROGRAM, headers={**JSON, "host": host})
     assert (answer.status_code, answer.json()["error"]["param"]) == (403, "host")
-    assert door.service.routing.current.number == 1
+    assert router.service.routing.current.number == 1
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.3.2.1", "[::1]:8000", "[::1]"])
-async def test_this_machine_needs_no_key(door: Door, host: str) -> None:
-    async with client_of(door) as client:
+async def test_this_machine_needs_no_key(router: LiveRouter, host: str) -> None:
+    async with client_of(router) as client:
         own = {"host": host, "origin": f"http://{host.lower()}", "sec-fetch-site": "same-origin"}
         for headers in ({"host": host}, own):
             answer = await client.put("/tercet/v1/program", content=PROGRAM, headers={**JSON, **headers})
             assert answer.status_code == 200, answer.text
 
 
-async def test_two_hosts_are_none(door: Door) -> None:
+async def test_two_hosts_are_none(router: LiveRouter) -> None:
     headers = [("host", "localhost"), ("host", "evil.example"), ("content-type", "application/json")]
-    async with client_of(door) as client:
+    async with client_of(router) as client:
         answer = await client.put("/tercet/v1/program", content=PROGRAM, headers=headers)
     assert answer.status_code == 403
 
@@ -107,19 +107,19 @@ async def test_two_hosts_are_none(door: Door) -> None:
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
                                   "text/plain; x=application/json", "application/jsonp", "", None])  # fmt: skip
 @pytest.mark.parametrize("keys", [(), ("admin",)])
-async def test_bodies_are_json_only(door: Door, kind: str | None, keys: Sequence[str]) -> None:
+async def test_bodies_are_json_only(router: LiveRouter, kind: str | None, keys: Sequence[str]) -> None:
     said = {} if kind is None else {"content-type": kind}
-    async with client_of(door, admin_keys=keys) as client:
+    async with client_of(router, admin_keys=keys) as client:
         answer = await client.put("/tercet/v1/program", content=PROGRAM, headers={**said, **bearer("admin")})
         assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
         if kind:
             answer = await client.post(DRAIN, headers={"content-type": kind, **bearer("admin")})
             assert answer.status_code == 415
-    assert not door.fleet.member("d").draining
+    assert not router.fleet.member("d").draining
 
 
-async def test_no_body_needs_no_type_and_charsets_are_fine(door: Door) -> None:
-    async with client_of(door) as client:
+async def test_no_body_needs_no_type_and_charsets_are_fine(router: LiveRouter) -> None:
+    async with client_of(router) as client:
         assert (await client.post(DRAIN)).status_code == 200
         bare = {"content-type": "application/octet-stream"}  # as aiohttp says where it sends none
         assert (await client.post(DRAIN, headers=bare)).status_code == 200
@@ -132,30 +132,30 @@ async def test_no_body_needs_no_type_and_charsets_are_fine(door: Door) -> None:
 
 
 @pytest.mark.parametrize("peer", ["10.0.0.9", "192.168.1.4", "::ffff:10.0.0.9", "fe80::1%eth0"])
-async def test_without_a_key_other_machines_are_refused(door: Door, peer: str) -> None:
-    async with client_of(door, peer=(peer, 5000)) as client:
+async def test_without_a_key_other_machines_are_refused(router: LiveRouter, peer: str) -> None:
+    async with client_of(router, peer=(peer, 5000)) as client:
         answer = await client.get("/tercet/v1/engines")
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
         assert "TERCET_ADMIN_KEY" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["x-forwarded-for", "Forwarded", "Via", "X-Real-IP", "x-forwarded-host"])
-async def test_without_a_key_nobody_behind_a_proxy_is_answered(door: Door, name: str) -> None:
-    async with client_of(door) as client:
+async def test_without_a_key_nobody_behind_a_proxy_is_answered(router: LiveRouter, name: str) -> None:
+    async with client_of(router) as client:
         assert (await client.get("/tercet/v1/engines", headers={name: "127.0.0.1"})).status_code == 403
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-async def test_loopback_is_this_machine(door: Door, peer: str) -> None:
-    async with client_of(door, peer=(peer, 5000)) as client:
+async def test_loopback_is_this_machine(router: LiveRouter, peer: str) -> None:
+    async with client_of(router, peer=(peer, 5000)) as client:
         assert (await client.get("/tercet/v1/engines")).status_code == 200
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_clients_key_is_no_admins_and_an_admins_no_clients(door: Door) -> None:
-    async with client_of(door, keys=("client",), admin_keys=("admin", "next")) as client:
+async def test_a_clients_key_is_no_admins_and_an_admins_no_clients(router: LiveRouter) -> None:
+    async with client_of(router, keys=("client",), admin_keys=("admin", "next")) as client:
         for key, status in (("client", 401), ("admin", 200), ("next", 200), ("other", 401)):
             assert (await client.get("/tercet/v1/engines", headers=bearer(key))).status_code == status
         assert (await client.get("/tercet/v1/engines")).status_code == 401
@@ -163,22 +163,22 @@ async def test_a_clients_key_is_no_admins_and_an_admins_no_clients(door: Door) -
         assert (await client.get("/openapi.json", headers=bearer("client"))).status_code == 200
 
 
-async def test_with_an_admin_key_any_machine_and_name_will_do(door: Door) -> None:
-    async with client_of(door, admin_keys=("admin",), peer=("10.0.0.9", 1)) as client:
+async def test_with_an_admin_key_any_machine_and_name_will_do(router: LiveRouter) -> None:
+    async with client_of(router, admin_keys=("admin",), peer=("10.0.0.9", 1)) as client:
         headers = {**bearer("admin"), "host": "fleet.example", "x-forwarded-for": "10.1.1.1"}
         assert (await client.get("/tercet/v1/engines", headers=headers)).status_code == 200
 
 
-async def test_where_clients_have_keys_admins_need_one_too(door: Door) -> None:
-    async with client_of(door, keys=("client",)) as client:
+async def test_where_clients_have_keys_admins_need_one_too(router: LiveRouter) -> None:
+    async with client_of(router, keys=("client",)) as client:
         for headers in ({}, bearer("client")):
             answer = await client.get("/tercet/v1/engines", headers=headers)
             assert answer.status_code == 401
             assert "TERCET_ADMIN_KEY" in answer.json()["error"]["message"]
 
 
-async def test_a_key_that_is_both_opens_nothing_of_admins(door: Door) -> None:
-    async with client_of(door, keys=("both",), admin_keys=("both",)) as client:
+async def test_a_key_that_is_both_opens_nothing_of_admins(router: LiveRouter) -> None:
+    async with client_of(router, keys=("both",), admin_keys=("both",)) as client:
         assert (await client.get("/tercet/v1/engines", headers=bearer("both"))).status_code == 401
 
 
@@ -193,20 +193,20 @@ def test_what_is_not(path: str) -> None:
     assert not is_admin_path(path)
 
 
-async def test_a_route_that_the_front_door_has_not_looked_at_does_not_answer(door: Door) -> None:
-    front = door.application()
+async def test_a_route_that_the_router_has_not_looked_at_does_not_answer(router: LiveRouter) -> None:
+    front = router.application()
     transport = httpx.ASGITransport(front._app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert (await client.get("/tercet/v1/engines")).status_code == 403
 
 
-async def test_a_websocket_needs_a_clients_key(door: Door) -> None:
+async def test_a_websocket_needs_a_clients_key(router: LiveRouter) -> None:
     served = list[Any]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         served.append(scope)
 
-    front = FrontDoor(app, None, None, ("key",), lambda _: None, 1)  # type: ignore[arg-type]
+    front = RouterApp(app, None, None, ("key",), lambda _: None, 1)  # type: ignore[arg-type]
     sent = list[Any]()
 
     async def send(message: Any) -> None:
@@ -234,7 +234,7 @@ async def test_files_of_keys_are_read_again(tmp_path: Path) -> None:
     clients, admins = tmp_path / "clients", tmp_path / "admins"
     clients.write_text("# team a\none\n\ntwo\r\n")
     admins.write_text("root")
-    keys = DoorKeys(config(api_key_file=str(clients), admin_key_file=str(admins), admin_key="told"), ["given"])
+    keys = RouterKeys(config(api_key_file=str(clients), admin_key_file=str(admins), admin_key="told"), ["given"])
     assert all(opens(keys.clients, key) for key in ("one", "two", "given"))
     assert all(opens(keys.admins, key) for key in ("root", "told"))
     clients.write_text("two\nthree\n")
@@ -245,7 +245,7 @@ async def test_files_of_keys_are_read_again(tmp_path: Path) -> None:
 async def test_an_emptied_file_lets_nobody_in_and_a_lost_one_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "clients"
     file.write_text("one\n")
-    keys = DoorKeys(config(api_key_file=str(file)), [])
+    keys = RouterKeys(config(api_key_file=str(file)), [])
     os.unlink(file)
     await keys.look()
     assert opens(keys.clients, "one")
@@ -265,7 +265,7 @@ def test_a_file_without_a_usable_key_is_refused_at_the_start(tmp_path: Path, con
     (tmp_path / "keys").write_bytes(content)
     for name in ("api_key_file", "admin_key_file"):
         with pytest.raises(BadRequest, match=name.replace("_", "-")) as refused:
-            DoorKeys(config(**{name: str(tmp_path / "keys")}), [])
+            RouterKeys(config(**{name: str(tmp_path / "keys")}), [])
         assert "words" not in str(refused.value)
 
 
@@ -273,9 +273,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "none", tmp_path / "pipe", Path("/proc/1/fd/0")):
         with pytest.raises(BadRequest):
-            DoorKeys(config(api_key_file=str(path)), [])
+            RouterKeys(config(api_key_file=str(path)), [])
 
 
 def test_a_clients_key_must_not_be_the_admins(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="admin-key"):
-        DoorKeys(config(admin_key="same"), ["same"])
+        RouterKeys(config(admin_key="same"), ["same"])

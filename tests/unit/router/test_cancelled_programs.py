@@ -14,7 +14,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.routing import Chosen
 from tercet.router.service import NO_VERSION, Service
 
-from .conftest import Door, counted
+from .conftest import LiveRouter, counted
 
 REQUEST = Request(seq_id="s", prompt=tuple(range(100)))
 
@@ -23,9 +23,11 @@ class TextEnded(Exception):
     """The consumer wants no more."""
 
 
-def stream_of(door: Door, program: Callable[[Request, Fleet], Answer], monkeypatch: pytest.MonkeyPatch) -> OutputStream:
+def stream_of(
+    router: LiveRouter, program: Callable[[Request, Fleet], Answer], monkeypatch: pytest.MonkeyPatch
+) -> OutputStream:
     monkeypatch.setattr(Service, "_choose", lambda *_: Chosen(NO_VERSION, "mine", program))
-    return door.service.run(REQUEST, Trace())
+    return router.service.run(REQUEST, Trace())
 
 
 async def returns(request: Request, fleet: Fleet) -> Answer:
@@ -47,24 +49,24 @@ async def returns_from_its_own_wait(request: Request, fleet: Fleet) -> Answer:
 
 @pytest.mark.parametrize("program", [returns, returns_from_its_own_wait])
 async def test_a_program_that_ends_when_its_client_left_is_not_tried_again(
-    door: Door, monkeypatch: pytest.MonkeyPatch, program: Callable[[Request, Fleet], Answer]
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch, program: Callable[[Request, Fleet], Answer]
 ) -> None:
-    door.engine("d").pause.clear()
-    running = asyncio.create_task(stream_of(door, program, monkeypatch).run(lambda _: None))
-    while not door.engine("d").running:
+    router.engine("d").pause.clear()
+    running = asyncio.create_task(stream_of(router, program, monkeypatch).run(lambda _: None))
+    while not router.engine("d").running:
         await asyncio.sleep(0)
-    calls = len(door.engine("d").calls)
+    calls = len(router.engine("d").calls)
     running.cancel()
     await asyncio.wait([running])
-    door.engine("d").pause.set()
+    router.engine("d").pause.set()
     assert running.cancelled()
     assert counted("tercet_program_failures_total", program="mine") == 0
-    assert (len(door.engine("d").calls), len(door.service.sequences)) == (calls, 0)
-    assert await door.has_everything_back()
+    assert (len(router.engine("d").calls), len(router.service.sequences)) == (calls, 0)
+    assert await router.has_everything_back()
 
 
 async def test_a_cancellation_that_nobody_asked_for_is_the_programs_fault(
-    door: Door, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def program(_request: Request, _fleet: Fleet) -> Answer:
         child = asyncio.create_task(asyncio.sleep(60))
@@ -73,13 +75,13 @@ async def test_a_cancellation_that_nobody_asked_for_is_the_programs_fault(
         yield Output(())
 
     outputs = list[Output]()
-    await stream_of(door, program, monkeypatch).run(outputs.append)
+    await stream_of(router, program, monkeypatch).run(outputs.append)
     assert [token for output in outputs for token in output.token_ids] == [100, 101, 102]
     assert counted("tercet_program_failures_total", program="mine") == 1
 
 
 async def test_where_a_consumer_leaves_no_cancellation_stays_behind(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def program(_request: Request, _fleet: Fleet) -> Answer:
         try:
@@ -93,7 +95,7 @@ async def test_where_a_consumer_leaves_no_cancellation_stays_behind(
     async def nothing() -> None: ...
 
     with pytest.raises(TextEnded):
-        await stream_of(door, program, monkeypatch).run(leave, nothing)
+        await stream_of(router, program, monkeypatch).run(leave, nothing)
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0

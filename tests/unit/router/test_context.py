@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tercet.fleet.admission import Gate
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp
 from tercet.settings import Limits
 from tercet.wire.serving.request_context import current
 
-from .conftest import Door
+from .conftest import LiveRouter
 
 
 class App:
@@ -31,7 +31,7 @@ class App:
         self.model = current().asked.model
 
 
-async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
+async def post(app: App, router: LiveRouter, metrics: Metrics, *chunks: bytes) -> None:
     messages = [
         {"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1}
         for index, chunk in enumerate(chunks)
@@ -43,7 +43,7 @@ async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
     async def send(_: Any) -> None:
         raise AssertionError("nothing is answered here")
 
-    front = FrontDoor(app, None, Gate(Limits(), door.fleet, metrics), (), door.service.program_called, 1000)
+    front = RouterApp(app, None, Gate(Limits(), router.fleet, metrics), (), router.service.program_called, 1000)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app}
     await front(scope, receive, send)  # type: ignore[arg-type]
 
@@ -60,9 +60,9 @@ async def post(app: App, door: Door, metrics: Metrics, *chunks: bytes) -> None:
     ],
 )
 async def test_the_model_that_the_client_asked_for(
-    door: Door, metrics: Metrics, chunks: tuple[bytes, ...], model: str
+    router: LiveRouter, metrics: Metrics, chunks: tuple[bytes, ...], model: str
 ) -> None:
     app = App()
-    await post(app, door, metrics, *chunks)
+    await post(app, router, metrics, *chunks)
     assert app.model == model
     assert app.body == b"".join(chunks)

@@ -11,20 +11,20 @@ from tercet.protocol.trace import TraceEvent
 from tercet.router import admin
 from tercet.router.metrics import Metrics
 
-from .conftest import Door, counted
+from .conftest import LiveRouter, counted
 
 
-async def test_a_context_moves_between_engines(door: Door) -> None:
-    first, second = (member.name for member in door.fleet.members[:2])
-    async with door.client() as client:
+async def test_a_context_moves_between_engines(router: LiveRouter) -> None:
+    first, second = (member.name for member in router.fleet.members[:2])
+    async with router.client() as client:
         body = {"prompt": list(range(64)), "source": first, "destination": second}
         answer = await client.post("/migrate_context", json=body)
     assert answer.status_code == 200
     assert (answer.json()["begin"], answer.json()["end"]) == (0, 64)
-    assert [member.in_flight for member in door.fleet.members] == [0] * len(door.fleet.members)
+    assert [member.in_flight for member in router.fleet.members] == [0] * len(router.fleet.members)
 
 
-async def test_a_context_moves_with_its_images(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_context_moves_with_its_images(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
 
     async def noted(fleet: object, prefix: Request, source: str, destination: str) -> None:
@@ -32,7 +32,7 @@ async def test_a_context_moves_with_its_images(door: Door, monkeypatch: pytest.M
 
     monkeypatch.setattr(admin, "migrate_context", noted)
     image = {"modality": "image", "digest": "ab" * 32, "offset": 1, "length": 4, "data": "AAEC"}
-    async with door.client() as client:
+    async with router.client() as client:
         body = {"prompt": list(range(8)), "source": "a", "destination": "b", "mm_features": [image]}
         answer = await client.post("/migrate_context", json=body)
         assert answer.status_code == 200
@@ -54,11 +54,11 @@ async def test_a_context_moves_with_its_images(door: Door, monkeypatch: pytest.M
     ],
 )
 async def test_what_cannot_move_is_refused(
-    door: Door, change: dict[str, object], status: int, param: str | None
+    router: LiveRouter, change: dict[str, object], status: int, param: str | None
 ) -> None:
-    first, second = (member.name for member in door.fleet.members[:2])
+    first, second = (member.name for member in router.fleet.members[:2])
     body = {"prompt": [1, 2], "source": first, "destination": second, **change}
-    async with door.client() as client:
+    async with router.client() as client:
         answer = await client.post("/migrate_context", json=body)
     assert answer.status_code == status
     assert param is None or param in answer.text

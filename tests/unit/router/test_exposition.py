@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from tercet.router import exposition
 from tercet.router.exposition import KNOWN_HERE, with_metrics
 
-from .conftest import Door
+from .conftest import LiveRouter
 
 
 @pytest.fixture
@@ -39,19 +39,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     return registry
 
 
-async def read(door: Door, path: str = "/metrics") -> str:
+async def read(router: LiveRouter, path: str = "/metrics") -> str:
     async def vllms(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": b"vLLM's own"})
 
-    transport = httpx.ASGITransport(with_metrics(vllms, door.fleet))
-    async with httpx.AsyncClient(transport=transport, base_url="http://door", follow_redirects=True) as client:
+    transport = httpx.ASGITransport(with_metrics(vllms, router.fleet))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", follow_redirects=True) as client:
         return (await client.get(path)).text
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/metrics/more"])
-async def test_nothing_is_said_under_an_engines_name(door: Door, counted: CollectorRegistry, path: str) -> None:
-    said = await read(door, path)
+async def test_nothing_is_said_under_an_engines_name(router: LiveRouter, counted: CollectorRegistry, path: str) -> None:
+    said = await read(router, path)
     assert "vllm:" not in said
     assert 'tercet_served_generation_tokens_total{model_name="m"} 7.0' in said
     assert 'tercet_served_request_success_total{finished_reason="stop",model_name="m"} 1.0' in said
@@ -61,19 +61,19 @@ async def test_nothing_is_said_under_an_engines_name(door: Door, counted: Collec
     assert 'http_requests_total{handler="/"} 1.0' in said
 
 
-async def test_series_of_engines_that_are_gone_go(door: Door, counted: CollectorRegistry) -> None:
-    said = await read(door)
+async def test_series_of_engines_that_are_gone_go(router: LiveRouter, counted: CollectorRegistry) -> None:
+    said = await read(router)
     assert 'tercet_kv_sent_bytes_total{engine="p",to="d"} 5.0' in said
     assert 'tercet_verb_seconds_count{engine="p",verb="remote_send"} 2.0' in said
     assert 'tercet_engine_up{engine="d"} 1.0' in said
     assert [line for line in said.splitlines() if "gone" in line and "created" not in line] == [
         'tercet_errors_total{code="gone"} 1.0'
     ]
-    door.membership.remove("d")
-    said = await read(door)
+    router.membership.remove("d")
+    said = await read(router)
     assert 'engine="d"' not in said
     assert 'to="d"' not in said
 
 
-async def test_other_paths_are_vllms(door: Door, counted: CollectorRegistry) -> None:
-    assert await read(door, "/v1/metrics") == "vLLM's own"
+async def test_other_paths_are_vllms(router: LiveRouter, counted: CollectorRegistry) -> None:
+    assert await read(router, "/v1/metrics") == "vLLM's own"

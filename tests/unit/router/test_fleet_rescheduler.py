@@ -18,8 +18,10 @@ from tests.unit.fakes import FakeEngine
 DOOR = "127.0.0.1:7000"
 
 
-def report(seq_id: str, tokens: int = 100, age: float = 10.0, running: bool = True, door: str = DOOR) -> SequenceReport:
-    return SequenceReport(seq_id, tokens, tokens // 16, running, age, door)
+def report(
+    seq_id: str, tokens: int = 100, age: float = 10.0, running: bool = True, router: str = DOOR
+) -> SequenceReport:
+    return SequenceReport(seq_id, tokens, tokens // 16, running, age, router)
 
 
 @dataclass
@@ -99,7 +101,7 @@ async def test_limits_hold_for_all_that_is_proposed() -> None:
 
 @pytest.mark.parametrize(
     "not_to_be_moved",
-    [report("a", age=1.0), report("a", door="")],
+    [report("a", age=1.0), report("a", router="")],
     ids=["it has just come", "nobody owns it by a stream"],
 )
 async def test_what_is_left_alone(not_to_be_moved: SequenceReport) -> None:

@@ -25,7 +25,7 @@ from tercet.settings import RetryBudget, log_events
 from tercet.settings.log_events import LogEvent
 from tercet.settings.log_lines import EVENTS, FIELDS
 
-from .conftest import Door, Engine, counted, draining
+from .conftest import Engine, LiveRouter, counted, draining
 from .test_reload import TEXT, until
 from .test_shared_state import joined
 
@@ -76,11 +76,11 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[..., list[dict[str, Any]]
 Told = Callable[..., list[dict[str, Any]]]
 
 
-async def served(door: Door) -> tuple[Trace, list[int]]:
-    door.number += 1
+async def served(router: LiveRouter) -> tuple[Trace, list[int]]:
+    router.number += 1
     trace = Trace()
-    request = Request(seq_id=f"s{door.number}", prompt=tuple(range(100)))
-    return trace, [token async for output in door.service.run(request, trace) for token in output.token_ids]
+    request = Request(seq_id=f"s{router.number}", prompt=tuple(range(100)))
+    return trace, [token async for output in router.service.run(request, trace) for token in output.token_ids]
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ def test_names_are_taken_once() -> None:
 # ---- changes -----------------------------------------------------------------------------------------------------
 
 
-async def test_each_change_is_one_line_with_who_asked(door: Door, programs: str, told: Told) -> None:
-    door.engines["http://late"] = Engine("late")
-    async with door.client() as client:
+async def test_each_change_is_one_line_with_who_asked(router: LiveRouter, programs: str, told: Told) -> None:
+    router.engines["http://late"] = Engine("late")
+    async with router.client() as client:
         for method, path, body in (
             ("POST", "/engines/d/drain", None),
             ("POST", "/engines/d/drain", None),  # it is drained already: nothing changes
@@ -133,15 +133,15 @@ async def test_each_change_is_one_line_with_who_asked(door: Door, programs: str,
 
 
 async def test_changes_that_are_found_at_once_have_each_its_own_reason(
-    door: Door, metrics: Metrics, programs: str, told: Told
+    router: LiveRouter, metrics: Metrics, programs: str, told: Told
 ) -> None:
-    async with joined(door, metrics):
-        door.shared.tells = False
-        path = door.directory / "state.json"
-        StateFile(path).update(because_of("one", lambda state: state.with_draining("d", True)), door.shared.state)
-        StateFile(path).update(because_of("two", lambda state: state.with_draining("d", False)), door.shared.state)
-        StateFile(path).update(because_of("three", lambda state: state.with_role("p", "both")), door.shared.state)
-        StateFile(path).update(lambda state: state.with_draining("p", True), door.shared.state)  # by hand
+    async with joined(router, metrics):
+        router.shared.tells = False
+        path = router.directory / "state.json"
+        StateFile(path).update(because_of("one", lambda state: state.with_draining("d", True)), router.shared.state)
+        StateFile(path).update(because_of("two", lambda state: state.with_draining("d", False)), router.shared.state)
+        StateFile(path).update(because_of("three", lambda state: state.with_role("p", "both")), router.shared.state)
+        StateFile(path).update(lambda state: state.with_draining("p", True), router.shared.state)  # by hand
         await until(lambda: len(told()) == 4)
     assert [(each["event"], each["engine"], each["reason"]) for each in told()] == [
         ("engine_drained", "d", "one"),
@@ -155,35 +155,37 @@ def because_of(reason: str, change: Callable[[FleetState], FleetState]) -> Calla
     return lambda state: because(reason, state, change(state))
 
 
-async def test_what_is_refused_changes_nothing_and_is_no_event(door: Door, told: Told) -> None:
-    async with door.client() as client:
+async def test_what_is_refused_changes_nothing_and_is_no_event(router: LiveRouter, told: Told) -> None:
+    async with router.client() as client:
         assert (await client.post("/engines/nobody/drain")).status_code == 404
         assert (await client.put("/program", json={"program": "nothing"})).status_code == 400
     assert told() == []
 
 
-async def test_of_several_workers_one_tells_what_all_of_them_do(door: Door, metrics: Metrics, told: Told) -> None:
-    async with joined(door, metrics) as other:
+async def test_of_several_workers_one_tells_what_all_of_them_do(
+    router: LiveRouter, metrics: Metrics, told: Told
+) -> None:
+    async with joined(router, metrics) as other:
         other.shared.tells = False
-        await door.shared.change(draining("d", True))
+        await router.shared.change(draining("d", True))
         assert other.fleet.member("d").draining
         assert len(told()) == 1
 
 
-async def test_another_front_door_on_the_same_state_has_lines_of_its_own(
-    door: Door, metrics: Metrics, told: Told
+async def test_another_router_on_the_same_state_has_lines_of_its_own(
+    router: LiveRouter, metrics: Metrics, told: Told
 ) -> None:
-    async with joined(door, metrics) as other:
-        await door.shared.change(draining("d", True), "somebody wants it")
+    async with joined(router, metrics) as other:
+        await router.shared.change(draining("d", True), "somebody wants it")
         assert other.fleet.member("d").draining
         assert [each["reason"] for each in told(log_events.ENGINE_DRAINED)] == ["somebody wants it"] * 2
 
 
-async def test_a_reload_is_one_line_and_so_is_a_refused_one(door: Door, tmp_path: Path, told: Told) -> None:
+async def test_a_reload_is_one_line_and_so_is_a_refused_one(router: LiveRouter, tmp_path: Path, told: Told) -> None:
     file = tmp_path / "mine.py"
     file.write_text(TEXT.format(1))
-    await door.use(Plan(program=f"{file}:main"))
-    watching = asyncio.ensure_future(reload_on_change(door.shared, every=0.01))
+    await router.use(Plan(program=f"{file}:main"))
+    watching = asyncio.ensure_future(reload_on_change(router.shared, every=0.01))
     await asyncio.sleep(0)
     try:
         file.write_text("syntax error(")
@@ -203,40 +205,40 @@ async def test_a_reload_is_one_line_and_so_is_a_refused_one(door: Door, tmp_path
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_lost_and_found_is_two_lines(door: Door, told: Told) -> None:
-    door.engine("d").gone = True
+async def test_an_engine_that_is_lost_and_found_is_two_lines(router: LiveRouter, told: Told) -> None:
+    router.engine("d").gone = True
     for _ in range(2):
-        await door.membership.look()
-    door.engine("d").gone = False
+        await router.membership.look()
+    router.engine("d").gone = False
     for _ in range(2):
-        await door.membership.look()
+        await router.membership.look()
     lost, back = told()
     assert (lost["event"], lost["engine"]) == ("engine_lost", "d")
     assert "has not answered within" in lost["reason"]
     assert (back["event"], back["engine"]) == ("engine_back", "d")
 
 
-async def test_an_engine_that_does_not_fit_is_refused_with_the_reason(door: Door, told: Told) -> None:
-    door.engine("d").max_model_len = 10
+async def test_an_engine_that_does_not_fit_is_refused_with_the_reason(router: LiveRouter, told: Told) -> None:
+    router.engine("d").max_model_len = 10
     for _ in range(2):
-        await door.membership.look()
-    door.engine("d").max_model_len = 1000
-    await door.membership.look()
+        await router.membership.look()
+    router.engine("d").max_model_len = 1000
+    await router.membership.look()
     refused, back = told()
     assert (refused["event"], refused["code"], back["event"]) == ("engine_refused", "bad_request", "engine_back")
     assert "max_model_len 10" in refused["reason"]
 
 
-async def test_a_role_that_others_fill_is_told_when_it_begins_and_ends(door: Door, told: Told) -> None:
-    await door.shared.change(draining("d", True))
+async def test_a_role_that_others_fill_is_told_when_it_begins_and_ends(router: LiveRouter, told: Told) -> None:
+    await router.shared.change(draining("d", True))
     for _ in range(2):
-        trace, _ = await served(door)
+        trace, _ = await served(router)
         fallback = next(event for event in trace.events if event.verb == "fallback")
         assert (fallback.engine, fallback.reason) == (
             "p", "decode -> prefill: every engine of the role decode is drained or stops",
         )  # fmt: skip
-    await door.shared.change(draining("d", False))
-    await served(door)
+    await router.shared.change(draining("d", False))
+    await served(router)
     begins, ends = told(log_events.ROLE_FALLBACK, log_events.ROLE_BACK)
     assert (begins["event"], begins["role"]) == ("role_fallback", "decode")
     assert begins["reason"] == "every engine of the role decode is drained or stops"
@@ -246,9 +248,9 @@ async def test_a_role_that_others_fill_is_told_when_it_begins_and_ends(door: Doo
 # ---- requests ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_fallback_is_one_line_one_count_and_one_event_of_the_trace(door: Door, told: Told) -> None:
-    door.engine("d").failures["prep_recv"] = EngineUnreachable("d does not answer: Connection refused")
-    trace, tokens = await served(door)
+async def test_a_fallback_is_one_line_one_count_and_one_event_of_the_trace(router: LiveRouter, told: Told) -> None:
+    router.engine("d").failures["prep_recv"] = EngineUnreachable("d does not answer: Connection refused")
+    trace, tokens = await served(router)
     assert tokens == [100, 101, 102]
     why = "d does not answer: Connection refused"
     assert trace.program == "disaggregated -> data_parallel"
@@ -265,13 +267,13 @@ async def test_a_fallback_is_one_line_one_count_and_one_event_of_the_trace(door:
     assert counted("tercet_verb_seconds_count", verb="fallback", engine="d") == 0
 
 
-async def test_each_further_attempt_is_a_line_too(door: Door, told: Told) -> None:
-    await door.use(Plan(program="data_parallel"))
+async def test_each_further_attempt_is_a_line_too(router: LiveRouter, told: Told) -> None:
+    await router.use(Plan(program="data_parallel"))
     for name in ("p", "d"):
-        door.engine(name).failures["start_generate"] = NoSpace(f"{name} is full")
+        router.engine(name).failures["start_generate"] = NoSpace(f"{name} is full")
     trace, request = Trace(), Request(seq_id="s", prompt=(1, 2, 3))
     with pytest.raises(NoSpace):
-        await door.service.run(request, trace).run(lambda _: None)
+        await router.service.run(request, trace).run(lambda _: None)
     lines = told(log_events.FALLBACK, log_events.RETRY)
     assert [(each["event"], each["program"], each["code"]) for each in lines] == [
         ("retry", "data_parallel", "no_space"), ("retry", "data_parallel", "no_space"),
@@ -287,46 +289,46 @@ async def test_each_further_attempt_is_a_line_too(door: Door, told: Told) -> Non
     ("name", "code"), [("fleets", "no_space"), ("fleets_at_the_end", "no_space"), ("own", "program_failed")]
 )
 async def test_the_cause_in_a_group_of_tasks_is_the_cause(
-    door: Door, tmp_path: Path, name: str, code: str, told: Told
+    router: LiveRouter, tmp_path: Path, name: str, code: str, told: Told
 ) -> None:
     (tmp_path / "grouped.py").write_text(GROUPED)
-    await door.use(Plan(program=f"{tmp_path / 'grouped.py'}:{name}"))
-    await served(door)
+    await router.use(Plan(program=f"{tmp_path / 'grouped.py'}:{name}"))
+    await served(router)
     (line,) = told(log_events.FALLBACK)
     assert (line["code"], line["reason"]) == (code, "ValueError: a mistake" if name == "own" else "no room")
 
 
 @pytest.mark.parametrize("dev", [False, True])
 async def test_what_a_program_raised_is_for_the_log_and_for_clients_of_those_who_develop(
-    door: Door, metrics: Metrics, programs: str, told: Told, dev: bool
+    router: LiveRouter, metrics: Metrics, programs: str, told: Told, dev: bool
 ) -> None:
-    door.service = Service(
-        door.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=1), tells_faults=dev
+    router.service = Service(
+        router.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=1), tells_faults=dev
     )  # fmt: skip
-    trace, _ = await served(door)
+    trace, _ = await served(router)
     (event,) = [event for event in trace.events if event.verb == "fallback"]
     assert event.reason == f"{trace.program}: " + ("ValueError: oh no" if dev else "the router's log says why")
     assert [each["reason"] for each in told(log_events.FALLBACK)] == ["ValueError: oh no"]
 
 
 async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
-    door: Door, metrics: Metrics, programs: str, told: Told
+    router: LiveRouter, metrics: Metrics, programs: str, told: Told
 ) -> None:
-    door.service = Service(door.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=0))
+    router.service = Service(router.fleet, f"{programs}:raises", {}, metrics, retries=RetryBudget(retries=0))
     with pytest.raises(ProgramFailed) as failed:
-        await served(door)
+        await served(router)
     assert failed.value.message == f"the program {programs}:raises failed at s1: the router's log says why"
-    ServicePrograms(door.service).failed("s1", failed.value)
+    ServicePrograms(router.service).failed("s1", failed.value)
     (line,) = told(log_events.REQUEST_FAILED)
     assert line["reason"] == f"{failed.value.message} (ValueError: oh no)"
 
 
 async def test_a_program_that_fails_again_and_again_is_one_traceback(
-    door: Door, programs: str, told: Told, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, programs: str, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await door.use(Plan(program=f"{programs}:raises"))
+    await router.use(Plan(program=f"{programs}:raises"))
     for _ in range(3):
-        await served(door)
+        await served(router)
     assert len(told(log_events.PROGRAM_FAILED)) == 1
     assert caplog.text.count('raise ValueError("oh no")') == 1
     assert [each["code"] for each in told(log_events.FALLBACK)] == ["program_failed"] * 3
@@ -335,12 +337,12 @@ async def test_a_program_that_fails_again_and_again_is_one_traceback(
     assert returned["reason"] == "it failed 3 times in a row, the last time: ValueError: oh no"
 
 
-async def test_an_engine_that_breaks_a_sequence_off_is_named(door: Door, told: Told) -> None:
-    await door.use(Plan(program="data_parallel"))
-    for engine in (door.engine("p"), door.engine("d")):
+async def test_an_engine_that_breaks_a_sequence_off_is_named(router: LiveRouter, told: Told) -> None:
+    await router.use(Plan(program="data_parallel"))
+    for engine in (router.engine("p"), router.engine("d")):
         engine.breaks_off = Output((), "abort")
     with contextlib.suppress(TercetError):
-        await served(door)
+        await served(router)
     lines = told(log_events.RETRY)
     assert {each["engine"] for each in lines} == {"p", "d"}
     assert [each["reason"] for each in lines] == [f"{each['engine']} ended the sequence: abort" for each in lines]

@@ -14,7 +14,7 @@ from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import EngineUnreachable, Request, TercetError
 from tercet.router.routing import Plan
 
-from .conftest import Door
+from .conftest import LiveRouter
 from .test_moves import HOLD, PROMPT, TOKENS, WHOLE, Client, running, turns
 
 # More than a move takes from its beginning to the first output at the destination.
@@ -22,49 +22,49 @@ MOST_TURNS = 40
 
 
 @asynccontextmanager
-async def held(door: Door, number: int) -> AsyncGenerator[tuple[Client, RunningSequence, asyncio.Task[None]]]:
+async def held(router: LiveRouter, number: int) -> AsyncGenerator[tuple[Client, RunningSequence, asyncio.Task[None]]]:
     """A sequence that waits at ``d`` before its tenth token, and at ``p`` a little later."""
-    door.engine("d").let(HOLD)
-    door.engine("p").let(HOLD + 5)
+    router.engine("d").let(HOLD)
+    router.engine("p").let(HOLD + 5)
     request = Request(seq_id=f"s{number}", prompt=PROMPT, sampling_params={"max_tokens": TOKENS})
-    client = Client(door.service.run(request, Trace()), Trace())
+    client = Client(router.service.run(request, Trace()), Trace())
     task = asyncio.create_task(client.read())
     await turns(lambda: len(client.tokens) == HOLD)
-    (sequence,) = door.service.sequences
+    (sequence,) = router.service.sequences
     try:
         yield client, sequence, task
     finally:
-        let_go(door)
+        let_go(router)
         task.cancel()
         await asyncio.wait([task])
-    assert await door.has_everything_back()
-    assert (len(door.service.sequences), len(door.service.moves.under_way)) == (0, 0)
+    assert await router.has_everything_back()
+    assert (len(router.service.sequences), len(router.service.moves.under_way)) == (0, 0)
 
 
 @asynccontextmanager
 async def moving(
-    door: Door, number: int
+    router: LiveRouter, number: int
 ) -> AsyncGenerator[tuple[Client, RunningSequence, asyncio.Task[None], asyncio.Task[Any]]]:
     """The same, ``number`` turns after a move of it to ``p`` has been asked for."""
-    async with held(door, number) as (client, sequence, task):
-        move = asyncio.create_task(door.service.moves.move(sequence, "p", "test"))
+    async with held(router, number) as (client, sequence, task):
+        move = asyncio.create_task(router.service.moves.move(sequence, "p", "test"))
         await after(number)
         yield client, sequence, task, move
 
 
-def let_go(door: Door) -> None:
-    for engine in door.engines.values():
+def let_go(router: LiveRouter) -> None:
+    for engine in router.engines.values():
         engine.let(None)
 
 
-async def runs_to_its_end(door: Door, task: asyncio.Task[None]) -> None:
-    let_go(door)
+async def runs_to_its_end(router: LiveRouter, task: asyncio.Task[None]) -> None:
+    let_go(router)
     await asyncio.wait_for(task, 10)
 
 
-async def prepare(door: Door) -> None:
-    await door.use(Plan(program="data_parallel"))
-    await door.shared.change(lambda state: state.with_draining("p", True))
+async def prepare(router: LiveRouter) -> None:
+    await router.use(Plan(program="data_parallel"))
+    await router.shared.change(lambda state: state.with_draining("p", True))
 
 
 async def after(number: int) -> None:
@@ -78,11 +78,11 @@ async def outcome_of(move: asyncio.Task[Any]) -> str:
     return "not moved"
 
 
-async def test_the_client_leaves_at_each_turn(door: Door) -> None:
-    await prepare(door)
+async def test_the_client_leaves_at_each_turn(router: LiveRouter) -> None:
+    await prepare(router)
     outcomes = set[str]()
     for number in range(MOST_TURNS):
-        async with moving(door, number) as (client, _, task, move):
+        async with moving(router, number) as (client, _, task, move):
             task.cancel()
             await asyncio.wait([task])
             outcomes.add(await outcome_of(move))
@@ -90,27 +90,27 @@ async def test_the_client_leaves_at_each_turn(door: Door) -> None:
     assert outcomes == {"moved", "not moved"}
 
 
-async def test_whoever_asked_for_the_move_leaves_at_each_turn(door: Door) -> None:
+async def test_whoever_asked_for_the_move_leaves_at_each_turn(router: LiveRouter) -> None:
     """The sequence goes on, here or there; nothing of the move is left."""
-    await prepare(door)
+    await prepare(router)
     engines = set[str]()
     for number in range(MOST_TURNS):
-        async with moving(door, number) as (client, sequence, task, move):
+        async with moving(router, number) as (client, sequence, task, move):
             move.cancel()
             await asyncio.wait([move])
-            await runs_to_its_end(door, task)
+            await runs_to_its_end(router, task)
             assert client.tokens == WHOLE
             assert sequence.attempt == 0, "a move spends no retry"
             engines.add(sequence.engine)
     assert engines == {"p", "d"}
 
 
-async def test_the_sequence_ends_at_each_turn(door: Door) -> None:
-    await prepare(door)
+async def test_the_sequence_ends_at_each_turn(router: LiveRouter) -> None:
+    await prepare(router)
     outcomes = set[str]()
     for number in range(MOST_TURNS):
-        async with moving(door, number) as (client, sequence, task, move):
-            await runs_to_its_end(door, task)
+        async with moving(router, number) as (client, sequence, task, move):
+            await runs_to_its_end(router, task)
             outcomes.add(await outcome_of(move))
             assert client.tokens == WHOLE
             assert sequence.attempt == 0
@@ -118,17 +118,17 @@ async def test_the_sequence_ends_at_each_turn(door: Door) -> None:
 
 
 @pytest.mark.parametrize("verb", ["prep_recv", "remote_send"])
-async def test_either_engine_fails_at_each_turn_of_its_verb(door: Door, verb: str) -> None:
+async def test_either_engine_fails_at_each_turn_of_its_verb(router: LiveRouter, verb: str) -> None:
     """An engine that fails before the cut-over leaves the sequence where it is."""
-    await prepare(door)
-    failing = door.engine("p" if verb == "prep_recv" else "d")
+    await prepare(router)
+    failing = router.engine("p" if verb == "prep_recv" else "d")
     for number in range(12):
-        async with moving(door, number) as (client, sequence, task, move):
+        async with moving(router, number) as (client, sequence, task, move):
             failing.failures[verb] = EngineUnreachable("gone")
             outcome = await outcome_of(move)
             failing.failures.clear()
             assert sequence.engine == ("p" if outcome == "moved" else "d")
-            await runs_to_its_end(door, task)
+            await runs_to_its_end(router, task)
             assert client.tokens == WHOLE
 
 
@@ -190,17 +190,17 @@ async def by_a_timeout_of_its_own(request, fleet):
     "program", ["around_its_yield", "silently", "around_its_loop", "around_each_step", "by_a_timeout_of_its_own"]
 )
 async def test_a_program_that_catches_everything_does_not_notice_moves(
-    door: Door, tmp_path: Path, program: str
+    router: LiveRouter, tmp_path: Path, program: str
 ) -> None:
     """Nothing is raised where it waits, so there is nothing to swallow; the counts of its pick go along."""
     (tmp_path / "catching.py").write_text(CATCHING)
-    async with running(door, program=f"{tmp_path / 'catching.py'}:{program}") as (_, sequence):
+    async with running(router, program=f"{tmp_path / 'catching.py'}:{program}") as (_, sequence):
         for turn in range(6):
             destination, other = ("p", "d") if turn % 2 == 0 else ("d", "p")
-            door.engine(destination).let(HOLD + 1 + turn)
-            move = await door.service.moves.move(sequence, destination, "test")
+            router.engine(destination).let(HOLD + 1 + turn)
+            move = await router.service.moves.move(sequence, destination, "test")
             assert move.outcome == "moved"
-            assert {member.name: member.in_flight for member in door.fleet.members} == {destination: 1, other: 0}
+            assert {member.name: member.in_flight for member in router.fleet.members} == {destination: 1, other: 0}
             await turns(lambda at=HOLD + 1 + turn: len(sequence.tokens) == at)
         assert (sequence.attempt, sequence.moves) == (0, 6)
-    assert door.service.routing.failures == {}
+    assert router.service.routing.failures == {}

@@ -12,7 +12,7 @@ from tercet.router.named_files import NamedFiles
 from tercet.router.server import named_files
 from tercet.settings import EngineAddress, RouterConfig
 
-from .conftest import Door
+from .conftest import LiveRouter
 
 SECRET = "SK_LIVE_51H8"
 GOOD = """
@@ -32,8 +32,8 @@ def program_of(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", NOT_OURS)
-async def test_a_path_below_no_folder_is_not_looked_at(door: Door, tmp_path: Path, path: str) -> None:
-    door.folders = [str(tmp_path)]
+async def test_a_path_below_no_folder_is_not_looked_at(router: LiveRouter, tmp_path: Path, path: str) -> None:
+    router.folders = [str(tmp_path)]
     calls = [
         ("/program", program_of(path)),
         ("/program", {"split": [{"program": f"{path}:main"}]}),
@@ -45,15 +45,15 @@ async def test_a_path_below_no_folder_is_not_looked_at(door: Door, tmp_path: Pat
             {"file": "x", "content": f"plugins: [{{type: {path!r}:main}}]\nschedulingProfiles: [{{name: a}}]"},
         ),
     ]
-    async with door.client() as client:
+    async with router.client() as client:
         for where, body in calls:
             answer = await client.put(where, json=body)
             assert answer.status_code in (400, 403), (where, body, answer.text)
             assert "root:" not in answer.text
-    assert door.service.routing.current.number == 1
+    assert router.service.routing.current.number == 1
 
 
-async def test_links_and_dots_lead_out_of_no_folder(door: Door, tmp_path: Path) -> None:
+async def test_links_and_dots_lead_out_of_no_folder(router: LiveRouter, tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     inside.mkdir()
     (tmp_path / "secret.py").write_text(GOOD)
@@ -63,8 +63,8 @@ async def test_links_and_dots_lead_out_of_no_folder(door: Door, tmp_path: Path) 
     (tmp_path / "inside-not" / "x.py").write_text(GOOD)
     os.mkfifo(inside / "pipe.py")
     (inside / "mine.py").write_text(GOOD)
-    door.folders = [str(inside)]
-    async with door.client() as client:
+    router.folders = [str(inside)]
+    async with router.client() as client:
         for path in ("link.py", "../secret.py", "../inside-not/x.py", "loop.py"):
             assert (await client.put("/program", json=program_of(f"{inside}/{path}"))).status_code == 403, path
         for path in ("pipe.py", "none.py", "."):
@@ -83,11 +83,11 @@ async def test_links_and_dots_lead_out_of_no_folder(door: Door, tmp_path: Path) 
      f"plugins: []\nschedulingProfiles: [{{name: a}}]\n{SECRET}: 1", f"{SECRET}: 1\n{SECRET}: 2"],
 )  # fmt: skip
 async def test_what_stands_in_a_file_is_for_the_log(
-    door: Door, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text(text)
     path = str(tmp_path / "file")
-    async with door.client() as client:
+    async with router.client() as client:
         for where, body in (
             ("/program", {**program_of(path), "args": {"y": "1"}}),
             ("/program", {"program": "balanced", "args": {"decode_start": f"{path}:main"}}),
@@ -100,21 +100,21 @@ async def test_what_stands_in_a_file_is_for_the_log(
     assert "cannot be used: " in caplog.text
 
 
-async def test_contents_may_be_sent(door: Door) -> None:
-    async with door.client() as client:
+async def test_contents_may_be_sent(router: LiveRouter) -> None:
+    async with router.client() as client:
         body = {"program": "mine.py:main", "source": GOOD, "args": {"times": 2}}
         shown = await client.put("/program", json=body)
         assert shown.status_code == 200, shown.text
         assert shown.json()["source"] == GOOD
-        assert (await door.ask())[0] == "mine.py:main"
+        assert (await router.ask())[0] == "mine.py:main"
         split = {"split": [{"program": "mine.py:main", "source": GOOD}, {"program": "other.py:main", "source": GOOD}]}
         assert (await client.put("/program", json=split)).status_code == 200
         sent = await client.put("/scheduling", json={"file": "mine.yaml", "content": SCHEDULING})
         assert (sent.status_code, sent.json()["file"], list(sent.json()["profiles"])) == (200, "mine.yaml", ["mine"])
 
 
-async def test_what_is_wrong_with_sent_contents_is_told(door: Door) -> None:
-    async with door.client() as client:
+async def test_what_is_wrong_with_sent_contents_is_told(router: LiveRouter) -> None:
+    async with router.client() as client:
         answer = await client.put("/program", json={"program": "mine.py:main", "source": "nonsense"})
         assert (answer.status_code, "name 'nonsense' is not defined" in answer.text) == (400, True)
         answer = await client.put("/program", json={"program": "mine.py:other", "source": GOOD})
@@ -127,9 +127,9 @@ async def test_what_is_wrong_with_sent_contents_is_told(door: Door) -> None:
             assert (await client.put("/program", json=wrong)).status_code == 400
 
 
-async def test_one_name_for_two_sources_is_refused(door: Door) -> None:
+async def test_one_name_for_two_sources_is_refused(router: LiveRouter) -> None:
     split = [{"program": "mine.py:main", "source": GOOD}, {"program": "mine.py:main", "source": GOOD + "#"}]
-    async with door.client() as client:
+    async with router.client() as client:
         assert (await client.put("/program", json={"split": split})).status_code == 400
 
 

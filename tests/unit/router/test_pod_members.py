@@ -16,14 +16,14 @@ from tercet.router.pod_members import follow_pods
 from tercet.settings import DiscoverySettings
 from tests.unit.fleet.discovery.api_server import FAST, ApiServer, api_server, pod
 
-from .conftest import Door, Engine, draining
+from .conftest import Engine, LiveRouter, draining
 from .test_shared_state import Other, joined
 
 
 @asynccontextmanager
-async def following(door: Door, server: ApiServer) -> AsyncGenerator[None]:
+async def following(router: LiveRouter, server: ApiServer) -> AsyncGenerator[None]:
     discovery = PodDiscovery(DiscoverySettings(endpoint_selector="app=engine"), server.api, FAST)
-    task = asyncio.create_task(follow_pods(door.shared, discovery))
+    task = asyncio.create_task(follow_pods(router.shared, discovery))
     try:
         yield
     finally:
@@ -37,78 +37,78 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def open_members(door: Door | Other) -> set[str]:
-    return {each.name for each in door.fleet.members if not each.leaving and each.reachable}
+def open_members(router: LiveRouter | Other) -> set[str]:
+    return {each.name for each in router.fleet.members if not each.leaving and each.reachable}
 
 
 @pytest.fixture
-async def server(door: Door) -> AsyncGenerator[ApiServer]:
+async def server(router: LiveRouter) -> AsyncGenerator[ApiServer]:
     for number in range(1, 4):
-        door.engines[f"http://10.0.0.{number}:8000"] = Engine(f"engine-{number}")
+        router.engines[f"http://10.0.0.{number}:8000"] = Engine(f"engine-{number}")
     async with api_server() as made:
         yield made
 
 
 async def test_pods_serve_and_are_drained_before_they_go(
-    door: Door, server: ApiServer, metrics: Metrics, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, server: ApiServer, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.put(pod("e-1", "10.0.0.1"))
-    async with joined(door, metrics) as other, following(door, server):
-        await until(lambda: open_members(other) == {"p", "d", "e-1"} == open_members(door))
-        version = door.shared.state.version
+    async with joined(router, metrics) as other, following(router, server):
+        await until(lambda: open_members(other) == {"p", "d", "e-1"} == open_members(router))
+        version = router.shared.state.version
         server.elsewhere()
         server.compact()
         server.drop()
         await until(lambda: server.lists == 2)
         await asyncio.sleep(0.05)
-        assert door.shared.state.version == version, "the same pods are no change"
+        assert router.shared.state.version == version, "the same pods are no change"
         with caplog.at_level(logging.WARNING):
             server.put(pod("e-1", "10.0.0.1", deleting=True))
-            await until(lambda: open_members(other) == {"p", "d"} == open_members(door))
-        assert door.fleet.member("e-1").leaving, "it is followed, so that what runs there can be moved"
+            await until(lambda: open_members(other) == {"p", "d"} == open_members(router))
+        assert router.fleet.member("e-1").leaving, "it is followed, so that what runs there can be moved"
         assert "engine_drained: e-1 is emptied, and not picked: its pod is being deleted" in caplog.text
         server.delete("e-1")
         await until(lambda: [each.name for each in other.fleet.members] == ["p", "d"])
 
 
-async def test_what_an_operator_decided_of_a_pod_stays(door: Door, server: ApiServer) -> None:
+async def test_what_an_operator_decided_of_a_pod_stays(router: LiveRouter, server: ApiServer) -> None:
     server.put(pod("e-1", "10.0.0.1"))
     server.put(pod("e-2", "10.0.0.2"))
-    async with following(door, server):
-        await until(lambda: open_members(door) >= {"e-1", "e-2"})
-        await door.shared.change(draining("e-1", True))
-        await door.shared.change(lambda state: state.with_role("e-1", "prefill"))
+    async with following(router, server):
+        await until(lambda: open_members(router) >= {"e-1", "e-2"})
+        await router.shared.change(draining("e-1", True))
+        await router.shared.change(lambda state: state.with_role("e-1", "prefill"))
         server.put(pod("e-1", "10.0.0.1", ready=False))
         server.put(pod("e-1", "10.0.0.1"))
         server.delete("e-2")
-        await until(lambda: len(door.fleet.members) == 3)
-        member = door.fleet.member("e-1")
+        await until(lambda: len(router.fleet.members) == 3)
+        member = router.fleet.member("e-1")
         assert (member.draining, member.role) == (True, "prefill")
-        await door.shared.change(draining("e-1", False))
-        assert "e-1" in open_members(door)
+        await router.shared.change(draining("e-1", False))
+        assert "e-1" in open_members(router)
 
 
-async def test_a_pod_that_does_not_fit_is_not_picked(door: Door, server: ApiServer) -> None:
-    door.engines["http://10.0.0.3:8000"] = Engine("engine-3", model="another")
+async def test_a_pod_that_does_not_fit_is_not_picked(router: LiveRouter, server: ApiServer) -> None:
+    router.engines["http://10.0.0.3:8000"] = Engine("engine-3", model="another")
     server.put(pod("e-3", "10.0.0.3"))
-    async with following(door, server):
-        await until(lambda: len(door.fleet.members) == 3)
-        assert open_members(door) == {"p", "d"}
+    async with following(router, server):
+        await until(lambda: len(router.fleet.members) == 3)
+        assert open_members(router) == {"p", "d"}
 
 
 async def test_a_state_that_cannot_be_written_is_written_later(
-    door: Door, server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tercet.router.pod_members.AGAIN_SECONDS", 0.01)
-    change, failures = door.shared.change, iter((True, True))
+    monkeypatch.setattr("tercet.router.pod_members.RETRY_DELAY_S", 0.01)
+    change, failures = router.shared.change, iter((True, True))
 
     async def fails(*given: object) -> object:
         if next(failures, False):
             raise BadRequest("state: cannot be written: disk full", "state")
         return await change(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(door.shared, "change", fails)
+    monkeypatch.setattr(router.shared, "change", fails)
     server.put(pod("e-1", "10.0.0.1"))
-    async with following(door, server):
-        await until(lambda: "e-1" in open_members(door))
+    async with following(router, server):
+        await until(lambda: "e-1" in open_members(router))
     assert caplog.text.count("the engines stay as they are: state: cannot be written") == 2

@@ -19,13 +19,13 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.openai_routes import POOLING
 from tercet.router import pooling as module
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
 from tercet.router.pooling import PoolingServers
+from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tests.unit.wire.client.raw_http import parsed, raw_server
 
-from .conftest import Door
+from .conftest import LiveRouter
 
 SECRET = "the fleet's"
 
@@ -122,9 +122,11 @@ async def pooling(embedders: list[Server]) -> AsyncIterator[PoolingServers]:
 
 
 @pytest.fixture
-async def client(door: Door, metrics: Metrics, pooling: PoolingServers) -> AsyncIterator[httpx.AsyncClient]:
-    gate = Gate(Limits(), door.fleet, metrics)
-    front = FrontDoor(nothing_here, None, gate, ("key",), door.service.program_called, 10_000, pooling=pooling)
+async def client(
+    live_router: LiveRouter, metrics: Metrics, pooling: PoolingServers
+) -> AsyncIterator[httpx.AsyncClient]:
+    gate = Gate(Limits(), live_router.fleet, metrics)
+    front = RouterApp(nothing_here, None, gate, ("key",), live_router.service.program_called, 10_000, pooling=pooling)
     transport = httpx.ASGITransport(front)
     headers = {"authorization": "Bearer key"}
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as found:
@@ -149,7 +151,7 @@ async def test_a_query_goes_with_it_as_it_is(client: httpx.AsyncClient, embedder
     assert embedders[2].queries == [query, ""]
 
 
-async def asked_through(front: FrontDoor, body: bytes, scope: dict[str, Any]) -> list[dict[str, Any]]:
+async def asked_through(front: RouterApp, body: bytes, scope: dict[str, Any]) -> list[dict[str, Any]]:
     """What the router's own server is given to write."""
     waits = asyncio.Event()
     received = [{"type": "http.request", "body": body, "more_body": False}]
@@ -167,7 +169,7 @@ async def asked_through(front: FrontDoor, body: bytes, scope: dict[str, Any]) ->
     return sent
 
 
-async def test_requests_and_answers_pass_byte_for_byte(door: Door, metrics: Metrics) -> None:
+async def test_requests_and_answers_pass_byte_for_byte(live_router: LiveRouter, metrics: Metrics) -> None:
     packed = gzip.compress(b"y" * 1000)
     said = [
         (b"Content-Type", b"application/octet-stream"), (b"Content-Encoding", b"gzip"), (b"X-Latin", b"caf\xe9"),
@@ -182,7 +184,7 @@ async def test_requests_and_answers_pass_byte_for_byte(door: Door, metrics: Metr
         (b"x-latin", b"caf\xe9"), (b"x-long", b"l" * 40_000), (b"x-empty", b""),
     ]  # fmt: skip
     dropped = [
-        (b"host", b"door"), (b"authorization", b"Bearer key"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
+        (b"host", b"live_router"), (b"authorization", b"Bearer key"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
         (b"te", b"trailers"), (b"x-prefiller-host-port", b"h:1"), (b"expect", b"100-continue"),
         (b"content-length", b"%d" % len(packed)),
     ]  # fmt: skip
@@ -190,9 +192,11 @@ async def test_requests_and_answers_pass_byte_for_byte(door: Door, metrics: Metr
         "path": "/v1/embeddings", "raw_path": b"/v1%2fembeddings", "query_string": b"a=%2F&b=+",
         "headers": [*fields, *dropped],
     }  # fmt: skip
-    gate = Gate(Limits(), door.fleet, metrics)
+    gate = Gate(Limits(), live_router.fleet, metrics)
     async with raw_server(answer=models) as server, PoolingServers([server.url], SECRET) as pooling:
-        front = FrontDoor(nothing_here, None, gate, ("key",), door.service.program_called, 10_000, pooling=pooling)
+        front = RouterApp(
+            nothing_here, None, gate, ("key",), live_router.service.program_called, 10_000, pooling=pooling
+        )
         await pooling.look()
         server.answer = answer
         heard = list[Any]()
@@ -237,11 +241,11 @@ async def test_a_password_is_shown_to_its_server_and_to_nobody_else(embedders: l
 
 
 async def test_what_is_in_flight_counts_them_and_the_room_of_engines_does_not(
-    door: Door, metrics: Metrics, pooling: PoolingServers, embedders: list[Server]
+    live_router: LiveRouter, metrics: Metrics, pooling: PoolingServers, embedders: list[Server]
 ) -> None:
     limits = Limits(in_flight=2, in_flight_per_engine=1, queued=0)
-    gate = Gate(limits, door.fleet, metrics)
-    front = FrontDoor(nothing_here, None, gate, (), door.service.program_called, 10_000, pooling=pooling)
+    gate = Gate(limits, live_router.fleet, metrics)
+    front = RouterApp(nothing_here, None, gate, (), live_router.service.program_called, 10_000, pooling=pooling)
     embedders[2].go.clear()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
 
@@ -336,7 +340,7 @@ async def test_one_that_is_silent_is_left_for_another_even_by_those_who_wait_for
     silent = embedders[0]
     silent.silent = True
     silent.go.clear()
-    monkeypatch.setattr(module, "LOOK_TIMEOUT", aiohttp.ClientTimeout(total=0.02))
+    monkeypatch.setattr(module, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.02))
     pooling.servers[1].asked = 1  # so the silent one is first
     asking = asyncio.create_task(client.post("/v1/embeddings", json={"model": "embedder"}))
     await until(lambda: len(silent.bodies) == 1)
@@ -344,7 +348,7 @@ async def test_one_that_is_silent_is_left_for_another_even_by_those_who_wait_for
     looked_at.silent = 0
     await looks(pooling, 1)
     assert looked_at.models is not None  # it may be busy
-    await looks(pooling, module.SILENT_LOOKS)
+    await looks(pooling, module.SILENT_POLLS)
     answer = await asyncio.wait_for(asking, 10)
     assert (answer.status_code, answer.json()["from"]) == (200, embedders[1].port)
     assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
@@ -396,7 +400,7 @@ async def test_without_a_name_any_server_will_do(client: httpx.AsyncClient) -> N
     assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 200
 
 
-async def test_the_front_doors_key_and_size_hold(client: httpx.AsyncClient, embedders: list[Server]) -> None:
+async def test_the_routers_key_and_size_hold(client: httpx.AsyncClient, embedders: list[Server]) -> None:
     assert (await client.post("/pooling", json={}, headers={"authorization": "Bearer no"})).status_code == 401
     assert (await client.post("/pooling", content=b" " * 10_001)).status_code == 413
     assert not any(each.bodies for each in embedders)
@@ -412,10 +416,16 @@ async def test_a_client_that_leaves_ends_its_request(embedders: list[Server], po
     assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
 
 
-async def test_without_such_servers_vllm_answers(door: Door, metrics: Metrics) -> None:
+async def test_without_such_servers_vllm_answers(live_router: LiveRouter, metrics: Metrics) -> None:
     async with PoolingServers(()) as none:
-        front = FrontDoor(
-            nothing_here, None, Gate(Limits(), door.fleet, metrics), (), door.service.program_called, 1000, pooling=none
+        front = RouterApp(
+            nothing_here,
+            None,
+            Gate(Limits(), live_router.fleet, metrics),
+            (),
+            live_router.service.program_called,
+            1000,
+            pooling=none,
         )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
             assert (await client.post("/v1/embeddings", json={})).content == b"vLLM's own"

@@ -32,7 +32,7 @@ from tercet.router.service import Service
 from tercet.settings import EngineAddress, RetryBudget
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
 
-from .conftest import Door, Engine, counted
+from .conftest import Engine, LiveRouter, counted
 
 ANSWER = [100, 101, 102]
 REQUEST = Request(seq_id="s", prompt=(1, 2, 3))
@@ -171,101 +171,101 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("engine", "verb", "error"), REFUSALS)
-async def test_a_verb_that_fails(door: Door, engine: str, verb: str, error: TercetError) -> None:
-    door.engine(engine).failures[verb] = error
-    assert await door.ask() == ("disaggregated -> data_parallel", ANSWER)
-    other = door.engine("d" if engine == "p" else "p")
+async def test_a_verb_that_fails(router: LiveRouter, engine: str, verb: str, error: TercetError) -> None:
+    router.engine(engine).failures[verb] = error
+    assert await router.ask() == ("disaggregated -> data_parallel", ANSWER)
+    other = router.engine("d" if engine == "p" else "p")
     assert other.verbs[-1] == "start_generate"  # who failed is not asked again while there are others
     stage = "after_first_token" if verb == "start_generate" else "before_first_token"
     assert counted("tercet_retries_total", code=error.code, stage=stage) == 1
-    assert await door.has_everything_back()
+    assert await router.has_everything_back()
 
 
 @pytest.mark.parametrize("after", [1, 2])
 @pytest.mark.parametrize("program", ["disaggregated", "data_parallel", "balanced"])
-async def test_an_engine_that_dies_after_tokens(door: Door, program: str, after: int) -> None:
-    door.engine("p").failures["start_generate"] = EngineUnreachable("never asked first")
-    await door.ask({"x-tercet-program": "data_parallel"})  # p counts as unreachable now
-    door.engine("p").failures.clear()
-    door.engine("d").fail_after, door.engine("d").failures["stream"] = after, EngineUnreachable("gone")
-    served_by, tokens = await door.ask({"x-tercet-program": program})
+async def test_an_engine_that_dies_after_tokens(router: LiveRouter, program: str, after: int) -> None:
+    router.engine("p").failures["start_generate"] = EngineUnreachable("never asked first")
+    await router.ask({"x-tercet-program": "data_parallel"})  # p counts as unreachable now
+    router.engine("p").failures.clear()
+    router.engine("d").fail_after, router.engine("d").failures["stream"] = after, EngineUnreachable("gone")
+    served_by, tokens = await router.ask({"x-tercet-program": program})
     assert tokens == ANSWER
     assert served_by == ("data_parallel" if program == "data_parallel" else f"{program} -> data_parallel")
-    assert door.engine("p").calls[-1] == ("start_generate", 0, tuple(ANSWER[:after]))
-    assert await door.has_everything_back()
+    assert router.engine("p").calls[-1] == ("start_generate", 0, tuple(ANSWER[:after]))
+    assert await router.has_everything_back()
 
 
 @pytest.mark.parametrize("tokens", [(), (100,), (100, 101)])
-async def test_an_engine_that_breaks_off(door: Door, tokens: tuple[int, ...]) -> None:
-    door.engine("d").breaks_off = Output(tokens, "abort")
-    door.engine("p").failures["remote_send"] = TransferFailed("lost")
-    door.engine("p").failures["prep_recv"] = NoSpace("full")
-    door.fleet.member("p").role = "prefill"
-    door.fleet.drain("p")
-    asking = asyncio.ensure_future(door.ask({"x-tercet-program": "data_parallel"}))
-    while not door.engine("d").calls:
+async def test_an_engine_that_breaks_off(router: LiveRouter, tokens: tuple[int, ...]) -> None:
+    router.engine("d").breaks_off = Output(tokens, "abort")
+    router.engine("p").failures["remote_send"] = TransferFailed("lost")
+    router.engine("p").failures["prep_recv"] = NoSpace("full")
+    router.fleet.member("p").role = "prefill"
+    router.fleet.drain("p")
+    asking = asyncio.ensure_future(router.ask({"x-tercet-program": "data_parallel"}))
+    while not router.engine("d").calls:
         await asyncio.sleep(0)
-    door.fleet.drain("p", draining=False)
+    router.fleet.drain("p", draining=False)
     assert await asking == ("data_parallel", ANSWER)
-    assert door.engine("p").calls[-1] == ("start_generate", 0, tokens)
+    assert router.engine("p").calls[-1] == ("start_generate", 0, tokens)
 
 
-async def test_when_the_budget_is_spent_the_client_gets_what_the_engine_said(door: Door) -> None:
+async def test_when_the_budget_is_spent_the_client_gets_what_the_engine_said(router: LiveRouter) -> None:
     for name in "pd":
-        door.engine(name).breaks_off = Output((), "abort")
+        router.engine(name).breaks_off = Output((), "abort")
     request = Request(seq_id="s", prompt=tuple(range(100)))
-    outputs = [output async for output in door.service.run(request, Trace())]
+    outputs = [output async for output in router.service.run(request, Trace())]
     assert [output.finish_reason for output in outputs] == [None, "abort"]
-    assert await door.has_everything_back()
+    assert await router.has_everything_back()
 
 
-async def test_what_the_client_did_wrong_is_tried_nowhere_else(door: Door) -> None:
+async def test_what_the_client_did_wrong_is_tried_nowhere_else(router: LiveRouter) -> None:
     for name in "pd":
-        door.engine(name).failures["start_generate"] = BadRequest("temperature: too hot", "temperature")
+        router.engine(name).failures["start_generate"] = BadRequest("temperature: too hot", "temperature")
     with pytest.raises(BadRequest, match="too hot"):
-        await door.ask({"x-tercet-program": "data_parallel"})
-    assert sum(len(door.engine(name).calls) for name in "pd") == 1
+        await router.ask({"x-tercet-program": "data_parallel"})
+    assert sum(len(router.engine(name).calls) for name in "pd") == 1
 
 
-async def test_no_retries_if_none_are_wanted(door: Door, metrics: Metrics) -> None:
-    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=0))
+async def test_no_retries_if_none_are_wanted(router: LiveRouter, metrics: Metrics) -> None:
+    router.service = Service(router.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=0))
     for name in "pd":
-        door.engine(name).failures["start_generate"] = NoSpace("full")
+        router.engine(name).failures["start_generate"] = NoSpace("full")
     with pytest.raises(NoSpace):
-        await door.ask()
-    assert sum(len(door.engine(name).calls) for name in "pd") == 1
+        await router.ask()
+    assert sum(len(router.engine(name).calls) for name in "pd") == 1
 
 
-async def test_another_attempt_has_an_id_of_its_own_and_asks_for_no_prompt_logprobs_twice(door: Door) -> None:
+async def test_another_attempt_has_an_id_of_its_own_and_asks_for_no_prompt_logprobs_twice(router: LiveRouter) -> None:
     seen: list[Request] = []
     for name in "pd":
-        engine = door.engine(name)
+        engine = router.engine(name)
         engine.on_request = seen.append
         engine.fail_after, engine.failures["stream"] = 1, EngineUnreachable("gone")
     with pytest.raises(EngineUnreachable):
-        await door.ask(prompt_logprobs=2, max_tokens=5)
+        await router.ask(prompt_logprobs=2, max_tokens=5)
     assert [request.seq_id for request in seen] == ["s1", "s1.1", "s1.2"]
     assert ["prompt_logprobs" in request.sampling_params for request in seen] == [True, False, False]
 
 
-async def test_of_those_that_are_left_one_that_decodes_goes_on(door: Door) -> None:
+async def test_of_those_that_are_left_one_that_decodes_goes_on(router: LiveRouter) -> None:
     """Prefill engines look idle, since sequences stay with them for their prompts only."""
-    door.engine("d").failures["start_generate"] = EngineUnreachable("gone")
-    third = door.engines["http://e"] = Engine("e")
-    await door.membership.enter(EngineAddress("e", "http://e", "decode"))
-    door.fleet.member("e").in_flight = 9
-    assert (await door.ask())[1] == ANSWER
+    router.engine("d").failures["start_generate"] = EngineUnreachable("gone")
+    third = router.engines["http://e"] = Engine("e")
+    await router.membership.enter(EngineAddress("e", "http://e", "decode"))
+    router.fleet.member("e").in_flight = 9
+    assert (await router.ask())[1] == ANSWER
     assert "start_generate" in third.verbs
-    assert "start_generate" not in door.engine("p").verbs
+    assert "start_generate" not in router.engine("p").verbs
 
 
 # ---- everything comes back -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fail", ["prefill", "decode", "stream"])
-async def test_cancelled_at_every_step(door: Door, fail: str) -> None:
+async def test_cancelled_at_every_step(router: LiveRouter, fail: str) -> None:
     """The client leaves after 0, 1, 2, ... turns of the event loop, in the midst of retries too."""
-    prefill, decode = door.engine("p"), door.engine("d")
+    prefill, decode = router.engine("p"), router.engine("d")
     if fail == "prefill":
         prefill.failures["remote_send"] = TransferFailed("lost")
     elif fail == "decode":
@@ -274,7 +274,7 @@ async def test_cancelled_at_every_step(door: Door, fail: str) -> None:
         decode.fail_after, decode.failures["stream"] = 2, EngineUnreachable("gone")
     turns = 0
     while True:
-        asking = asyncio.ensure_future(door.ask())
+        asking = asyncio.ensure_future(router.ask())
         for _ in range(turns):
             await asyncio.sleep(0)
         if asking.done():
@@ -282,9 +282,9 @@ async def test_cancelled_at_every_step(door: Door, fail: str) -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert await door.has_everything_back()
+        assert await router.has_everything_back()
         assert counted("tercet_sequences_running") == 0
-        door.fleet.member("d").reachable = True
+        router.fleet.member("d").reachable = True
         turns += 1
     assert asking.result()[1] == ANSWER
     assert turns >= 5
@@ -343,125 +343,133 @@ def test_all_engines_dead_is_an_error_soon(metrics: Metrics) -> None:
     run_virtual(check())
 
 
-async def test_while_no_engine_answers_a_sequence_waits_for_one(door: Door, metrics: Metrics) -> None:
-    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
+async def test_while_no_engine_answers_a_sequence_waits_for_one(router: LiveRouter, metrics: Metrics) -> None:
+    router.service = Service(
+        router.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60
+    )
     for name in "pd":
-        door.engine(name).failures["start_generate"] = EngineUnreachable("gone")
-        door.fleet.member(name).reachable = False
-    asking = asyncio.ensure_future(door.ask())
-    while not (door.engine("p").calls or door.engine("d").calls):
+        router.engine(name).failures["start_generate"] = EngineUnreachable("gone")
+        router.fleet.member(name).reachable = False
+    asking = asyncio.ensure_future(router.ask())
+    while not (router.engine("p").calls or router.engine("d").calls):
         await asyncio.sleep(0)
     for _ in range(100):
         await asyncio.sleep(0)
     assert not asking.done()
-    door.engine("d").failures.clear()
-    door.fleet.member("d").reachable = True  # as the watch finds out
+    router.engine("d").failures.clear()
+    router.fleet.member("d").reachable = True  # as the watch finds out
     assert (await asking)[1] == ANSWER
 
 
 @pytest.mark.slow
-async def test_engines_that_were_not_reached_do_not_spend_the_budget(door: Door, metrics: Metrics) -> None:
+async def test_engines_that_were_not_reached_do_not_spend_the_budget(router: LiveRouter, metrics: Metrics) -> None:
     """Four of six are gone, and nobody knows it yet."""
-    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
+    router.service = Service(
+        router.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60
+    )
     for name in "efgh":
-        door.engines[f"http://{name}"] = Engine(name)
-        await door.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
+        router.engines[f"http://{name}"] = Engine(name)
+        await router.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
     for name in "dpefg":
-        door.engine(name).failures["start_generate"] = EngineNotReached("nobody listens there")
-    door.fleet.member("h").in_flight = 9  # so it is asked last
-    assert (await door.ask())[1] == ANSWER
+        router.engine(name).failures["start_generate"] = EngineNotReached("nobody listens there")
+    router.fleet.member("h").in_flight = 9  # so it is asked last
+    assert (await router.ask())[1] == ANSWER
 
 
 @pytest.mark.slow
 async def test_an_engine_that_stood_still_before_it_was_asked_does_not_spend_the_budget(
-    door: Door, metrics: Metrics
+    router: LiveRouter, metrics: Metrics
 ) -> None:
-    door.service = Service(door.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60)
+    router.service = Service(
+        router.fleet, "data_parallel", {}, metrics, retries=RetryBudget(retries=1), wait_for_engine=60
+    )
     standing = ["d", "e", "f"]
-    assert (await door.ask())[1] == ANSWER  # by p, whose turn comes last now
+    assert (await router.ask())[1] == ANSWER  # by p, whose turn comes last now
     for name in "ef":
-        door.engines[f"http://{name}"] = Engine(name)
-        await door.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
+        router.engines[f"http://{name}"] = Engine(name)
+        await router.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
     for name in standing:
-        door.fleet.heard(name, stalled_s=3.0)
-        door.engine(name).pause.clear()
-    asking = asyncio.ensure_future(door.ask())
+        router.fleet.heard(name, stalled_s=3.0)
+        router.engine(name).pause.clear()
+    asking = asyncio.ensure_future(router.ask())
     while standing:
-        while not (stuck := next((name for name in standing if door.engine(name).running), "")):
+        while not (stuck := next((name for name in standing if router.engine(name).running), "")):
             await asyncio.sleep(0.001)
         standing.remove(stuck)
-        door.fleet.lose(stuck, "no progress")
+        router.fleet.lose(stuck, "no progress")
     assert (await asking)[1] == ANSWER
-    assert door.engine("p").verbs == ["start_generate"] * 2
+    assert router.engine("p").verbs == ["start_generate"] * 2
 
 
 @pytest.mark.slow
-async def test_it_does_not_wait_for_ever(door: Door, metrics: Metrics) -> None:
-    door.service = Service(door.fleet, "data_parallel", {}, metrics, wait_for_engine=0.2)
+async def test_it_does_not_wait_for_ever(router: LiveRouter, metrics: Metrics) -> None:
+    router.service = Service(router.fleet, "data_parallel", {}, metrics, wait_for_engine=0.2)
     for name in "pd":
-        door.engine(name).failures["start_generate"] = EngineUnreachable("gone")
-        door.fleet.member(name).reachable = False
+        router.engine(name).failures["start_generate"] = EngineUnreachable("gone")
+        router.fleet.member(name).reachable = False
     with pytest.raises(EngineUnreachable):
-        await door.ask()
-    assert await door.has_everything_back()
+        await router.ask()
+    assert await router.has_everything_back()
 
 
 # ---- a role that nobody has ----------------------------------------------------------------------------------
 
 
-async def test_without_a_role_requests_are_served_on_what_is_left_and_in_roles_when_it_is_back(door: Door) -> None:
+async def test_without_a_role_requests_are_served_on_what_is_left_and_in_roles_when_it_is_back(
+    router: LiveRouter,
+) -> None:
     for gone, left in (("p", "d"), ("d", "p")):
-        before = door.engine(gone).verbs
-        await door.shared.change(lambda state, gone=gone: state.with_draining(gone, True))
-        assert (await door.ask(max_tokens=3))[1] == ANSWER
-        assert (door.engine(gone).verbs, door.engine(left).verbs[-1]) == (before, "start_generate")
-        await door.shared.change(lambda state, gone=gone: state.with_draining(gone, False))
-        assert await door.ask(max_tokens=3) == ("disaggregated", ANSWER)
-        assert (door.engine("p").verbs[-1], door.engine("d").verbs[-1]) == ("remote_send", "start_generate")
+        before = router.engine(gone).verbs
+        await router.shared.change(lambda state, gone=gone: state.with_draining(gone, True))
+        assert (await router.ask(max_tokens=3))[1] == ANSWER
+        assert (router.engine(gone).verbs, router.engine(left).verbs[-1]) == (before, "start_generate")
+        await router.shared.change(lambda state, gone=gone: state.with_draining(gone, False))
+        assert await router.ask(max_tokens=3) == ("disaggregated", ANSWER)
+        assert (router.engine("p").verbs[-1], router.engine("d").verbs[-1]) == ("remote_send", "start_generate")
 
 
 @pytest.mark.parametrize("gone", ["p", "d"])
-async def test_without_a_role_requests_are_refused_if_that_is_wanted(door: Door, gone: str) -> None:
-    door.fleet.without_role = "refuse"
-    await door.shared.change(lambda state: state.with_draining(gone, True))
+async def test_without_a_role_requests_are_refused_if_that_is_wanted(router: LiveRouter, gone: str) -> None:
+    router.fleet.without_role = "refuse"
+    await router.shared.change(lambda state: state.with_draining(gone, True))
     began = asyncio.get_running_loop().time()
     with pytest.raises(RoleUnavailable):
-        await door.ask(max_tokens=3)
+        await router.ask(max_tokens=3)
     assert asyncio.get_running_loop().time() - began < 5, "it does not wait for an engine that would not be asked"
-    await door.shared.change(lambda state: state.with_draining(gone, False))
-    assert (await door.ask(max_tokens=3))[1] == ANSWER
-    assert await door.has_everything_back()
+    await router.shared.change(lambda state: state.with_draining(gone, False))
+    assert (await router.ask(max_tokens=3))[1] == ANSWER
+    assert await router.has_everything_back()
 
 
-async def test_what_runs_goes_on_even_if_new_requests_are_refused(door: Door) -> None:
-    door.fleet.without_role = "refuse"
-    door.engine("d").fail_after, door.engine("d").failures["stream"] = 2, EngineUnreachable("gone")
-    assert (await door.ask(max_tokens=3))[1] == ANSWER
+async def test_what_runs_goes_on_even_if_new_requests_are_refused(router: LiveRouter) -> None:
+    router.fleet.without_role = "refuse"
+    router.engine("d").fail_after, router.engine("d").failures["stream"] = 2, EngineUnreachable("gone")
+    assert (await router.ask(max_tokens=3))[1] == ANSWER
 
 
 # ---- structured outputs ----------------------------------------------------------------------------------------------
 
 
-async def ended(door: Door, **params: Any) -> list[str | None]:
+async def ended(router: LiveRouter, **params: Any) -> list[str | None]:
     """How the answer to a request with these parameters ends, where the engine asked first ends it with an error."""
     request = Request(seq_id="s", prompt=(1, 2, 3), sampling_params=params)
-    return [output.finish_reason async for output in door.service.run(request, Trace())]
+    return [output.finish_reason async for output in router.service.run(request, Trace())]
 
 
-async def test_a_structure_that_an_engine_cannot_compile_is_its_clients_error(door: Door) -> None:
+async def test_a_structure_that_an_engine_cannot_compile_is_its_clients_error(router: LiveRouter) -> None:
     """Another engine could not compile it either: it is not asked, and no program is blamed."""
-    door.engine("d").breaks_off = Output((), "error")
+    router.engine("d").breaks_off = Output((), "error")
     with pytest.raises(BadRequest, match="could not compile") as refused:
-        await ended(door, structured_outputs={"regex": "(a"})
+        await ended(router, structured_outputs={"regex": "(a"})
     assert refused.value.param == "structured_outputs"
-    assert "start_generate" not in door.engine("p").verbs
-    assert not door.service.routing.failures
-    assert (await ended(door))[-1] == "length"  # without a structure another engine is asked
-    assert await door.has_everything_back()
+    assert "start_generate" not in router.engine("p").verbs
+    assert not router.service.routing.failures
+    assert (await ended(router))[-1] == "length"  # without a structure another engine is asked
+    assert await router.has_everything_back()
 
 
 @pytest.mark.parametrize("broken_off", [Output((100,), "error"), Output((), "abort")])
-async def test_a_structure_that_was_begun_with_goes_on_elsewhere(door: Door, broken_off: Output) -> None:
-    door.engine("d").breaks_off = broken_off
-    assert (await ended(door, structured_outputs={"regex": "a+"}))[-1] == "length"
-    assert await door.has_everything_back()
+async def test_a_structure_that_was_begun_with_goes_on_elsewhere(router: LiveRouter, broken_off: Output) -> None:
+    router.engine("d").breaks_off = broken_off
+    assert (await ended(router, structured_outputs={"regex": "a+"}))[-1] == "length"
+    assert await router.has_everything_back()

@@ -16,7 +16,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.reload import FileWatch, files_of, reload_on_change
 from tercet.router.routing import Plan, Rule, Share
 
-from .conftest import Door
+from .conftest import LiveRouter
 from .test_shared_state import joined
 
 SCHEDULING = """
@@ -40,12 +40,12 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def file(door: Door, tmp_path: Path) -> AsyncIterator[Path]:
+async def file(router: LiveRouter, tmp_path: Path) -> AsyncIterator[Path]:
     """A program in use, watched."""
     file = tmp_path / "mine.py"
     file.write_text(TEXT.format(1))
-    await door.use(Plan(program=f"{file}:main"))
-    watching = asyncio.ensure_future(reload_on_change(door.shared, every=0.01))
+    await router.use(Plan(program=f"{file}:main"))
+    watching = asyncio.ensure_future(reload_on_change(router.shared, every=0.01))
     await asyncio.sleep(0)  # it has looked once
     yield file
     watching.cancel()
@@ -53,19 +53,19 @@ async def file(door: Door, tmp_path: Path) -> AsyncIterator[Path]:
         await watching
 
 
-async def test_a_changed_file_is_used(door: Door, file: Path) -> None:
-    routing = door.service.routing
-    assert (await door.ask())[1] == [1]
+async def test_a_changed_file_is_used(router: LiveRouter, file: Path) -> None:
+    routing = router.service.routing
+    assert (await router.ask())[1] == [1]
     for number in (2, 33, 4):
         before = routing.current.number
         file.write_text(TEXT.format(number))
         await until(lambda before=before: routing.current.number > before)
-        assert (await door.ask())[1] == [number]
+        assert (await router.ask())[1] == [number]
 
 
 @pytest.mark.slow
 async def test_a_change_that_another_worker_has_taken_up_is_not_taken_up_again(
-    door: Door, file: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, file: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[list[Path]] = []
 
@@ -75,10 +75,10 @@ async def test_a_change_that_another_worker_has_taken_up_is_not_taken_up_again(
             return looks[-1]
 
     monkeypatch.setattr(reload, "FileWatch", Watch)
-    async with joined(door, metrics) as other:
+    async with joined(router, metrics) as other:
         watching = asyncio.ensure_future(reload_on_change(other.shared, every=0.5))
         await until(lambda: len(looks) == 2)  # the first look at programs and at plugins
-        before = door.service.routing.current.number
+        before = router.service.routing.current.number
         file.write_text(TEXT.format(22))
         await until(lambda: other.service.routing.current.number == before + 1)
         await until(lambda: [file] in looks)
@@ -86,31 +86,31 @@ async def test_a_change_that_another_worker_has_taken_up_is_not_taken_up_again(
         await until(lambda: len(looks) > seen)  # what it found has been dealt with
         watching.cancel()
         await asyncio.wait({watching})
-        assert door.shared.state.program.number == other.shared.state.program.number == before + 1
+        assert router.shared.state.program.number == other.shared.state.program.number == before + 1
 
 
 async def test_a_broken_file_changes_nothing_until_it_is_mended(
-    door: Door, file: Path, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
     file.write_text("syntax error(")
     await until(lambda: "mine.py has changed and is not used" in caplog.text)
-    assert (await door.ask())[1] == [1]
+    assert (await router.ask())[1] == [1]
     file.unlink()
     file.write_text(TEXT.format(22))
-    await until(lambda: door.service.routing.current.number == 3)
-    assert (await door.ask())[1] == [22]
+    await until(lambda: router.service.routing.current.number == 3)
+    assert (await router.ask())[1] == [22]
 
 
-async def test_a_program_that_was_given_up_is_tried_again_when_its_file_changes(door: Door, file: Path) -> None:
+async def test_a_program_that_was_given_up_is_tried_again_when_its_file_changes(router: LiveRouter, file: Path) -> None:
     file.write_text("async def main(request, fleet):\n    raise ValueError\n    yield\n")
-    await until(lambda: door.service.routing.current.number == 3)
+    await until(lambda: router.service.routing.current.number == 3)
     for _ in range(3):
-        assert (await door.ask())[1] == [100, 101, 102]
-    assert (door.service.routing.current.number, await door.ask()) == (2, (f"{file}:main", [1]))
+        assert (await router.ask())[1] == [100, 101, 102]
+    assert (router.service.routing.current.number, await router.ask()) == (2, (f"{file}:main", [1]))
     file.write_text(TEXT.format(5))
-    await until(lambda: door.service.routing.current.number == 4)
-    assert (await door.ask())[1] == [5]
+    await until(lambda: router.service.routing.current.number == 4)
+    assert (await router.ask())[1] == [5]
 
 
 def test_a_file_that_changes_within_a_second_and_keeps_its_size_is_read_anew(tmp_path: Path) -> None:
@@ -152,25 +152,25 @@ def test_a_file_that_is_gone_is_no_change(tmp_path: Path) -> None:
 
 
 async def test_a_changed_scheduling_file_is_used_and_so_is_a_changed_plugin(
-    door: Door, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
     file, plugin = tmp_path / "scheduling.yaml", tmp_path / "mine.py"
     file.write_text(SCHEDULING.format("first"))
     plugin.write_text(PLUGIN.format(0.5))
-    await door.shared.use_scheduling(str(file))
-    watching = asyncio.ensure_future(reload_on_change(door.shared, every=0.01))
+    await router.shared.use_scheduling(str(file))
+    watching = asyncio.ensure_future(reload_on_change(router.shared, every=0.01))
     await asyncio.sleep(0)
     try:
         file.write_text(SCHEDULING.format("another"))
-        await until(lambda: list(door.fleet.scheduling.profiles) == ["another"])
-        before = door.fleet.scheduling
+        await until(lambda: list(router.fleet.scheduling.profiles) == ["another"])
+        before = router.fleet.scheduling
         plugin.write_text(PLUGIN.format(0.25))
-        await until(lambda: door.fleet.scheduling is not before)
-        before = door.fleet.scheduling
+        await until(lambda: router.fleet.scheduling is not before)
+        before = router.fleet.scheduling
         file.write_text("plugins: nonsense")
         await until(lambda: "scheduling.yaml has changed and is not used" in caplog.text)
-        assert door.fleet.scheduling is before
+        assert router.fleet.scheduling is before
     finally:
         watching.cancel()
         with suppress(asyncio.CancelledError):

@@ -25,17 +25,17 @@ from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
 
-from .conftest import Door, Engine, draining
+from .conftest import Engine, LiveRouter, draining
 
 
 class Other:
     """A second router over the same engines, that follows the same file."""
 
-    def __init__(self, door: Door, metrics: Metrics) -> None:
+    def __init__(self, router: LiveRouter, metrics: Metrics) -> None:
         self.fleet = EngineFleet(())
-        self.membership = Membership(self.fleet, door._connect)
+        self.membership = Membership(self.fleet, router._connect)
         self.service = Service(self.fleet, "disaggregated", {}, metrics, return_after=3)
-        self.shared = SharedState(door.directory / "state.json", self.membership, self.service)
+        self.shared = SharedState(router.directory / "state.json", self.membership, self.service)
 
     @property
     def program(self) -> tuple[int, str | None]:
@@ -43,10 +43,10 @@ class Other:
 
 
 @asynccontextmanager
-async def joined(door: Door, metrics: Metrics) -> AsyncGenerator[Other]:
-    other = Other(door, metrics)
+async def joined(router: LiveRouter, metrics: Metrics) -> AsyncGenerator[Other]:
+    other = Other(router, metrics)
     async with other.membership:
-        await other.shared.start(door.shared.state)
+        await other.shared.start(router.shared.state)
         other.membership.promise = await other.shared.until_ready()
         await other.shared.serving()
         following = asyncio.ensure_future(other.shared.follow())
@@ -59,48 +59,50 @@ async def joined(door: Door, metrics: Metrics) -> AsyncGenerator[Other]:
 
 
 @pytest.fixture
-async def other(door: Door, metrics: Metrics) -> AsyncIterator[Other]:
-    async with joined(door, metrics) as other:
+async def other(router: LiveRouter, metrics: Metrics) -> AsyncIterator[Other]:
+    async with joined(router, metrics) as other:
         yield other
 
 
-async def test_a_change_is_made_by_all_before_it_is_answered(door: Door, other: Other, programs: str) -> None:
-    door.engines["http://late"] = Engine("late")
-    await door.use(Plan(program=f"{programs}:good"))
+async def test_a_change_is_made_by_all_before_it_is_answered(router: LiveRouter, other: Other, programs: str) -> None:
+    router.engines["http://late"] = Engine("late")
+    await router.use(Plan(program=f"{programs}:good"))
     assert other.program == (2, f"{programs}:good")
-    assert await door.shared.add(EngineAddress("late", "http://late", "decode", {"zone": "a"})) == []
+    assert await router.shared.add(EngineAddress("late", "http://late", "decode", {"zone": "a"})) == []
     late = other.fleet.member("late")
     assert (late.role, late.labels, late.reachable) == ("decode", {"zone": "a"}, True)
-    assert await door.shared.change(draining("late", True)) == []
-    assert await door.shared.change(lambda state: state.with_role("late", "both")) == []
+    assert await router.shared.change(draining("late", True)) == []
+    assert await router.shared.change(lambda state: state.with_role("late", "both")) == []
     assert (late.draining, late.role) == (True, "both")
-    assert await door.shared.change(lambda state: state.without_member("late")) == []
+    assert await router.shared.change(lambda state: state.without_member("late")) == []
     assert [member.name for member in other.fleet.members] == ["p", "d"]
 
 
-async def test_what_one_refuses_nobody_does(door: Door, other: Other) -> None:
-    before = door.shared.state
+async def test_what_one_refuses_nobody_does(router: LiveRouter, other: Other) -> None:
+    before = router.shared.state
     with pytest.raises(BadRequest, match="nowhere"):
-        await door.use(Plan(program="nowhere"))
-    door.engines["http://gone"] = Engine("gone")
-    door.engine("gone").gone = True
+        await router.use(Plan(program="nowhere"))
+    router.engines["http://gone"] = Engine("gone")
+    router.engine("gone").gone = True
     with pytest.raises(EngineUnreachable):
-        await door.shared.add(EngineAddress("gone", "http://gone"))
+        await router.shared.add(EngineAddress("gone", "http://gone"))
     with pytest.raises(Conflict):
-        await door.shared.add(EngineAddress("p", "http://x"))
+        await router.shared.add(EngineAddress("p", "http://x"))
     with pytest.raises(BadRequest):
-        await door.shared.use_scheduling("/nowhere.yaml")
-    assert door.shared.state is before
+        await router.shared.use_scheduling("/nowhere.yaml")
+    assert router.shared.state is before
     assert other.shared.state == before
 
 
-async def test_who_comes_late_reads_one_state(door: Door, metrics: Metrics, programs: str, tmp_path: Path) -> None:
+async def test_who_comes_late_reads_one_state(
+    router: LiveRouter, metrics: Metrics, programs: str, tmp_path: Path
+) -> None:
     (tmp_path / "s.yaml").write_text("plugins: []\nschedulingProfiles: [{name: mine}]\n")
     for name in ("good", "marked", "good"):
-        await door.use(Plan(program=f"{programs}:{name}"))
-    await door.shared.use_scheduling(str(tmp_path / "s.yaml"))
-    await door.shared.change(draining("d", True))
-    async with joined(door, metrics) as late:
+        await router.use(Plan(program=f"{programs}:{name}"))
+    await router.shared.use_scheduling(str(tmp_path / "s.yaml"))
+    await router.shared.change(draining("d", True))
+    async with joined(router, metrics) as late:
         assert late.program == (4, f"{programs}:good")
         assert late.service.routing.previous is not None
         assert late.service.routing.previous.number == 3, "to return to"
@@ -108,45 +110,47 @@ async def test_who_comes_late_reads_one_state(door: Door, metrics: Metrics, prog
         assert [member.draining for member in late.fleet.members] == [False, True]
 
 
-async def test_an_engine_that_is_away_is_no_reason_not_to_join(door: Door, metrics: Metrics) -> None:
-    door.engine("d").gone = True
-    async with joined(door, metrics) as late:
+async def test_an_engine_that_is_away_is_no_reason_not_to_join(router: LiveRouter, metrics: Metrics) -> None:
+    router.engine("d").gone = True
+    async with joined(router, metrics) as late:
         assert [member.reachable for member in late.fleet.members] == [True, False]
-        assert late.membership.promise == door.membership.promise
+        assert late.membership.promise == router.membership.promise
 
 
 async def test_a_state_that_cannot_be_applied_leaves_the_last_good_one_and_is_said(
-    door: Door, other: Other, programs: str, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, other: Other, programs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await door.use(Plan(program=f"{programs}:good"))
+    await router.use(Plan(program=f"{programs}:good"))
 
     async def refuse(_: Plan) -> None:
         raise BadRequest("program: it does not load here", "program")
 
     monkeypatch.setattr(other.service, "load", refuse)
-    said = await door.shared.use_program(Plan(program=f"{programs}:marked"))
+    said = await router.shared.use_program(Plan(program=f"{programs}:marked"))
     assert len(said) == 1
     assert "it does not load here" in said[0]
     assert other.program == (2, f"{programs}:good")
     monkeypatch.undo()
-    assert await door.shared.use_program(Plan(program=f"{programs}:marked")) == []
+    assert await router.shared.use_program(Plan(program=f"{programs}:marked")) == []
     assert other.program == (4, f"{programs}:marked")
 
 
-async def test_who_does_not_follow_is_named(door: Door, other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_follow_is_named(router: LiveRouter, other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "FOLLOW_SECONDS", 0.2)
 
     async def hang(*_: object) -> None:
         await asyncio.sleep(60)
 
     monkeypatch.setattr(other.shared, "_apply", hang)
-    (said,) = await door.shared.change(draining("d", True))
+    (said,) = await router.shared.change(draining("d", True))
     # It has begun with the version, and says so once it is done with it.
     assert "has not applied it within" in said
 
 
-async def test_garbage_in_the_file_changes_nothing(door: Door, other: Other, caplog: pytest.LogCaptureFixture) -> None:
-    file = door.directory / "state.json"
+async def test_garbage_in_the_file_changes_nothing(
+    router: LiveRouter, other: Other, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = router.directory / "state.json"
     whole, before = file.read_text(), other.shared.state
     file.write_text(whole[: len(whole) // 2])
     async with asyncio.timeout(10):
@@ -154,63 +158,65 @@ async def test_garbage_in_the_file_changes_nothing(door: Door, other: Other, cap
             await asyncio.sleep(0.01)
     assert other.shared.state is before
     with pytest.raises(BadRequest, match="is not the state of a fleet"):
-        await door.shared.change(draining("d", True))
+        await router.shared.change(draining("d", True))
     file.write_text(whole)
-    assert await door.shared.change(draining("d", True)) == []
+    assert await router.shared.change(draining("d", True)) == []
     assert other.fleet.member("d").draining
 
 
-async def test_sequences_of_all_are_counted(door: Door, other: Other) -> None:
-    door.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
+async def test_sequences_of_all_are_counted(router: LiveRouter, other: Other) -> None:
+    router.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
     async with asyncio.timeout(10):
-        while door.shared.engines()["d"].in_flight != 5:
+        while router.shared.engines()["d"].in_flight != 5:
             await asyncio.sleep(0.01)
-    async with door.client() as client:
+    async with router.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
     assert found["d"]["in_flight"] == 5
-    door.fleet.member("d").in_flight = other.fleet.member("d").in_flight = 0
+    router.fleet.member("d").in_flight = other.fleet.member("d").in_flight = 0
 
 
-@pytest.mark.parametrize("who", ["door", "other"])
-async def test_an_engine_that_one_of_them_finds_dead_is_shown_dead_by_all(door: Door, other: Other, who: str) -> None:
-    for fleet in (door.fleet, other.fleet):
+@pytest.mark.parametrize("who", ["router", "other"])
+async def test_an_engine_that_one_of_them_finds_dead_is_shown_dead_by_all(
+    router: LiveRouter, other: Other, who: str
+) -> None:
+    for fleet in (router.fleet, other.fleet):
         fleet.report("p", EngineLoad(waiting=3, running=2, kv_usage=0.5))
-    (door if who == "door" else other).fleet.member("p").reachable = False
+    (router if who == "router" else other).fleet.member("p").reachable = False
     async with asyncio.timeout(10):
-        while door.shared.engines()["p"].reachable:
+        while router.shared.engines()["p"].reachable:
             await asyncio.sleep(0.01)
-    async with door.client() as client:
+    async with router.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
     assert (found["p"]["reachable"], found["p"]["report"]) == (False, None)
     assert found["d"]["reachable"]
 
 
 async def test_those_who_have_not_followed_are_in_the_answer(
-    door: Door, other: Other, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(_: Plan) -> None:
         raise BadRequest("program: not here,\r\nsays\x00 K\u00f6ln \u2713", "program")
 
     monkeypatch.setattr(other.service, "load", refuse)
-    async with door.client() as client:
+    async with router.client() as client:
         answer = await client.put("/program", json={"program": "data_parallel"})
     assert answer.status_code == 200
     assert answer.headers["x-tercet-behind"].endswith(r"not here, says K\xf6ln \u2713"), "one line of ascii"
 
 
-async def test_the_file_is_for_people_too(door: Door) -> None:
-    await door.shared.change(draining("d", True))
-    found = json.loads((door.directory / "state.json").read_text())
+async def test_the_file_is_for_people_too(router: LiveRouter) -> None:
+    await router.shared.change(draining("d", True))
+    found = json.loads((router.directory / "state.json").read_text())
     assert (found["version"], found["members"][1]["draining"]) == (3, True)
 
 
 async def test_reports_that_cannot_be_written_end_nothing(
-    door: Door, other: Other, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, other: Other, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = door.directory / "state.json.followers"
+    directory = router.directory / "state.json.followers"
     shutil.rmtree(directory)
     directory.write_text("in the way")
-    assert await door.shared.change(draining("d", True)) == []
+    assert await router.shared.change(draining("d", True)) == []
     async with asyncio.timeout(10):
         while not other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
@@ -218,78 +224,80 @@ async def test_reports_that_cannot_be_written_end_nothing(
     assert caplog.text.count("others cannot read") == 2, "each of both says it once"
     directory.unlink()
     async with asyncio.timeout(10):
-        while len(door.shared._followers.others()) != 1:
+        while len(router.shared._followers.others()) != 1:
             await asyncio.sleep(0.01)
-    assert await door.shared.change(draining("d", False)) == []
+    assert await router.shared.change(draining("d", False)) == []
     assert not other.fleet.member("d").draining
 
 
 async def test_a_change_whose_client_has_gone_is_made_to_its_end(
-    door: Door, other: Other, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = asyncio.Event(), asyncio.Event()
-    apply = door.shared._apply_members
+    apply = router.shared._apply_members
 
     async def wait(state: FleetState, from_scratch: bool) -> None:
         reached.set()
         await go_on.wait()
         await apply(state, from_scratch)
 
-    monkeypatch.setattr(door.shared, "_apply_members", wait)
-    request = asyncio.ensure_future(door.shared.change(draining("d", True)))
+    monkeypatch.setattr(router.shared, "_apply_members", wait)
+    request = asyncio.ensure_future(router.shared.change(draining("d", True)))
     await reached.wait()
-    assert door.shared._own_report().version == door.shared.state.version, "not applied yet"
+    assert router.shared._own_report().version == router.shared.state.version, "not applied yet"
     request.cancel()
     await asyncio.wait({request})
     go_on.set()
     async with asyncio.timeout(10):
-        while not (door.fleet.member("d").draining and other.fleet.member("d").draining):
+        while not (router.fleet.member("d").draining and other.fleet.member("d").draining):
             await asyncio.sleep(0.01)
-    assert door.shared.state.version == door.shared._own_report().version == 3
+    assert router.shared.state.version == router.shared._own_report().version == 3
 
 
-async def test_a_state_that_is_gone_is_written_again(door: Door, other: Other) -> None:
-    await door.shared.change(draining("d", True))
-    before, file = other.shared.state, door.directory / "state.json"
+async def test_a_state_that_is_gone_is_written_again(router: LiveRouter, other: Other) -> None:
+    await router.shared.change(draining("d", True))
+    before, file = other.shared.state, router.directory / "state.json"
     file.unlink()
     async with asyncio.timeout(10):
         while not file.exists():
             await asyncio.sleep(0.01)
     assert json.loads(file.read_text())["version"] == before.version
-    assert await door.shared.change(draining("d", False)) == []
+    assert await router.shared.change(draining("d", False)) == []
     assert (other.shared.state.version, other.fleet.member("d").draining) == (before.version + 1, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edited", [False, True])
-async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(door: Door, other: Other, edited: bool) -> None:
-    file = door.directory / "state.json"
+async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(
+    router: LiveRouter, other: Other, edited: bool
+) -> None:
+    file = router.directory / "state.json"
     old = file.read_text()
-    await door.use(Plan(program="data_parallel"))
-    await door.shared.change(draining("d", True))
+    await router.use(Plan(program="data_parallel"))
+    await router.shared.change(draining("d", True))
     if edited:
         old = (
             file.read_text().replace('"draining": true', '"draining": false').replace("data_parallel", "disaggregated")
         )
     file.write_text(old)
-    following = asyncio.ensure_future(door.shared.follow())
+    following = asyncio.ensure_future(router.shared.follow())
     async with asyncio.timeout(10):
-        while door.fleet.member("d").draining or other.fleet.member("d").draining:
+        while router.fleet.member("d").draining or other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
     following.cancel()
-    assert json.loads(file.read_text())["version"] == door.shared.state.version == other.shared.state.version == 5
+    assert json.loads(file.read_text())["version"] == router.shared.state.version == other.shared.state.version == 5
     assert other.program == (3, "disaggregated")
-    assert door.service.routing.current.plan.program == "disaggregated"
-    assert await door.shared.change(draining("d", True)) == []
+    assert router.service.routing.current.plan.program == "disaggregated"
+    assert await router.shared.change(draining("d", True)) == []
     assert (other.shared.state.version, other.fleet.member("d").draining) == (6, True)
 
 
 async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has_others(
-    door: Door, metrics: Metrics, programs: str
+    router: LiveRouter, metrics: Metrics, programs: str
 ) -> None:
     for name in ("good", "marked"):
-        await door.use(Plan(program=f"{programs}:{name}"))
-    async with joined(door, metrics) as late:
+        await router.use(Plan(program=f"{programs}:{name}"))
+    async with joined(router, metrics) as late:
         routing = late.service.routing
         assert routing.previous is not None
         assert routing.previous.number == 2
@@ -303,9 +311,9 @@ async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ["pipe", "device", "directory"])
 async def test_a_path_that_is_no_file_stops_nobody(
-    door: Door, other: Other, programs: str, odd: str, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, other: Other, programs: str, odd: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = door.directory / "state.json"
+    path = router.directory / "state.json"
     before, content = other.shared.state, path.read_bytes()
     path.unlink()
     if odd == "pipe":
@@ -315,7 +323,7 @@ async def test_a_path_that_is_no_file_stops_nobody(
     else:
         path.mkdir()
     with pytest.raises(BadRequest, match="state"):
-        await door.use(Plan(program=f"{programs}:good"))
+        await router.use(Plan(program=f"{programs}:good"))
     async with asyncio.timeout(20):
         while not other.shared._failure:
             await asyncio.sleep(0.01)
@@ -323,14 +331,14 @@ async def test_a_path_that_is_no_file_stops_nobody(
     assert other.shared.state is before
     path.rmdir() if odd == "directory" else path.unlink()
     path.write_bytes(content)
-    assert await door.use(Plan(program=f"{programs}:good")) is None
+    assert await router.use(Plan(program=f"{programs}:good")) is None
     assert other.program == (2, f"{programs}:good")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["stamp_of", "read", "tell"])
 async def test_a_file_system_that_hangs_stops_no_process(
-    door: Door, other: Other, call: str, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, other: Other, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
 
@@ -343,7 +351,7 @@ async def test_a_file_system_that_hangs_stops_no_process(
             patched.setattr(shared_state, "stamp_of", hangs)
         elif call == "read":
             patched.setattr(other.shared._file, "read", hangs)
-            (door.directory / "state.json").touch()
+            (router.directory / "state.json").touch()
         else:
             patched.setattr(other.shared._followers, "tell", hangs)
         async with asyncio.timeout(20):

@@ -10,13 +10,13 @@ import pytest
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import ShuttingDown, TercetError
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp
 from tercet.router.shutdown import Shutdown
 from tercet.settings import Limits
 
-from .conftest import Door
-from .test_front_door import PATH, App
+from .conftest import LiveRouter
+from .test_router_app import PATH, App
 
 LONG = 3600.0
 
@@ -24,13 +24,13 @@ LONG = 3600.0
 class House:
     """An application behind a router that is to end."""
 
-    def __init__(self, door: Door, metrics: Metrics, timeout_s: float) -> None:
+    def __init__(self, router: LiveRouter, metrics: Metrics, timeout_s: float) -> None:
         self.app = App()
-        self.gate = Gate(Limits(in_flight=2), door.fleet, metrics)
+        self.gate = Gate(Limits(in_flight=2), router.fleet, metrics)
         self.shutdown = Shutdown(timeout_s)
         self.given_up: list[TercetError] = []
-        check = door.service.program_called
-        front = FrontDoor(self.app, None, self.gate, (), check, 1000, shutdown=self.shutdown)
+        check = router.service.program_called
+        front = RouterApp(self.app, None, self.gate, (), check, 1000, shutdown=self.shutdown)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost")
         self.running = asyncio.create_task(self.shutdown.run(self.gate.close, self._give_up))
 
@@ -51,8 +51,8 @@ class House:
 
 
 @pytest.fixture
-async def house(door: Door, metrics: Metrics) -> AsyncIterator[House]:
-    house = House(door, metrics, LONG)
+async def house(router: LiveRouter, metrics: Metrics) -> AsyncIterator[House]:
+    house = House(router, metrics, LONG)
     yield house
     house.running.cancel()
     assert house.shutdown.requests == 0
@@ -89,7 +89,7 @@ async def test_what_waits_for_a_place_is_refused(house: House) -> None:
     assert [(await task).status_code for task in inside] == [200, 200]
 
 
-async def test_an_idle_front_door_ends_at_once(house: House) -> None:
+async def test_an_idle_router_ends_at_once(house: House) -> None:
     house.shutdown.begin()
     await asyncio.wait_for(house.running, 5)
 
@@ -104,8 +104,8 @@ async def test_the_second_time_nothing_is_waited_for(house: House) -> None:
     assert [error.message[-18:] for error in house.given_up] == ["was not waited for"]
 
 
-async def test_when_the_time_is_over_what_runs_is_given_up(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, 0.05)
+async def test_when_the_time_is_over_what_runs_is_given_up(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, 0.05)
     running = await house.post()
     house.shutdown.begin()
     await asyncio.wait_for(house.running, 5)
@@ -122,14 +122,14 @@ async def test_requests_of_other_workers_are_counted(house: House) -> None:
 
 
 @pytest.mark.parametrize("stuck", ["p", "d"])
-async def test_sequences_that_are_given_up_end_with_that_error_and_hold_nothing(door: Door, stuck: str) -> None:
-    door.engine(stuck).pause.clear()
-    asking = asyncio.create_task(door.ask())
-    while not len(door.service.sequences):
+async def test_sequences_that_are_given_up_end_with_that_error_and_hold_nothing(router: LiveRouter, stuck: str) -> None:
+    router.engine(stuck).pause.clear()
+    asking = asyncio.create_task(router.ask())
+    while not len(router.service.sequences):
         await asyncio.sleep(0)
-    door.service.give_up(ShuttingDown("it ends"))
+    router.service.give_up(ShuttingDown("it ends"))
     with pytest.raises(ShuttingDown, match="it ends"):
         await asyncio.wait_for(asking, 5)
     with pytest.raises(ShuttingDown):  # as what was being prepared meanwhile
-        await door.ask()
-    assert await door.has_everything_back()
+        await router.ask()
+    assert await router.has_everything_back()

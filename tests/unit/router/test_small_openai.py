@@ -21,14 +21,14 @@ from tercet.cluster.up_config import UpConfig
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Fleet, Output, Request
 from tercet.router import admin
-from tercet.router.front_door import FrontDoor
 from tercet.router.prompt_texts import PromptTexts
+from tercet.router.router_app import RouterApp
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.small_openai import CHAT_MAX_TOKENS, small_app
 from tercet.router.small_server import flags_of
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
-from .conftest import Door
+from .conftest import LiveRouter
 
 LENGTH = 1000
 
@@ -44,12 +44,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def client(door: Door, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app: FastAPI = small_app(ServicePrograms(door.service), PromptTexts(checkpoint), ["m", "alias"], LENGTH)
-    admin.install(app, door.shared, ["m", "alias"])
-    gate = Gate(Limits(), door.fleet, door.metrics)
+async def client(router: LiveRouter, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
+    app: FastAPI = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m", "alias"], LENGTH)
+    admin.install(app, router.shared, ["m", "alias"])
+    gate = Gate(Limits(), router.fleet, router.metrics)
     stack = app.build_middleware_stack()
-    app.middleware_stack = FrontDoor(stack, None, gate, (), door.service.program_called, 100_000)
+    app.middleware_stack = RouterApp(stack, None, gate, (), router.service.program_called, 100_000)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
@@ -114,13 +114,13 @@ async def test_what_it_does_not_do_is_refused_by_name(
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-async def test_a_program_that_fails_ends_a_stream_with_an_error(client: httpx.AsyncClient, door: Door) -> None:
+async def test_a_program_that_fails_ends_a_stream_with_an_error(client: httpx.AsyncClient, router: LiveRouter) -> None:
     async def breaks_off(request: Request, fleet: Fleet) -> AsyncIterator[Output]:
         yield Output((1,))
         raise BadRequest("prompt: not with me", "prompt")
 
-    plan = door.service.routing.current
-    door.service.use(7, door.service.wanted, dict.fromkeys(plan.programs, breaks_off))
+    plan = router.service.routing.current
+    router.service.use(7, router.service.wanted, dict.fromkeys(plan.programs, breaks_off))
     answer = await client.post("/v1/completions", json={"prompt": "w1", "stream": True})
     assert events(answer.text)[-1]["error"]["param"] == "prompt"
     assert (await client.post("/v1/completions", json={"prompt": "w1"})).status_code == 400

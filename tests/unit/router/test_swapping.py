@@ -12,40 +12,42 @@ import pytest
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.router.routing import Plan, Rule, Share
 
-from .conftest import Door, counted
+from .conftest import LiveRouter, counted
 
 ANSWER = [100, 101, 102]
 
 
-async def test_new_requests_get_the_new_program_and_old_ones_keep_theirs(door: Door, programs: str) -> None:
-    door.engine("d").pause.clear()
-    old = asyncio.ensure_future(door.ask())
-    while not door.engine("d").calls:
+async def test_new_requests_get_the_new_program_and_old_ones_keep_theirs(router: LiveRouter, programs: str) -> None:
+    router.engine("d").pause.clear()
+    old = asyncio.ensure_future(router.ask())
+    while not router.engine("d").calls:
         await asyncio.sleep(0)
-    await door.use(Plan(program=f"{programs}:marked"))
-    assert await door.ask() == (f"{programs}:marked", [7, 7, 7])
+    await router.use(Plan(program=f"{programs}:marked"))
+    assert await router.ask() == (f"{programs}:marked", [7, 7, 7])
     assert not old.done()
-    door.engine("d").pause.set()
+    router.engine("d").pause.set()
     assert await old == ("disaggregated", ANSWER)
     assert counted("tercet_program_version") == 2
 
 
 @pytest.mark.parametrize("what", ["missing", "no_generator", "good", ""])
-async def test_a_program_that_cannot_be_loaded_changes_nothing(door: Door, programs: str, what: str) -> None:
+async def test_a_program_that_cannot_be_loaded_changes_nothing(router: LiveRouter, programs: str, what: str) -> None:
     args = {"nonsense": 1} if what == "good" else {}
     with pytest.raises(BadRequest, match="program"):
-        await door.use(Plan(program=f"{programs}:{what}", args=args))
-    assert door.service.routing.current.number == 1
-    assert door.service.wanted.program == "disaggregated"
-    assert await door.ask() == ("disaggregated", ANSWER)
+        await router.use(Plan(program=f"{programs}:{what}", args=args))
+    assert router.service.routing.current.number == 1
+    assert router.service.wanted.program == "disaggregated"
+    assert await router.ask() == ("disaggregated", ANSWER)
 
 
 @pytest.mark.parametrize("text", ["syntax error(", "import nowhere_to_be_found", "raise SystemExit(1)", "1 / 0"])
-async def test_a_file_that_fails_when_it_is_loaded_changes_nothing(door: Door, tmp_path: Path, text: str) -> None:
+async def test_a_file_that_fails_when_it_is_loaded_changes_nothing(
+    router: LiveRouter, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(BadRequest, match=r"broken\.py failed to load"):
-        await door.use(Plan(program=f"{tmp_path / 'broken.py'}:main"))
-    assert await door.ask() == ("disaggregated", ANSWER)
+        await router.use(Plan(program=f"{tmp_path / 'broken.py'}:main"))
+    assert await router.ask() == ("disaggregated", ANSWER)
 
 
 BROKEN = ["raises", "exits", "yields_none", "yields_nothing", "wrong_picker"]
@@ -53,16 +55,16 @@ BROKEN = ["raises", "exits", "yields_none", "yields_nothing", "wrong_picker"]
 
 @pytest.mark.parametrize("what", BROKEN)
 async def test_a_failing_program_is_replaced_and_no_client_notices(
-    door: Door, programs: str, what: str, caplog: pytest.LogCaptureFixture
+    router: LiveRouter, programs: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
     name = f"{programs}:{what}"
-    await door.use(Plan(program=name))
+    await router.use(Plan(program=name))
     for expected in (1, 2, 0):
-        assert await door.ask() == (f"{name} -> data_parallel", ANSWER)
-        assert door.service.routing.failures.get(name, 0) == expected
-    assert await door.ask() == ("disaggregated", ANSWER)
-    returned = door.service.routing.returned
+        assert await router.ask() == (f"{name} -> data_parallel", ANSWER)
+        assert router.service.routing.failures.get(name, 0) == expected
+    assert await router.ask() == ("disaggregated", ANSWER)
+    returned = router.service.routing.returned
     assert returned is not None
     assert (returned.from_version, returned.to_version, returned.program, returned.failures) == (2, 1, name, 3)
     assert any(record.message.startswith("program_returned: version 2 -> 1") for record in caplog.records)
@@ -70,104 +72,106 @@ async def test_a_failing_program_is_replaced_and_no_client_notices(
     assert counted("tercet_program_returns_total", program=name) == 1
     assert counted("tercet_fallbacks_total", program=name, code="program_failed") == 3
     assert counted("tercet_program_version") == 1
-    assert await door.has_everything_back()
+    assert await router.has_everything_back()
 
 
-async def test_with_nothing_to_return_to_one_engine_serves_on(door: Door, programs: str) -> None:
-    routing = door.service.routing
-    await door.use(Plan(program=f"{programs}:raises"))
-    await door.use(Plan(program=f"{programs}:exits"))
+async def test_with_nothing_to_return_to_one_engine_serves_on(router: LiveRouter, programs: str) -> None:
+    routing = router.service.routing
+    await router.use(Plan(program=f"{programs}:raises"))
+    await router.use(Plan(program=f"{programs}:exits"))
     for _ in range(6):
-        assert (await door.ask())[1] == ANSWER
+        assert (await router.ask())[1] == ANSWER
     assert routing.current.number == 1
-    door.engine("d").failures["prep_recv"] = BadRequest("no", "pick")  # now the first one fails, with none before it
+    router.engine("d").failures["prep_recv"] = BadRequest("no", "pick")  # now the first one fails, with none before it
     for _ in range(5):
-        assert await door.ask() == ("disaggregated -> data_parallel", ANSWER)
+        assert await router.ask() == ("disaggregated -> data_parallel", ANSWER)
     assert routing.current.number == 1
     assert routing.failures == {"disaggregated": 5}
 
 
-async def test_what_the_client_or_the_fleet_did_is_not_the_programs_fault(door: Door, programs: str) -> None:
-    await door.use(Plan(program=f"{programs}:refuses"))
+async def test_what_the_client_or_the_fleet_did_is_not_the_programs_fault(router: LiveRouter, programs: str) -> None:
+    await router.use(Plan(program=f"{programs}:refuses"))
     for _ in range(5):
         with pytest.raises(BadRequest, match="not with me"):
-            await door.ask()
-    await door.use(Plan(program=f"{programs}:no_space"))
+            await router.ask()
+    await router.use(Plan(program=f"{programs}:no_space"))
     for _ in range(5):
-        assert await door.ask() == (f"{programs}:no_space -> data_parallel", ANSWER)
-    assert door.service.routing.current.number == 3
+        assert await router.ask() == (f"{programs}:no_space -> data_parallel", ANSWER)
+    assert router.service.routing.current.number == 3
     assert counted("tercet_fallbacks_total", program=f"{programs}:no_space", code="no_space") == 5
 
 
 async def test_a_program_that_fails_after_the_first_token_gets_the_blame_and_no_client_notices(
-    door: Door, programs: str
+    router: LiveRouter, programs: str
 ) -> None:
     name = f"{programs}:breaks_off"
-    await door.use(Plan(program=name))
+    await router.use(Plan(program=name))
     for _ in range(3):
-        assert await door.ask() == (f"{name} -> data_parallel", ANSWER)
-    assert await door.ask() == ("disaggregated", ANSWER)
+        assert await router.ask() == (f"{name} -> data_parallel", ANSWER)
+    assert await router.ask() == ("disaggregated", ANSWER)
     assert counted("tercet_retries_total", code="program_failed", stage="after_first_token") == 3
 
 
-async def test_a_split_that_fails_in_one_part_is_given_up_as_a_whole(door: Door, programs: str) -> None:
+async def test_a_split_that_fails_in_one_part_is_given_up_as_a_whole(router: LiveRouter, programs: str) -> None:
     split = (Share(program="data_parallel", weight=1), Share(program=f"{programs}:raises", weight=1, name="trial"))
-    await door.use(Plan(split=split))
-    version = door.service.routing.current
+    await router.use(Plan(split=split))
+    version = router.service.routing.current
     asked = 0
-    while door.service.routing.current is version:
+    while router.service.routing.current is version:
         asked += 1
-        assert (await door.ask())[1] == ANSWER
+        assert (await router.ask())[1] == ANSWER
         assert asked < 200
-    assert door.service.routing.returned is not None
-    assert door.service.routing.returned.program == "trial"
+    assert router.service.routing.returned is not None
+    assert router.service.routing.returned.program == "trial"
 
 
-async def test_rules_and_the_clients_own_choice(door: Door, programs: str) -> None:
+async def test_rules_and_the_clients_own_choice(router: LiveRouter, programs: str) -> None:
     rules = (
         Rule(program=f"{programs}:marked", name="marked", header="x-team", value="red"),
         Rule(program="data_parallel", model="big"),
     )
-    await door.use(Plan(program="disaggregated", rules=rules))
-    assert await door.ask({"x-team": "red"}) == ("marked", [7, 7, 7])
-    assert (await door.ask({"x-team": "blue"}))[0] == "disaggregated"
-    assert (await door.ask(model="big"))[0] == "data_parallel"
-    assert (await door.ask({"x-team": "blue", "x-tercet-program": "marked"}))[0] == "marked"
-    assert (await door.ask({"x-tercet-program": "balanced"}))[0] == "balanced"
+    await router.use(Plan(program="disaggregated", rules=rules))
+    assert await router.ask({"x-team": "red"}) == ("marked", [7, 7, 7])
+    assert (await router.ask({"x-team": "blue"}))[0] == "disaggregated"
+    assert (await router.ask(model="big"))[0] == "data_parallel"
+    assert (await router.ask({"x-team": "blue", "x-tercet-program": "marked"}))[0] == "marked"
+    assert (await router.ask({"x-tercet-program": "balanced"}))[0] == "balanced"
     with pytest.raises(BadRequest, match="marked"):
-        await door.ask({"x-tercet-program": f"{programs}:marked"})
+        await router.ask({"x-tercet-program": f"{programs}:marked"})
 
 
-async def test_programs_with_their_parameters_are_told_apart_in_the_metrics(door: Door, programs: str) -> None:
+async def test_programs_with_their_parameters_are_told_apart_in_the_metrics(router: LiveRouter, programs: str) -> None:
     split = (
         Share(program=f"{programs}:good", name="a", args={"by": "round_robin"}),
         Share(program=f"{programs}:good", name="b", args={"by": "least_loaded"}),
     )
-    await door.use(Plan(split=split))
+    await router.use(Plan(split=split))
     for _ in range(100):
-        await door.ask()
+        await router.ask()
     found = [counted("tercet_sequences_total", program=name) for name in "ab"]
     assert sum(found) == 100
     assert min(found) > 0
 
 
-async def test_a_program_that_fights_its_cancellation_is_cancelled(door: Door, programs: str) -> None:
-    await door.use(Plan(program=f"{programs}:will_not_be_cancelled"))
+async def test_a_program_that_fights_its_cancellation_is_cancelled(router: LiveRouter, programs: str) -> None:
+    await router.use(Plan(program=f"{programs}:will_not_be_cancelled"))
     for name in ("p", "d"):
-        door.engine(name).pause.clear()
-    asking = asyncio.ensure_future(door.ask())
-    while not any(engine.running for engine in door.engines.values()):
+        router.engine(name).pause.clear()
+    asking = asyncio.ensure_future(router.ask())
+    while not any(engine.running for engine in router.engines.values()):
         await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert await door.has_everything_back()
-    assert door.service.routing.failures == {}
+    assert await router.has_everything_back()
+    assert router.service.routing.failures == {}
     assert counted("tercet_sequences_running") == 0
 
 
 @pytest.mark.slow
-async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_two_hundred_swaps_under_load(
+    router: LiveRouter, programs: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Clients ask all the time, some leave; programs and the fleet change; some programs are broken."""
     caplog.set_level(logging.CRITICAL, logger="tercet.router")
     rng = random.Random(7)
@@ -177,7 +181,7 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
     async def client() -> None:
         nonlocal served, left
         while not done.is_set():
-            asking = asyncio.ensure_future(door.ask())
+            asking = asyncio.ensure_future(router.ask())
             if rng.random() < 0.3:
                 for _ in range(rng.randrange(12)):
                     await asyncio.sleep(0)
@@ -196,9 +200,9 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
             Plan(program=broken),
             Plan(split=(Share(program=rng.choice(sound)), Share(program=broken, weight=rng.random()))),
         ]
-        await door.use(plans[number % 3])
+        await router.use(plans[number % 3])
         if number % 10 == 0:
-            door.fleet.drain("d", draining=number % 20 == 0)
+            router.fleet.drain("d", draining=number % 20 == 0)
         before = served
         while served < before + 5:
             await asyncio.sleep(0)
@@ -207,17 +211,17 @@ async def test_two_hundred_swaps_under_load(door: Door, programs: str, caplog: p
         assert result is None
     assert left > 20
     assert served >= 1000
-    assert await door.has_everything_back()
+    assert await router.has_everything_back()
     assert counted("tercet_sequences_running") == 0
-    assert door.service.routing.current.number <= 201
+    assert router.service.routing.current.number <= 201
 
 
 @pytest.mark.slow
-async def test_unreachable_engines_are_no_reason_to_return(door: Door, programs: str) -> None:
-    await door.use(Plan(program=f"{programs}:good"))
+async def test_unreachable_engines_are_no_reason_to_return(router: LiveRouter, programs: str) -> None:
+    await router.use(Plan(program=f"{programs}:good"))
     for name in ("p", "d"):
-        door.engine(name).failures["start_generate"] = EngineUnreachable("gone")
+        router.engine(name).failures["start_generate"] = EngineUnreachable("gone")
     for _ in range(5):
         with pytest.raises(EngineUnreachable):
-            await door.ask()
-    assert door.service.routing.current.number == 2
+            await router.ask()
+    assert router.service.routing.current.number == 2

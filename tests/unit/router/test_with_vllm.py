@@ -19,8 +19,8 @@ from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
 from tercet.protocol.sse import events_of, object_of
 from tercet.router import admin
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
@@ -60,7 +60,7 @@ class House:
         self.app = server.app
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
         admin.install(self.app, shared_over(self.service, membership), ["m"])
-        self.app.middleware_stack = FrontDoor(
+        self.app.middleware_stack = RouterApp(
             server.layers, server.fast, self.gate, api_keys(args), self.service.program_called, 10_000
         )
         return client

@@ -58,8 +58,8 @@ def lines(port: int, name: str) -> list[str]:
     return [line for line in ask(port, "GET", "/metrics")[1].splitlines() if line.startswith(f"{name}{{")]
 
 
-def serves(door: Door, workers: int) -> bool:
-    port, process = door
+def serves(router: LiveRouter, workers: int) -> bool:
+    port, process = router
     assert process.poll() is None, "the router has ended"
     try:
         return metric(port, "tercet_workers") == workers
@@ -87,7 +87,7 @@ def workers_of(supervisor: int) -> set[int]:
     return set[int]().union(*map(children, below)) if len(below) == 1 else below
 
 
-class Door(NamedTuple):
+class LiveRouter(NamedTuple):
     """A router; `process` ends when the supervisor does, with its code."""
 
     port: int
@@ -149,7 +149,7 @@ def one_import(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def door(engine: str, one_import: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Door]:
+def router(engine: str, one_import: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LiveRouter]:
     port = free_ports("127.0.0.1", 1)[0]
     command = [
         sys.executable, "-m", "tercet.cli", "router", "--engine", f"{engine},name=e", "--port", str(port), "--model",
@@ -163,7 +163,7 @@ def door(engine: str, one_import: None, tmp_path: Path, request: pytest.FixtureR
     with (tmp_path / "router.log").open("wb") as log:
         process = start_guarded(command, env, log)
     try:
-        yield Door(port, process)
+        yield LiveRouter(port, process)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -180,10 +180,10 @@ def said_by_all(port: int) -> set[tuple[int, str, bool]]:
 
 
 @pytest.mark.timeout(500)
-def test_workers_are_of_one_mind_and_replaced(door: Door) -> None:
-    port, process = door
-    until(lambda: serves(door, 2))
-    workers = workers_of(door.supervisor)
+def test_workers_are_of_one_mind_and_replaced(router: LiveRouter) -> None:
+    port, process = router
+    until(lambda: serves(router, 2))
+    workers = workers_of(router.supervisor)
     assert len(workers) == 2
     assert ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200
     until(lambda: len(lines(port, "tercet_engine_waiting")) > 0)
@@ -200,25 +200,25 @@ def test_workers_are_of_one_mind_and_replaced(door: Door) -> None:
 
     lost = min(workers)
     os.kill(lost, signal.SIGKILL)
-    until(lambda: lost not in workers_of(door.supervisor) and serves(door, 2))
+    until(lambda: lost not in workers_of(router.supervisor) and serves(router, 2))
     assert said_by_all(port) == {(3, "data_parallel", True)}
     assert ask(port, "DELETE", "/tercet/v1/engines/e/drain")[0] == 200
     assert all(ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200 for _ in range(6))
     until(lambda: metric(port, "tercet_sequences_total") >= 6)
 
-    workers = workers_of(door.supervisor)
+    workers = workers_of(router.supervisor)
     process.terminate()
     assert process.wait(60) == 0
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("door", [COLD], indirect=True)
-def test_workers_that_import_by_themselves_end_with_their_supervisor(door: Door) -> None:
-    until(lambda: serves(door, 2))
-    workers = workers_of(door.supervisor)
+@pytest.mark.parametrize("router", [COLD], indirect=True)
+def test_workers_that_import_by_themselves_end_with_their_supervisor(router: LiveRouter) -> None:
+    until(lambda: serves(router, 2))
+    workers = workers_of(router.supervisor)
     assert len(workers) == 2
-    os.kill(door.supervisor, signal.SIGKILL)
+    os.kill(router.supervisor, signal.SIGKILL)
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
@@ -250,11 +250,11 @@ def refuses(port: int) -> bool:
 
 
 @pytest.mark.timeout(500)
-def test_told_to_stop_under_load_they_finish_what_runs(door: Door) -> None:
-    port, process = door
-    until(lambda: serves(door, 2))
+def test_told_to_stop_under_load_they_finish_what_runs(router: LiveRouter) -> None:
+    port, process = router
+    until(lambda: serves(router, 2))
     answers = [Answer(port, 600) for _ in range(2)]
-    door.interrupt()
+    router.interrupt()
     until(lambda: refuses(port))
     for answer in answers:
         events = answer.events()
@@ -264,14 +264,14 @@ def test_told_to_stop_under_load_they_finish_what_runs(door: Door) -> None:
 
 
 @pytest.mark.timeout(500)
-def test_told_twice_they_end_at_once_and_say_so_in_each_stream(door: Door) -> None:
-    port, process = door
-    until(lambda: serves(door, 2))
+def test_told_twice_they_end_at_once_and_say_so_in_each_stream(router: LiveRouter) -> None:
+    port, process = router
+    until(lambda: serves(router, 2))
     answers = [Answer(port, 1900) for _ in range(2)]
-    door.interrupt()
+    router.interrupt()
     # Each connection is any worker's; two signals are one to a worker that has not taken the first.
     until(lambda: all(refuses(port) for _ in range(20)))
-    door.interrupt()
+    router.interrupt()
     for answer in answers:
         error = answer.events()[-1]["error"]
         assert error["code"] == "shutting_down"

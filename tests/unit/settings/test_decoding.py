@@ -28,8 +28,8 @@ from tercet.settings import (
 from tercet.settings.declaration import near
 
 
-class Doors(Settings, frozen=True):
-    count: Annotated[Annotated[int, Meta(ge=1, le=9)], Setting("How many.")] = msgspec.field(default=1, name="doors")
+class LiveRouters(Settings, frozen=True):
+    count: Annotated[Annotated[int, Meta(ge=1, le=9)], Setting("How many.")] = msgspec.field(default=1, name="routers")
 
 
 class House(Settings, frozen=True):
@@ -42,7 +42,7 @@ class House(Settings, frozen=True):
     rooms: Annotated[tuple[str, ...], Setting("One room; repeatable.", flag="--room")] = ()
     paint: Annotated[Mapping[str, str], Setting("What is painted how.")] = {}
     lit: Annotated[bool, Setting("Whether there is light.")] = False
-    doors: Doors = Doors()
+    routers: LiveRouters = LiveRouters()
 
 
 FLAGS = {each.key: each.flag for each in declared(House)}
@@ -60,10 +60,10 @@ def flags(**values: Any) -> Source:
         ("height", "100", "--height: must be less than 100, is 100"),
         ("height", "nan", "--height: must be greater than 0, is 'nan'"),
         ("height", "tall", "--height: must be a number, is 'tall'"),
-        ("doors", "0", "--doors: must be at least 1, is 0"),
-        ("doors", "10", "--doors: must be at most 9, is 10"),
-        ("doors", "1.5", "--doors: must be a whole number, is 1.5"),
-        ("doors", [1], "--doors: must be a whole number"),
+        ("routers", "0", "--routers: must be at least 1, is 0"),
+        ("routers", "10", "--routers: must be at most 9, is 10"),
+        ("routers", "1.5", "--routers: must be a whole number, is 1.5"),
+        ("routers", [1], "--routers: must be a whole number"),
         ("colour", "green", "--colour: must be one of blue, red, is 'green'"),
         ("lit", "maybe", "--lit: must be true or false, is 'maybe'"),
         ("paint", 3, "--paint: must be a mapping of keys to values, is 3"),
@@ -91,8 +91,8 @@ def test_bounds_hold_on_direct_construction_too(fields: dict[str, Any], told: st
     with pytest.raises(BadRequest) as raised:
         House(**fields)
     assert raised.value.message == told
-    with pytest.raises(BadRequest, match="doors: must be at least 1, is 0"):
-        Doors(count=0)
+    with pytest.raises(BadRequest, match="routers: must be at least 1, is 0"):
+        LiveRouters(count=0)
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True) | st.integers())
@@ -123,7 +123,7 @@ def test_the_nearest_key_is_offered() -> None:
     with pytest.raises(BadRequest, match=r"unknown key height_m; did you mean height?"):
         decode_settings(House, Source({"name": "n", "height_m": 1}))
     with pytest.raises(
-        BadRequest, match=r"unknown key zzz; the keys are name, height, colour, rates, rooms, paint, lit, doors"
+        BadRequest, match=r"unknown key zzz; the keys are name, height, colour, rates, rooms, paint, lit, routers"
     ):
         decode_settings(House, Source({"name": "n", "zzz": 1}))
 
@@ -148,11 +148,11 @@ levels = st.sampled_from([None, "1", "2", "3", "4"])
 def test_flags_win_over_variables_and_these_over_a_file(flag: str | None, env: str | None, file: str | None) -> None:
     found = decode_settings(
         House,
-        flags(**{} if flag is None else {"doors": flag}),
-        from_environment(House, {} if env is None else {"TERCET_DOORS": env}),
-        Source({"name": "n"} | ({} if file is None else {"doors": file}), origin="--config f: "),
+        flags(**{} if flag is None else {"routers": flag}),
+        from_environment(House, {} if env is None else {"TERCET_ROUTERS": env}),
+        Source({"name": "n"} | ({} if file is None else {"routers": file}), origin="--config f: "),
     )
-    assert found.doors.count == int(flag or env or file or 1)
+    assert found.routers.count == int(flag or env or file or 1)
 
 
 def test_each_source_calls_a_setting_by_its_own_name(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_where_kubernetes_says_that_a_service_is_is_no_port() -> None:
 
 
 def test_lists_and_mappings_of_every_source(tmp_path: Path) -> None:
-    (tmp_path / "h.yaml").write_text("name: 12\nrooms: hall\npaint: {door: 7, lit: true}\nlit: true\n")
+    (tmp_path / "h.yaml").write_text("name: 12\nrooms: hall\npaint: {router: 7, lit: true}\nlit: true\n")
     found = decode_settings(House, read_yaml(tmp_path / "h.yaml"))
-    assert found == House(name="12", rooms=("hall",), paint={"door": "7", "lit": "true"}, lit=True)
-    variables = {"TERCET_NAME": "n", "TERCET_ROOMS": "hall 'my room'", "TERCET_PAINT": "door=red lit='a b'"}
+    assert found == House(name="12", rooms=("hall",), paint={"router": "7", "lit": "true"}, lit=True)
+    variables = {"TERCET_NAME": "n", "TERCET_ROOMS": "hall 'my room'", "TERCET_PAINT": "router=red lit='a b'"}
     found = decode_settings(House, from_environment(House, variables))
-    assert (found.rooms, found.paint) == (("hall", "my room"), {"door": "red", "lit": "a b"})
+    assert (found.rooms, found.paint) == (("hall", "my room"), {"router": "red", "lit": "a b"})
     with pytest.raises(BadRequest, match="TERCET_PAINT: 'red' is not KEY=VALUE"):
         from_environment(House, {"TERCET_PAINT": "red"})
 
@@ -204,7 +204,7 @@ houses = st.builds(
     rooms=st.lists(st.text()).map(tuple),
     paint=st.dictionaries(st.text(), st.text()),
     lit=st.booleans(),
-    doors=st.builds(Doors, count=st.integers(1, 9)),
+    routers=st.builds(LiveRouters, count=st.integers(1, 9)),
 )
 
 

@@ -18,7 +18,7 @@ from tercet.transport import AsyncControlClient, ControlServer, ReadCounters
 from tercet.transport.agent.agent_messages import Command
 from tercet.vllm_plugin.edge import liveness_probe
 from tercet.vllm_plugin.edge.agent_metrics import ProbeCollector
-from tercet.vllm_plugin.edge.liveness_probe import LOOK_SECONDS, LivenessProbe, StallClock
+from tercet.vllm_plugin.edge.liveness_probe import POLL_INTERVAL_S, LivenessProbe, StallClock
 
 SECONDS = 30.0
 
@@ -72,7 +72,7 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     clock.asked("core", 10.0)
     assert watched(clock, 10.0, 12.0) == {"core": 2.0}
     assert clock.stalled(42.0) == {"core": 2.0}  # this process stood still for 30 s
-    assert clock.stalled(42.0 + LOOK_SECONDS) == {"core": 2.0 + LOOK_SECONDS}
+    assert clock.stalled(42.0 + POLL_INTERVAL_S) == {"core": 2.0 + POLL_INTERVAL_S}
 
 
 def test_who_was_asked_while_nobody_looked_is_not_ahead_of_time() -> None:

@@ -195,7 +195,7 @@ async def entered(gate: Gate) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_the_loop_goes_on_while_a_front_door_codes_images(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_goes_on_while_a_router_codes_images(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     monkeypatch.setattr(conversion, "to_wire", gate)
     request: Any = SimpleNamespace(mm_features=[spec(1.5)])

@@ -40,7 +40,7 @@ def in_core(sequence: DecodingSequence, blocks: int, running: bool = True) -> Re
 
 def told(found: SequenceReport) -> tuple[str, int, int, bool, str]:
     assert found.age >= 0
-    return found.seq_id, found.tokens, found.blocks, found.running, found.door
+    return found.seq_id, found.tokens, found.blocks, found.running, found.router
 
 
 async def test_the_core_says_blocks_and_whether_it_runs_the_edge_the_rest() -> None:

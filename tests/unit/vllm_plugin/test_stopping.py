@@ -11,17 +11,17 @@ from tercet.vllm_plugin.edge.stopping import StopWhenEmpty
 
 
 class Engine:
-    """With ``doors`` routers; ``happened`` is what it was told to do, in order."""
+    """With ``routers`` routers; ``happened`` is what it was told to do, in order."""
 
-    def __init__(self, doors: int, is_empty: bool, grace: float = 1000.0) -> None:
-        self.doors, self.is_empty = doors, is_empty
+    def __init__(self, routers: int, is_empty: bool, grace: float = 1000.0) -> None:
+        self.routers, self.is_empty = routers, is_empty
         self.happened: list[str] = []
         self.stopped = asyncio.Event()
         self.stop = StopWhenEmpty(self._announce, lambda: self.is_empty, self._stop, grace)
 
     def _announce(self) -> int:
         self.happened.append("announced")
-        return self.doors
+        return self.routers
 
     def _stop(self) -> None:
         self.happened.append("stopped")
@@ -34,18 +34,18 @@ class Engine:
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "HEARD_SECONDS", 0.02)
-    monkeypatch.setattr(stopping, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(stopping, "POLL_INTERVAL_S", 0.001)
 
 
 async def test_with_nobody_there_and_nothing_running_it_stops_at_once() -> None:
-    engine = Engine(doors=0, is_empty=True)
+    engine = Engine(routers=0, is_empty=True)
     engine.stop.ask()
     await asyncio.sleep(0)  # one turn of the loop
     assert engine.happened == ["announced", "stopped"]
 
 
-async def test_front_doors_hear_of_it_before_an_empty_engine_stops() -> None:
-    engine = Engine(doors=1, is_empty=True)
+async def test_routers_hear_of_it_before_an_empty_engine_stops() -> None:
+    engine = Engine(routers=1, is_empty=True)
     engine.stop.ask()
     await asyncio.sleep(0)
     assert engine.happened == ["announced"]
@@ -57,7 +57,7 @@ async def test_front_doors_hear_of_it_before_an_empty_engine_stops() -> None:
 
 
 async def test_it_waits_until_it_is_empty() -> None:
-    engine = Engine(doors=0, is_empty=False)
+    engine = Engine(routers=0, is_empty=False)
     engine.stop.ask()
     await asyncio.sleep(0.1)
     assert not engine.stopped.is_set()
@@ -67,13 +67,13 @@ async def test_it_waits_until_it_is_empty() -> None:
 
 
 async def test_it_waits_no_longer_than_its_grace() -> None:
-    engine = Engine(doors=1, is_empty=False, grace=0.1)
+    engine = Engine(routers=1, is_empty=False, grace=0.1)
     engine.stop.ask()
     await engine.until_stopped()
 
 
 async def test_asked_again_it_stops_at_once() -> None:
-    engine = Engine(doors=1, is_empty=False)
+    engine = Engine(routers=1, is_empty=False)
     engine.stop.ask()
     await asyncio.sleep(0.05)
     engine.stop.ask()
@@ -84,6 +84,6 @@ async def test_asked_again_it_stops_at_once() -> None:
 
 
 async def test_without_a_grace_it_stops_at_once() -> None:
-    engine = Engine(doors=1, is_empty=False, grace=0)
+    engine = Engine(routers=1, is_empty=False, grace=0)
     engine.stop.ask()
     assert engine.happened == ["stopped"]

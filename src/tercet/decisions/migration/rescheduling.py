@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from tercet.decisions.migration.loaded_engines import LoadedEngine, Policy, Wanted
 
 logger = logging.getLogger("tercet.router")
-AGAIN_SECONDS = 2.0
+RETRY_DELAY_S = 2.0
 """Seconds after the start of a move in which its sequence is not moved again.
 
 Engines' reports are older than the move, and a failed move would fail again.
@@ -42,7 +42,7 @@ class Rescheduling:
 
     def moved(self, seq_id: str, now: float) -> None:
         """Record that a move of the sequence has begun."""
-        self._not_before[seq_id] = now + AGAIN_SECONDS
+        self._not_before[seq_id] = now + RETRY_DELAY_S
 
     def _proposals(self, policy: Policy, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
         """A user's policy may raise anything: then it proposes nothing, and the other policies continue."""

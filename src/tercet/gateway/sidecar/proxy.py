@@ -27,7 +27,7 @@ from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.sse import EVENTS, WholeEvents, object_of
 from tercet.protocol.trace import VerbTrace
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.settings import SidecarConfig
 from tercet.wire.client.connection_errors import reason_of
 from tercet.wire.client.passing import (
@@ -60,7 +60,7 @@ LONGEST_ID = 64
 
 def _verb_of(http: ClientCall) -> str:
     """The path relative to the verbs' prefix."""
-    return http.path.partition(PREFIX)[2]
+    return http.path.partition(API_PREFIX)[2]
 
 
 class Proxy:
@@ -89,12 +89,12 @@ class Proxy:
 
     async def handle(self, http: ClientCall) -> None:
         """Answer as the engine does, or with an error in OpenAI's form."""
-        answer = _Answer(http)
+        answer = _ProxiedAnswer(http)
         try:
             async with until_lost(self._under_way):
                 await self._serve(http, answer)
         except Unauthorized as error:
-            is_verb = http.path.startswith(PREFIX)
+            is_verb = http.path.startswith(API_PREFIX)
             asks = [(CHALLENGE_HEADER.encode(), self._callers.challenge().encode())] if is_verb else []
             await answer.fail(error, asks)
         except TercetError as error:
@@ -104,7 +104,7 @@ class Proxy:
         """End running requests with ``error``."""
         self._under_way.lose(error)
 
-    async def _serve(self, http: ClientCall, answer: _Answer) -> None:
+    async def _serve(self, http: ClientCall, answer: _ProxiedAnswer) -> None:
         digest = self._require_caller(http)
         if digest is not None:
             body = await self._body(http, is_known=True)
@@ -125,10 +125,10 @@ class Proxy:
         Returns the digest of the body of a call that proved the secret without showing it. A loopback-only engine does
         not check keys, but the sidecar makes its verbs reachable from elsewhere: require the fleet's secret.
         """
-        if not http.path.startswith(PREFIX):
+        if not http.path.startswith(API_PREFIX):
             return None
         if not self._callers and not self._verbs_are_open:
-            raise BadRequest(f"{PREFIX}: this sidecar passes no verbs on, since it has no TERCET_SECRET; set it")
+            raise BadRequest(f"{API_PREFIX}: this sidecar passes no verbs on, since it has no TERCET_SECRET; set it")
         refusal = "this sidecar requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
         if not self._callers:
             require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
@@ -137,7 +137,7 @@ class Proxy:
 
     # ---- requests that may be split --------------------------------------------------------------------------
 
-    async def _split(self, http: ClientCall, answer: _Answer) -> None:
+    async def _split(self, http: ClientCall, answer: _ProxiedAnswer) -> None:
         body = await self._body(http)
         named = http.header(PREFILLER_HEADER)
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
@@ -218,7 +218,7 @@ class Proxy:
     async def _forward(
         self,
         http: ClientCall,
-        answer: _Answer,
+        answer: _ProxiedAnswer,
         body: DecodeLeg | bytes | AsyncIterator[bytes] | None,
         held: AsyncExitStack | None = None,
         digest: str | None = None,
@@ -377,7 +377,7 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
         waiting.since = None
 
 
-class _Answer:
+class _ProxiedAnswer:
     """One answer to a client. ``traces``, if there are any, are added to it."""
 
     def __init__(self, http: ClientCall) -> None:

@@ -27,7 +27,7 @@ Holdings = Counter[tuple[str, str]]
 """Numbers of all resources that must be given back, by holder and kind."""
 Note = Callable[[str], object]
 PROGRESS_SECONDS = 15.0
-MOVE_AGAIN_SECONDS = 0.2
+RETRY_DELAY_S = 0.2
 MEMORY_SECONDS = 0.5
 RETRIES = "tercet_retries_total"
 # For a schedule with more faults, only their number is logged.
@@ -324,7 +324,7 @@ class Arena(ABC):
         while self._clock() < until:
             for name in await self._generated_by(engine.name):
                 await self._move(name, chance.choice(others))
-            await asyncio.sleep(MOVE_AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_DELAY_S)
 
     async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
         async with HttpEngine(engine.name, engine.url) as stranger:

@@ -139,8 +139,8 @@ class RealArena(Arena):
         self._session = session
         self._ids: dict[str, str] = {}
         self._openai = OpenAIClients(session, fleet.url, model)
-        door = URL(fleet.url)
-        adversary = Adversary(door.host or "", door.port or 0, model, schedule.seed, HOSTILE_SIZES, self._clock)
+        router = URL(fleet.url)
+        adversary = Adversary(router.host or "", router.port or 0, model, schedule.seed, HOSTILE_SIZES, self._clock)
         super().__init__(fleet.engines, schedule, load, time.monotonic, note, adversary, tricks)
 
     def _ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
@@ -152,7 +152,7 @@ class RealArena(Arena):
     async def _generated_by(self, engine: str) -> tuple[str, ...]:
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with asyncio.timeout(5.0):
-                found = await self._ask_front_door(f"sequences?engine={engine}")
+                found = await self._ask_router(f"sequences?engine={engine}")
                 named = {sequence["seq_id"]: NAME.search(sequence["seq_id"]) for sequence in found}
                 self._ids.update({each[1]: seq_id for seq_id, each in named.items() if each is not None})
                 return tuple(each[1] for each in named.values() if each is not None)
@@ -165,7 +165,7 @@ class RealArena(Arena):
                 await response.read()
 
     async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
-        return msgspec.convert(await self._ask_front_door(f"moves?since={number}"), list[MoveRecord])
+        return msgspec.convert(await self._ask_router(f"moves?since={number}"), list[MoveRecord])
 
     async def _drain(self, engine: str, draining: bool) -> None:
         method = "POST" if draining else "DELETE"
@@ -174,7 +174,7 @@ class RealArena(Arena):
                 self.complaints.append(f"{method} of {engine}'s drain: {response.status}")
 
     async def _program(self) -> str:
-        found = await self._ask_front_door("program")
+        found = await self._ask_router("program")
         return f"{found['program']}, version {found['version']}"
 
     async def _retries(self) -> int:
@@ -187,7 +187,7 @@ class RealArena(Arena):
         if grown > MOST_MEMORY and not any("memory" in complaint for complaint in self.complaints):
             self.complaints.append(f"the router's memory grew by {grown // 2**20} MiB")
 
-    async def _ask_front_door(self, what: str) -> Any:
+    async def _ask_router(self, what: str) -> Any:
         async with self._session.get(f"{self._fleet.url}/tercet/v1/{what}") as response:
             return msgspec.json.decode(await response.read())
 
@@ -203,7 +203,7 @@ class RealArena(Arena):
 
     async def _holdings(self) -> Holdings:
         found = Holdings()
-        sequences: list[dict[str, Any]] = await self._ask_front_door("sequences")
+        sequences: list[dict[str, Any]] = await self._ask_router("sequences")
         owned = tuple(each["seq_id"] for each in sequences)
         for name, engine in self._fleet.engines.items():
             async with HttpEngine(name, engine.url) as client:
@@ -220,7 +220,7 @@ class RealArena(Arena):
                 found[name, f"{kind} processes"] = len(pids)
                 if kind != "engine":
                     found[name, f"{DESCRIPTORS} ({kind})"] = _descriptors(pids)
-        for member in await self._ask_front_door("engines"):
+        for member in await self._ask_router("engines"):
             found["router", f"in flight on {member['name']}"] = member["in_flight"]
             found["router", f"{member['name']} is not picked again"] = int(not member["reachable"])
         found["router", "sequences"] = len(sequences)

@@ -29,7 +29,7 @@ GRACE_SECONDS = 5.0
 GONE_SECONDS = 30.0
 # An engine may empty itself before it ends.
 TERMINATED_SECONDS = 90.0
-LOOK_SECONDS = 0.2
+POLL_INTERVAL_S = 0.2
 IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
 
 
@@ -123,10 +123,10 @@ class RealEngine:
 
 async def _ended(pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int]:
     """Wait until all these processes have ended; returns those that have not in time."""
-    for _ in range(round(seconds / LOOK_SECONDS)):
+    for _ in range(round(seconds / POLL_INTERVAL_S)):
         if not alive(pids):
             break
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_INTERVAL_S)
     return alive(pids)
 
 

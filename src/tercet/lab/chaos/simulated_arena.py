@@ -28,8 +28,8 @@ from tercet.lab.chaos.client_load import AnswerBrokenOff, Arrival, LoadShape
 from tercet.lab.chaos.fault_schedule import FaultSchedule, FleetShape
 from tercet.lab.chaos.simulated_engine import SimulatedEngine
 from tercet.lab.chaos.tricks import PlannedTrick
-from tercet.lab.chaos.virtual_door import http_port
 from tercet.lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
+from tercet.lab.chaos.virtual_router import http_port
 from tercet.lab.sim import EngineOptions, load_profile
 from tercet.lab.sim.sim_server import ServerConfig
 from tercet.protocol import Request, Role, TercetError
@@ -38,11 +38,11 @@ from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.rescheduler import Rescheduler
 from tercet.router.service import Service
-from tercet.settings import EngineAddress, FrontDoorConfig
+from tercet.settings import EngineAddress, RouterSettings
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.streams import StreamListener
 
-FRONT_DOOR, STRANGER, HOSTILE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+ROUTER, STRANGER, HOSTILE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 PORT = 8000
 # Of a body at the router's HTTP port: little, so that the bound of all bodies together is met.
 MOST_BYTES = 2**20
@@ -178,13 +178,13 @@ class SimulatedArena(Arena):
         self._places = {
             name: SimulatedEngine(loop, _server_config(fleet, name, number)) for number, name in enumerate(fleet.roles)
         }
-        adversary = Adversary(FRONT_DOOR, PORT, MODEL, schedule.seed, HOSTILE_SIZES, self._clock)
+        adversary = Adversary(ROUTER, PORT, MODEL, schedule.seed, HOSTILE_SIZES, self._clock)
         super().__init__(self._places, schedule, load, loop.time, note, adversary, tricks)
         loop.complaints = self.complaints
-        self._front_door = VirtualProcess(loop, FRONT_DOOR)
+        self._router = VirtualProcess(loop, ROUTER)
         self._stranger = VirtualProcess(loop, STRANGER)
         self._hostile = VirtualProcess(loop, HOSTILE)
-        given = FrontDoorConfig()
+        given = RouterSettings()
         self._fleet = EngineFleet((), clock=loop.time, stuck_after_s=given.stuck_after_s, seed=schedule.seed)
         self._service = Service(
             self._fleet, given.program, {}, metrics, retries=given.retries, wait_for_engine=given.wait_for_engine_s
@@ -192,7 +192,7 @@ class SimulatedArena(Arena):
 
     async def run(self, patience: float) -> ChaosResult:
         """The whole run, from the fleet's start to its end."""
-        with self._front_door.enter():
+        with self._router.enter():
             async with self._serving():
                 return await self.play(patience)
 
@@ -205,11 +205,11 @@ class SimulatedArena(Arena):
                 await members.enter(EngineAddress(name, self._places[name].url, role))
             members.promise = await members.until_ready(START_SECONDS)
             rescheduler = Rescheduler(
-                self._fleet, self._service.sequences, self._service.moves, FrontDoorConfig().reschedule
+                self._fleet, self._service.sequences, self._service.moves, RouterSettings().reschedule
             )
             looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]
             try:
-                async with http_port(self._loop, self._service, FRONT_DOOR, PORT, MODEL, MOST_BYTES) as self._door:
+                async with http_port(self._loop, self._service, ROUTER, PORT, MODEL, MOST_BYTES) as self._door:
                     yield
             finally:
                 for task in looking:
@@ -292,9 +292,9 @@ class SimulatedArena(Arena):
         found["router", "sequences"] = len(self._service.sequences)
         found["router", "bytes of bodies"] = self._door.bytes_kept
         found["router", "connections of clients"] = sum(
-            isinstance(each.get_protocol(), BoundedProtocol) for each in self._front_door.transports
+            isinstance(each.get_protocol(), BoundedProtocol) for each in self._router.transports
         )
-        everywhere = self._front_door, self._stranger, self._hostile
+        everywhere = self._router, self._stranger, self._hostile
         for process in (*everywhere, *(place.process for place in self._places.values())):
             found[process.address, "connections"] = len(process.transports) // POOLED
             for each in process.transports:

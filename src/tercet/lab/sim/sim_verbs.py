@@ -38,11 +38,10 @@ from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, diges
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.wire import (
+    API_PREFIX,
     JSON,
-    PREFIX,
     AbortCall,
     ConnectCall,
-    Destination,
     MoveCall,
     PrepRecvAnswer,
     PrepRecvCall,
@@ -50,14 +49,15 @@ from tercet.protocol.wire import (
     ReleaseCall,
     RemoteSendCall,
     StartGenerateCall,
+    StreamDestination,
     decode_call,
     require_incarnation,
 )
 from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
-from tercet.wire.streams import FrontDoors, StreamRelay, propose_move
+from tercet.wire.streams import RouterConnections, StreamRelay, propose_move
 
-DELIVER = f"{PREFIX}/sim/deliver"
+DELIVER = f"{API_PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
 UNAUTHORIZED = 401
 ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
@@ -109,7 +109,7 @@ class HttpNetwork(Network):
 
     async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes]:
         while True:
-            proof = prover.headers("POST", DELIVER.removeprefix(PREFIX), digest_of(data))
+            proof = prover.headers("POST", DELIVER.removeprefix(API_PREFIX), digest_of(data))
             headers = {"content-type": JSON, **PLAIN, **proof}
             async with self._session.post(
                 url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
@@ -164,17 +164,17 @@ class Verbs:
         self._engine = engine
         self._model = model
         self._callers = Callers(keys)
-        self.relay = StreamRelay(FrontDoors(engine.name, engine.incarnation, engine.load, self._relay))
+        self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of all verbs."""
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
-            *(web.post(f"{PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
+            *(web.post(f"{API_PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
             web.post(DELIVER, self._admitted(self.deliver)),
-            web.get(f"{PREFIX}/status", self._meant_for_us(self.status)),
-            web.get(f"{PREFIX}/sequences", self._meant_for_us(self.sequences)),
-            web.post(f"{PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
+            web.get(f"{API_PREFIX}/status", self._meant_for_us(self.status)),
+            web.get(f"{API_PREFIX}/sequences", self._meant_for_us(self.sequences)),
+            web.post(f"{API_PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
         ]
 
     def _meant_for_us(self, handler: Handler) -> Handler:
@@ -194,7 +194,7 @@ class Verbs:
                 return await handler(http)
             shown = http.headers.getall("authorization", [])
             try:
-                digest = self._callers.require(shown, http.method, http.path.partition(PREFIX)[2], ASKS_FOR_A_KEY)
+                digest = self._callers.require(shown, http.method, http.path.partition(API_PREFIX)[2], ASKS_FOR_A_KEY)
             except Unauthorized as error:
                 answer = json_of(error.to_wire(), error.status)
                 answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
@@ -229,8 +229,8 @@ class Verbs:
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         """Decode; outputs go to a router, or are server-sent events, or one answer with ``stream: false``."""
         call = decode_call(await http.read(), StartGenerateCall, http.content_type)
-        if call.door is not None:
-            await self._relay(call, call.door)
+        if call.router is not None:
+            await self._relay(call, call.router)
             return json_of({"accepted": True})
         async with aclosing(self._outputs(call)) as outputs:
             if call.stream:
@@ -240,8 +240,8 @@ class Verbs:
             raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
         return json_of(whole)
 
-    async def _relay(self, call: StartGenerateCall, door: Destination) -> None:
-        await self.relay.start(call.seq_id, door, len(call.output), self._outputs(call))
+    async def _relay(self, call: StartGenerateCall, router: StreamDestination) -> None:
+        await self.relay.start(call.seq_id, router, len(call.output), self._outputs(call))
 
     def _outputs(self, call: StartGenerateCall) -> OutputStream:
         request = request_of(call)
@@ -258,8 +258,8 @@ class Verbs:
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
         """Connect to a router; token streams and reports go there."""
-        door = decode_call(await http.read(), ConnectCall).door
-        await self.relay.front_doors.connect(door.address, door.key)
+        router = decode_call(await http.read(), ConnectCall).router
+        await self.relay.router_connections.connect(router.address, router.key)
         return json_of({"connected": True})
 
     async def abort(self, http: web.Request) -> web.StreamResponse:
@@ -280,7 +280,7 @@ class Verbs:
         senders = self.relay.senders
         return json_of(
             [
-                msgspec.structs.replace(found, door=senders[found.seq_id].connection.address)
+                msgspec.structs.replace(found, router=senders[found.seq_id].connection.address)
                 if found.seq_id in senders
                 else found
                 for found in await self._engine.sequences()

@@ -85,7 +85,7 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One engine's profile.
 
-    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``front_door`` is the time that a
+    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``router`` is the time that a
     router adds to a request, and ``sharing`` has the factors of engines that share a machine, if they were
     measured.
     """
@@ -101,7 +101,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     transfer: Transfer
     provenance: Provenance
     call: float = 0.0
-    front_door: float = 0.0
+    router: float = 0.0
     sharing: HostSharing | None = None
 
     def layout(self) -> KVLayout:
@@ -220,8 +220,8 @@ def _first_wrong(profile: Profile) -> str | None:
         return "steps.knots must rise in tokens, start at 1 or more, and never fall in seconds"
     if profile.transfer.bytes_per_second <= 0 or profile.transfer.latency < 0:
         return "transfer.bytes_per_second must be positive, transfer.latency not negative"
-    if not (profile.call >= 0 and profile.front_door >= 0):
-        return "call and front_door must not be negative"
+    if not (profile.call >= 0 and profile.router >= 0):
+        return "call and router must not be negative"
     for field, factor in msgspec.structs.asdict(profile.sharing).items() if profile.sharing else ():
         least = 0 if field == "linger" else 1
         if not least <= factor < math.inf:

@@ -29,7 +29,7 @@ CORE = "core"
 # Silence after which a line is logged.
 LOGGED_SECONDS = 5.0
 # If checks are further apart than this, this process itself was stopped.
-LOOK_SECONDS = 2 * PROBE_SECONDS
+POLL_INTERVAL_S = 2 * PROBE_SECONDS
 
 
 class StallClock:
@@ -59,7 +59,7 @@ class StallClock:
         """Seconds without progress of each part that owes an answer. Call this often."""
         unseen = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        if unseen > LOOK_SECONDS:
+        if unseen > POLL_INTERVAL_S:
             self._owes_since = {part: min(now, since + unseen) for part, since in self._owes_since.items()}
         return {part: now - since for part, since in self._owes_since.items()}
 

@@ -28,13 +28,13 @@ from tercet.protocol import (
     digest_of_features,
 )
 from tercet.protocol.types import FinishReason
-from tercet.protocol.wire import Destination as DoorDestination
+from tercet.protocol.wire import StreamDestination
 from tercet.settings.verb_log import LoggedGeneration
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.edge.adapters import Adapter
 from tercet.vllm_plugin.edge.sampling_params import first_token_only, reasoning_of, to_vllm
 from tercet.vllm_plugin.mm_features import to_prompt
-from tercet.wire.streams import FrontDoorConnection, SequenceSender
+from tercet.wire.streams import RouterConnection, SequenceSender
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -253,14 +253,14 @@ class DecodingSequence:
         finally:
             self.end()
 
-    async def stream(self, connection: FrontDoorConnection, door: DoorDestination, position: int) -> None:
+    async def stream(self, connection: RouterConnection, router: StreamDestination, position: int) -> None:
         """Send outputs to a router, until the last one, or until the router cancels.
 
         Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
         """
         with ExitStack() as undo:
             undo.callback(self.end)
-            sender = self.sender = connection.sender(door.number, position, self._stop)
+            sender = self.sender = connection.sender(router.number, position, self._stop)
             undo.callback(sender.close)
             await self.request.start(lambda found: self._deliver(sender, found))
             undo.pop_all()

@@ -72,7 +72,7 @@ class SequenceTable:
             blocks=found.blocks if found is not None else 0,
             running=found is not None and found.running,
             age=sequence.age,
-            door=sender.connection.address if sender is not None else "",
+            router=sender.connection.address if sender is not None else "",
         )
 
     async def _ask_core(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tercet.aio import TaskSet
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 0.05
+POLL_INTERVAL_S = 0.05
 HEARD_SECONDS = 0.3
 """Time until every router knows that the engine stops, and its earlier calls have arrived."""
 
@@ -51,7 +51,7 @@ class StopWhenEmpty:
                 while True:
                     if self._is_empty():
                         break
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
             logger.warning("the engine stops with running work: it is not empty after %g s", self._grace)
         self._stop()

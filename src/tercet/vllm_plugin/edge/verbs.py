@@ -41,8 +41,15 @@ from tercet.protocol import (
 from tercet.protocol.multimodal import whole_features
 from tercet.protocol.ranges import resolve_end
 from tercet.protocol.types import TextFingerprint
-from tercet.protocol.wire import Destination as DoorDestination
-from tercet.protocol.wire import MoveCall, PrepRecvAnswer, PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.protocol.wire import (
+    MoveCall,
+    PrepRecvAnswer,
+    PrepRecvCall,
+    Prompt,
+    RemoteSendCall,
+    StartGenerateCall,
+    StreamDestination,
+)
 from tercet.transport import AsyncControlClient, Push, PushCached, ReadCounters, SendComplete
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import SendParams, SeqParams, TercetParams
@@ -64,7 +71,7 @@ from tercet.vllm_plugin.edge.sequence_table import SequenceTable
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 from tercet.vllm_plugin.hooks import vllm_version
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES
-from tercet.wire.streams import FrontDoors
+from tercet.wire.streams import RouterConnections
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -120,7 +127,9 @@ class EngineVerbs:
         events = description.kv_events
         self._kv_events = None if events is None else KVEvents(**events, epoch=self.incarnation)
         self.meter = LoadMeter(client, probe, adapters)
-        self.front_doors = FrontDoors(name, self.incarnation, self.meter.load, self.stream_generate, longest_call)
+        self.router_connections = RouterConnections(
+            name, self.incarnation, self.meter.load, self.stream_generate, longest_call
+        )
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
@@ -287,11 +296,11 @@ class EngineVerbs:
             async for output in decoding.request.outputs():
                 yield decoding.told(output)
 
-    async def stream_generate(self, call: StartGenerateCall, door: DoorDestination) -> None:
+    async def stream_generate(self, call: StartGenerateCall, router: StreamDestination) -> None:
         """Decode, and send the outputs to a router; returns once the engine has the request."""
-        connection = await self.front_doors.connect(door.address, door.key)
+        connection = await self.router_connections.connect(router.address, router.key)
         decoding = await self._decoding(call)
-        await decoding.stream(connection, door, len(call.output))
+        await decoding.stream(connection, router, len(call.output))
 
     async def _decoding(self, call: StartGenerateCall) -> DecodingSequence:
         tokens = self._tokens(call.prompt)
@@ -451,15 +460,15 @@ class EngineVerbs:
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
         """Pass a proposal to move a sequence on to the router that runs it.
 
-        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no front
-        door receives its tokens.
+        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no router
+        receives its tokens.
         """
         self._generated.propose_move(seq_id, call)
 
     def announce_stop(self) -> int:
         """Notify the routers that this engine stops when it is empty; returns their number."""
         self.meter.stopping = True
-        return self.front_doors.tell_now()
+        return self.router_connections.tell_now()
 
     @property
     def is_empty(self) -> bool:

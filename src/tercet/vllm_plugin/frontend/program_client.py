@@ -23,11 +23,11 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from tercet.aio import TaskSet
 from tercet.protocol import (
     DeadlineExceeded,
-    FrontDoorFailed,
     Output,
     OutputStream,
     ProgramFailed,
     Request,
+    RouterFailed,
     TercetError,
     Usage,
 )
@@ -123,7 +123,7 @@ class SequenceOutputs:
             raise self._failed(error) from error
         except Exception as error:  # it fails its own request only
             logger.exception("request %s failed", self.seq_id)
-            failure = FrontDoorFailed("the router failed while it served this request; its log says how")
+            failure = RouterFailed("the router failed while it served this request; its log says how")
             raise self._failed(failure) from error
 
     def _failed(self, error: TercetError) -> SequenceFailed:

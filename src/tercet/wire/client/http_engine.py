@@ -39,13 +39,11 @@ from tercet.protocol import (
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.wire import (
+    API_PREFIX,
     JSON,
-    PREFIX,
     UNREADABLE,
     AbortCall,
     ConnectCall,
-    Destination,
-    Door,
     LoadAdapterCall,
     MoveCall,
     PrepRecvAnswer,
@@ -53,7 +51,9 @@ from tercet.protocol.wire import (
     ReleaseCall,
     RemoteSendCall,
     ReplaceAdapterCall,
+    RouterAddress,
     StartGenerateCall,
+    StreamDestination,
     encode_call,
     large_field_of,
 )
@@ -238,8 +238,8 @@ class HttpEngine:
                 return
             # leaving early cancels the sequence on the engine
             with connection.sequence(len(call.output), stream) as number:
-                door = Destination(address=connection.address, key=connection.key, number=number)
-                connection.start(msgspec.structs.replace(call, door=door))
+                router = StreamDestination(address=connection.address, key=connection.key, number=number)
+                connection.start(msgspec.structs.replace(call, router=router))
                 await stream.until_over()
         finally:
             if stream.begun:
@@ -264,8 +264,8 @@ class HttpEngine:
             if not stream.over:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
-    async def _connect(self, door: Door) -> None:
-        await self._post("connect", ConnectCall(door=door), dict[str, Any])
+    async def _connect(self, router: RouterAddress) -> None:
+        await self._post("connect", ConnectCall(router=router), dict[str, Any])
 
     async def abort(self, seq_id: str) -> None:
         await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
@@ -362,7 +362,7 @@ class HttpEngine:
         method: str = "",
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         method = method or ("GET" if call is None else "POST")
-        url = f"{self.url}{PREFIX}/{verb}"
+        url = f"{self.url}{API_PREFIX}/{verb}"
         body, content_type = (None, JSON) if call is None else encode_call(call)
         headers = {"content-type": content_type, **headers}
         if named := request_id():

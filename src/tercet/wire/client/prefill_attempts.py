@@ -21,7 +21,7 @@ from tercet.wire.client import prefill_metrics
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 REMOTE, HERE = "disaggregated", "data_parallel"
-LOOK_SECONDS = 0.5
+POLL_INTERVAL_S = 0.5
 PROBE_SECONDS = 1.0
 REST_SECONDS = 2.0
 """Seconds for which a lost engine is not used; after that it has to answer a poll first."""
@@ -111,7 +111,7 @@ class PrefillAttempts:
 
     async def _until_lost(self, host: str, look: Look) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await _answered(host, look, self.budget.stuck_after_s)
 
 

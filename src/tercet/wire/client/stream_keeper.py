@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tercet.protocol import EngineUnreachable, TercetError
-from tercet.protocol.wire import Door
+from tercet.protocol.wire import RouterAddress
 from tercet.settings.log_events import STREAM_BACK, STREAM_FALLBACK
 from tercet.wire.streams import EngineConnection, StreamListener
 
@@ -18,7 +18,7 @@ STALE_AFTER = 1.0
 """Seconds without a report after which the engine is polled."""
 STALLED_AFTER = 15.0
 ANSWER_SECONDS = 10.0
-ASK_AGAIN_SECONDS = 30.0
+RETRY_DELAY_S = 30.0
 ATTEMPTS = 5
 ATTEMPT_SECONDS = 0.05
 
@@ -26,7 +26,7 @@ ATTEMPT_SECONDS = 0.05
 class StreamKeeper:
     """Makes an engine connect to ``listener`` by ``connection``, and again when that is lost.
 
-    ``connect`` makes the engine connect to a door, ``alive`` polls it; both raise
+    ``connect`` makes the engine connect to a router, ``alive`` polls it; both raise
     :class:`~tercet.protocol.EngineUnreachable` if it does not answer. An engine that cannot connect is served by
     server-sent events, which is logged; connecting is retried every half minute.
     """
@@ -36,7 +36,7 @@ class StreamKeeper:
         listener: StreamListener,
         connection: EngineConnection,
         url: str,
-        connect: Callable[[Door], Awaitable[object]],
+        connect: Callable[[RouterAddress], Awaitable[object]],
         alive: Callable[[], Awaitable[object]],
     ) -> None:
         self._listener = listener
@@ -85,7 +85,7 @@ class StreamKeeper:
         try:
             self.connection.address = await self._listener.address_for(self._url)
             for _ in range(ATTEMPTS):
-                await self._connect(Door(address=self.connection.address, key=self.connection.key))
+                await self._connect(RouterAddress(address=self.connection.address, key=self.connection.key))
                 if self.connection.connected:
                     break
                 # The engine has not noticed yet that the last connection is lost.
@@ -96,7 +96,7 @@ class StreamKeeper:
             if self._falls_back_until is None:
                 why = error.message if isinstance(error, TercetError) else str(error)
                 STREAM_FALLBACK.tell(engine=self._name, reason=why)
-            self._falls_back_until = time.monotonic() + ASK_AGAIN_SECONDS
+            self._falls_back_until = time.monotonic() + RETRY_DELAY_S
             return
         if not self.connection.connected:
             raise EngineUnreachable(f"{self._name} has connected its token stream and disconnected again")

@@ -1,22 +1,22 @@
 """Token streams: one connection from each engine to each router carries the outputs of all sequences.
 
-The router listens (:class:`StreamListener`), engines connect (:class:`FrontDoors`). An engine sends one message per
-engine step and router, with the new tokens of all of the router's sequences and the engine's load; at least one
+The router listens (:class:`StreamListener`), engines connect (:class:`RouterConnections`). An engine sends one message
+per engine step and router, with the new tokens of all of the router's sequences and the engine's load; at least one
 every 100 ms. The router sends heartbeats, new sequences and cancellations the other way.
 """
 
 from tercet.wire.streams.engine_connection import EngineConnection, SequenceInbox
-from tercet.wire.streams.front_door_connection import FrontDoorConnection, SequenceSender
-from tercet.wire.streams.front_doors import FrontDoors, StreamRelay
 from tercet.wire.streams.proposing import propose_move
+from tercet.wire.streams.router_connection import RouterConnection, SequenceSender
+from tercet.wire.streams.router_connections import RouterConnections, StreamRelay
 from tercet.wire.streams.stream_listener import StreamListener
 from tercet.wire.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
 __all__ = [
     "EngineConnection",
-    "FrontDoorConnection",
-    "FrontDoors",
     "OutputBatch",
+    "RouterConnection",
+    "RouterConnections",
     "SequenceInbox",
     "SequenceSender",
     "StreamHello",

@@ -70,7 +70,7 @@ class EngineConnection:
                 self._send(StreamCommand(cancelled=(number,)))
 
     def start(self, call: StartGenerateCall) -> None:
-        """Send a call to generate; outputs and errors come to the sequence that ``call.door`` numbers.
+        """Send a call to generate; outputs and errors come to the sequence that ``call.router`` numbers.
 
         Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
         :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from tercet.protocol import Conflict, MoveProposal, UnknownSequence
 from tercet.protocol.seq_ids import find_id
 from tercet.protocol.wire import MoveCall
-from tercet.wire.streams.front_door_connection import SequenceSender
+from tercet.wire.streams.router_connection import SequenceSender
 
 
 def propose_move(senders: Mapping[str, SequenceSender | None], seq_id: str, call: MoveCall) -> None:
     """Send a router the proposal to move a sequence.
 
-    ``senders`` has the sender of each sequence that the engine generates, by the engine's ids; None without a front
-    door. ``seq_id`` is one of these ids, or its client's.
+    ``senders`` has the sender of each sequence that the engine generates, by the engine's ids; None without a router
+    . ``seq_id`` is one of these ids, or its client's.
 
     Raises :class:`~tercet.protocol.UnknownSequence` if it is not here, and :class:`~tercet.protocol.Conflict` if no
     router runs it.

@@ -22,7 +22,7 @@ import msgspec
 
 from tercet.protocol import EngineLoad, MoveProposal, Output, TercetError, TokenLogprob, Usage, from_wire
 from tercet.protocol.types import FinishReason
-from tercet.protocol.wire import Destination, StartGenerateCall, TokenId
+from tercet.protocol.wire import StartGenerateCall, StreamDestination, TokenId
 
 PROTOCOL = "tercet-stream/4"
 REPORT_SECONDS = 0.1
@@ -119,7 +119,7 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat.
 
-    Every call in ``starts`` has its ``door``. Its results come back as the sequence's deltas. ``names`` are the
+    Every call in ``starts`` has its ``router``. Its results come back as the sequence's deltas. ``names`` are the
     clients' ids of the requests, empty without one; older engines do not read them.
     """
 
@@ -139,7 +139,7 @@ class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
 class UnreadCall(msgspec.Struct, frozen=True):
     """The part of a call that is needed to answer it."""
 
-    door: Destination
+    router: StreamDestination
     output: list[msgspec.Raw] = []
 
 

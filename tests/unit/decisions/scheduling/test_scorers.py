@@ -65,7 +65,7 @@ def test_load_aware_starts_at_a_half_and_ends_at_the_threshold() -> None:
     assert three(waiting=[0, 5, 10]).scores(LoadAwareScorer(threshold=10)) == [0.5, 0.25, 0.0]
 
 
-def test_active_requests_are_the_front_doors_own() -> None:
+def test_active_requests_are_the_routers_own() -> None:
     bench = Bench(View("a"), View("b", in_flight=4), View("c", in_flight=1))
     assert bench.scores(ActiveRequestScorer()) == [1.0, 0.0, 0.75]
     assert Bench(View("a"), View("b")).scores(ActiveRequestScorer()) == [1.0, 1.0]

@@ -15,7 +15,7 @@ from tercet.lab.bench.profiles.engine_probe import (
     Neighbour,
     Probe,
     linger_from,
-    measure_front_door,
+    measure_router,
     names_from,
     sharing_from,
 )
@@ -173,26 +173,26 @@ def test_one_slow_send_does_not_decide_what_transfers_take() -> None:
 
 
 @pytest.mark.slow
-async def test_what_a_front_door_adds_is_the_time_beyond_its_engine(server: FakeServer) -> None:
+async def test_what_a_router_adds_is_the_time_beyond_its_engine(server: FakeServer) -> None:
     # In real time: 31 ms for a prompt of 16 tokens on the engine, at least 200 ms through the server.
     server.behave = {"gap": 0.2}
     chance = random.Random(0)
     probe = Probe(SimEngine("e", KNOWN, Network(), OPTIONS), chance, names_from(chance))
-    found = await measure_front_door(server.url, probe, 3, lambda _: None)
+    found = await measure_router(server.url, probe, 3, lambda _: None)
     assert 0.1 < found < 2.0
     assert {headers["x-tercet-program"] for headers in server.headers} == {"data_parallel"}
     assert [len(body["prompt"]) for body in server.bodies] == [16] * 4
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 4
 
 
-async def test_front_doors_that_do_not_answer_are_named(server: FakeServer) -> None:
+async def test_routers_that_do_not_answer_are_named(server: FakeServer) -> None:
     chance = random.Random(0)
     probe = Probe(SimEngine("e", KNOWN, Network(), OPTIONS), chance, names_from(chance))
     with pytest.raises(BadRequest, match=r"no router answers at http://127\.0\.0\.1:1"):
-        await measure_front_door("http://127.0.0.1:1", probe, 1, lambda _: None)
+        await measure_router("http://127.0.0.1:1", probe, 1, lambda _: None)
     server.behave = {"status": 503}
     with pytest.raises(EngineError, match="HTTP 503: no room"):
-        await measure_front_door(server.url, probe, 1, lambda _: None)
+        await measure_router(server.url, probe, 1, lambda _: None)
 
 
 def test_steps_are_single_ones_and_fit_into_the_engine() -> None:

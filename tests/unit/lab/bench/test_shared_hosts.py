@@ -80,14 +80,14 @@ def test_a_profile_that_says_nothing_of_shared_hosts_is_refused() -> None:
         simulation("both=2@here", KNOWN).point(4)
 
 
-def test_a_front_doors_time_comes_before_the_programs(tmp_path: Path) -> None:
+def test_a_routers_time_comes_before_the_programs(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
-    file.write_bytes(msgspec.json.encode(replace(load_profile(KNOWN), front_door=0.25)))
-    without, with_door = simulation("1P1D", KNOWN).point(1).summary, simulation("1P1D", str(file)).point(1).summary
+    file.write_bytes(msgspec.json.encode(replace(load_profile(KNOWN), router=0.25)))
+    without, with_router = simulation("1P1D", KNOWN).point(1).summary, simulation("1P1D", str(file)).point(1).summary
     pairs = (
-        (without.ttft, with_door.ttft, 0.25),
-        (without.e2el, with_door.e2el, 0.25),
-        (without.tpot, with_door.tpot, 0),
+        (without.ttft, with_router.ttft, 0.25),
+        (without.e2el, with_router.e2el, 0.25),
+        (without.tpot, with_router.tpot, 0),
     )
     for before, after, added in pairs:
         assert before is not None

@@ -205,7 +205,7 @@ def test_lost_transfers_fall_back_to_one_engine() -> None:
     assert point.fallbacks > 10
 
 
-def test_a_failure_in_a_group_of_tasks_falls_back_as_at_a_front_door(tmp_path: Path) -> None:
+def test_a_failure_in_a_group_of_tasks_falls_back_as_at_a_router(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import asyncio\n"

@@ -85,7 +85,7 @@ def test_settings_of_moves_are_axes_of_a_sweep() -> None:
         sweep(uneven(), RATE, [Axis("reschedule-threshold", ("2",))], "ttft.p99", "tpot.p99")
 
 
-def test_the_command_takes_the_front_doors_flags(tmp_path: Path) -> None:
+def test_the_command_takes_the_routers_flags(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     line = "sim --fleet both=2 --request-rate 20 --num-prompts 60 --lengths lognormal --output-dev 300"
     moving = ["--option", "total_blocks=400", "--reschedule", "neutral_load", "--reschedule-threshold", "0.05"]

@@ -63,8 +63,8 @@ def test_each_trick_meets_its_bound(kind: TrickKind) -> None:
     assert bool(statuses) == bool(expected)
 
 
-def test_a_front_door_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.front_door.require_few_sequences", lambda *_: None)
+def test_a_router_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.router.router_app.require_few_sequences", lambda *_: None)
     monkeypatch.setattr("tercet.aio.incoming.Incoming.expired", lambda _: None)
     found = run(("silence",), seconds=3.0).violations
     assert {each.rule for each in found} >= {"a hostile client is cut off"}
@@ -132,7 +132,7 @@ async def test_wrong_answers_are_named(kind: TrickKind, answering: Answering, wr
     assert f"{kind}" == played.planned.kind
 
 
-def test_what_is_cut_off_takes_longer_than_any_bound_of_the_front_door() -> None:
+def test_what_is_cut_off_takes_longer_than_any_bound_of_the_router() -> None:
     from tercet.aio.incoming import SECONDS
 
     assert REFUSED_SECONDS > 2 * SECONDS

@@ -27,7 +27,7 @@ def event(text: str, reason: str | None = None) -> bytes:
 
 
 @asynccontextmanager
-async def front_door(answer: Answer, status: int = 200) -> AsyncGenerator[tuple[OpenAIClients, list[Any]]]:
+async def router(answer: Answer, status: int = 200) -> AsyncGenerator[tuple[OpenAIClients, list[Any]]]:
     asked: list[Any] = []
 
     async def completions(request: web.Request) -> web.StreamResponse:
@@ -53,7 +53,7 @@ async def front_door(answer: Answer, status: int = 200) -> AsyncGenerator[tuple[
 
 async def asked_of(answer: Answer, status: int = 200, leaves_after: int | None = None) -> ClientRecord:
     arrival = msgspec.structs.replace(ARRIVAL, leaves_after=leaves_after)
-    async with front_door(answer, status) as (clients, _):
+    async with router(answer, status) as (clients, _):
         load = ClientLoad(clients.ask, lambda: 1.0, pytest.fail)
         await load.run(iter([arrival]), lambda _: asyncio.sleep(0))
         await load.settle(30)
@@ -72,7 +72,7 @@ async def test_a_whole_answer() -> None:
 
 
 async def test_what_is_asked() -> None:
-    async with front_door(whole) as (clients, asked):
+    async with router(whole) as (clients, asked):
         assert [piece async for piece in clients.ask(ARRIVAL)] == [(" one",), (" two",)]
     ((body, headers),) = asked
     assert (body["prompt"], body["max_tokens"], body["temperature"], body["stream"]) == ([1, 2, 3], 4, 0, True)

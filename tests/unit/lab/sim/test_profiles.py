@@ -57,7 +57,7 @@ def test_a_shipped_profile_is_sane(name: str) -> None:
         ({"steps": {"knots": [[2, 0.1], [1, 0.2]], "pair": 0, "context": 0}}, "must rise"),
         ({"steps": {"knots": [[1, 0.1], [2, 0.2]], "pair": -1, "context": 0}}, "steps.pair is -1"),
         ({"transfer": {"bytes_per_second": 0, "latency": 0}}, "bytes_per_second must be positive"),
-        ({"front_door": -0.1}, "call and front_door must not be negative"),
+        ({"router": -0.1}, "call and router must not be negative"),
         ({"sharing": SHARING | {"prefill_beside_decode": 0.9}}, "sharing.prefill_beside_decode is 0.9"),
         ({"sharing": SHARING | {"linger": -1}}, "sharing.linger is -1"),
         ({"sharing": {"decode_beside_decode": 1.5}}, "missing required field"),

@@ -20,7 +20,7 @@ from tercet.lab.sim.step_times import StepTimes
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.protocol.headers import INCARNATION_HEADER
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
@@ -89,7 +89,7 @@ def run(test: Callable[[Pair], Awaitable[None]], times: StepTimes = QUICK, block
 
 
 @pytest.mark.parametrize("program", ["data_parallel", "disaggregated", "balanced"])
-def test_the_front_door_serves_through_programs(program: str) -> None:
+def test_the_router_serves_through_programs(program: str) -> None:
     async def main(found: Pair) -> None:
         serve = load_program(program)
 
@@ -244,7 +244,7 @@ def test_errors_cross_the_wire_with_their_kind() -> None:
 def test_a_call_for_another_start_of_the_engine_is_refused() -> None:
     async def main(found: Pair) -> None:
         status = await found.clients[0].status()
-        url = f"{found.clients[0].url}{PREFIX}"
+        url = f"{found.clients[0].url}{API_PREFIX}"
         assert status.incarnation == found.inside[0].incarnation
         assert status.incarnation != (await found.clients[1].status()).incarnation
         async with aiohttp.ClientSession() as session:
@@ -362,7 +362,7 @@ def test_an_engine_reports_what_it_generates_and_for_whom(way: str) -> None:
             assert report.tokens >= 100 + seen
             assert report.blocks >= -(-(100 + seen - 1) // BLOCK)
             assert report.age > 0
-            assert bool(report.door) is (way == "token stream")
+            assert bool(report.router) is (way == "token stream")
         assert await found.settled()
         assert await engine.sequences() == []
 

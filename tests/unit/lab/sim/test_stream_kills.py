@@ -36,7 +36,7 @@ from tercet.lab.sim.sim_server import serve
 from tests.unit.lab.sim.test_stream_kills import config_of
 serve(config_of("child", int(sys.argv[1])))
 """
-FRONT_DOOR = """
+ROUTER = """
 import asyncio, sys
 from tests.unit.lab.sim.test_stream_kills import stream_forever
 asyncio.run(stream_forever(sys.argv[1], int(sys.argv[2])))
@@ -88,13 +88,13 @@ async def settled(engine: SimEngine) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_front_door_is_killed_and_the_engine_stops() -> None:
+async def test_the_router_is_killed_and_the_engine_stops() -> None:
     (port,) = free_ports(HOST, 1)
-    async with serving(config_of("e", port)) as engine, child(FRONT_DOOR, url_of(HOST, port), 5) as front_door:
-        assert front_door.stdout is not None
-        assert await asyncio.wait_for(front_door.stdout.readline(), SECONDS) == b"begun\n"
+    async with serving(config_of("e", port)) as engine, child(ROUTER, url_of(HOST, port), 5) as router:
+        assert router.stdout is not None
+        assert await asyncio.wait_for(router.stdout.readline(), SECONDS) == b"begun\n"
         assert engine.load().running == 5
-        front_door.kill()
+        router.kill()
         await settled(engine)
 
 

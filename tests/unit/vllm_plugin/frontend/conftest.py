@@ -1,4 +1,4 @@
-"""vLLM's serving layer over an engine that says what it is told to, behind two doors: the fast path and vLLM's own."""
+"""vLLM's serving layer over an engine that answers by script, behind two routers: fast path and vLLM's own path."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Output, OutputStream, Request
 from tercet.router import admin
-from tercet.router.front_door import FrontDoor
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
@@ -71,7 +71,7 @@ class ScriptedEngine(FakeEngine):
             self.ended.setdefault(name, threading.Event()).set()
 
 
-class Doors:
+class LiveRouters:
     """Two ports of one router: ``fast`` writes plain streams itself, ``stock`` has vLLM do everything."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Doors:
             self.loop.call_soon_threadsafe(gate.release)
 
     def ask(
-        self, door: str, path: str, body: dict[str, Any], script: Sequence[Step], **headers: str
+        self, router: str, path: str, body: dict[str, Any], script: Sequence[Step], **headers: str
     ) -> tuple[int, str]:
         """Status and events of one stream; each output is let go when the client has the one before."""
         self.number += 1
@@ -105,7 +105,7 @@ class Doors:
         self.engine.expect(name, script)
         given = {"x-request-id": name, **headers}
         events: list[str] = []
-        with httpx.stream("POST", self.urls[door] + path, json=body, headers=given, timeout=30) as answer:
+        with httpx.stream("POST", self.urls[router] + path, json=body, headers=given, timeout=30) as answer:
             if answer.status_code != 200:
                 return answer.status_code, answer.read().decode()
             for line in answer.iter_lines():
@@ -117,17 +117,17 @@ class Doors:
         return answer.status_code, "\n".join(events)
 
 
-def within(app: Any, door: Any) -> Any:
+def within(app: Any, router: Any) -> Any:
     """What Starlette does before its layers."""
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         scope["app"] = app
-        await door(scope, receive, send)
+        await router(scope, receive, send)
 
     return serve
 
 
-async def _serve(doors: Doors, membership: Membership, ready: threading.Event, stop: asyncio.Event) -> None:
+async def _serve(routers: LiveRouters, membership: Membership, ready: threading.Event, stop: asyncio.Event) -> None:
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -137,23 +137,23 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
     model = resolve_model("smollm2", lambda _: None)
     more = ("--enable-prompt-tokens-details",)
     args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
-    client = vllm.engine_client_over(ServicePrograms(doors.service), args)
+    client = vllm.engine_client_over(ServicePrograms(routers.service), args)
     server = await vllm.openai_server(args, client)
-    admin.install(server.app, shared_over(doors.service, membership), ["m"])
+    admin.install(server.app, shared_over(routers.service, membership), ["m"])
     assert server.fast is not None
-    gate = Gate(Limits(), doors.service.fleet, doors.metrics)
-    doors.tokenizer, doors.processor = client.renderer.tokenizer, client.output_processor
+    gate = Gate(Limits(), routers.service.fleet, routers.metrics)
+    routers.tokenizer, routers.processor = client.renderer.tokenizer, client.output_processor
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     with ExitStack() as stack:
         for name, fast, protocol in (("fast", server.fast, StreamingProtocol), ("stock", None, HttpToolsProtocol)):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a client can fall behind
             sock.bind(("127.0.0.1", 0))
-            doors.urls[name] = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            front = FrontDoor(server.layers, fast, gate, (), doors.service.program_called, 100_000)
-            door = within(server.app, front)
-            web = uvicorn.Server(uvicorn.Config(door, http=protocol, log_level="warning", lifespan="off"))
-            doors.servers[name] = web
+            routers.urls[name] = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            front = RouterApp(server.layers, fast, gate, (), routers.service.program_called, 100_000)
+            router = within(server.app, front)
+            web = uvicorn.Server(uvicorn.Config(router, http=protocol, log_level="warning", lifespan="off"))
+            routers.servers[name] = web
             running.append((web, asyncio.create_task(web.serve([sock]))))
         while not all(web.started for web, _ in running):
             await asyncio.sleep(0.01)
@@ -166,20 +166,20 @@ async def _serve(doors: Doors, membership: Membership, ready: threading.Event, s
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[Doors]:
+def routers() -> Iterator[LiveRouters]:
     loop = asyncio.new_event_loop()
     before = set(prometheus_client.REGISTRY._collector_to_names)
     engine = ScriptedEngine()
     fleet = EngineFleet([Member("scripted", "http://nowhere", "both", engine)])
     metrics = Metrics()
-    doors = Doors(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
+    routers = LiveRouters(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
     membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
     ready, stop = threading.Event(), asyncio.Event()
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            loop.run_until_complete(_serve(doors, membership, ready, stop))
+            loop.run_until_complete(_serve(routers, membership, ready, stop))
         except BaseException as error:
             failed.append(error)
             ready.set()
@@ -189,7 +189,7 @@ def doors() -> Iterator[Doors]:
     ready.wait(120)
     if failed:
         raise failed[0]
-    yield doors
+    yield routers
     loop.call_soon_threadsafe(stop.set)
     thread.join(30)
     for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:

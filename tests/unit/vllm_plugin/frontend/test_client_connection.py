@@ -1,4 +1,4 @@
-"""Clients that leave and clients that do not read, at the door that writes to sockets itself."""
+"""Clients that leave and clients that do not read, at the router that writes to sockets itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from tercet.wire.serving import client_connection
 from tercet.wire.serving.client_connection import ClientConnection, StreamingProtocol
 
-from .conftest import Doors, Step
+from .conftest import LiveRouters, Step
 
 MODEL = 'say "text":1'
 
@@ -29,18 +29,18 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def connect(doors: Doors, name: str, script: list[Step], receive_buffer: int | None = None) -> socket.socket:
+def connect(routers: LiveRouters, name: str, script: list[Step], receive_buffer: int | None = None) -> socket.socket:
     body = json.dumps({"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 400}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
-    doors.engine.expect(name, script)
+    routers.engine.expect(name, script)
     client = socket.socket()
     client.settimeout(20)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.connect(("127.0.0.1", int(doors.urls["fast"].rpartition(":")[2])))
+    client.connect(("127.0.0.1", int(routers.urls["fast"].rpartition(":")[2])))
     client.sendall(head.encode() + body)
     return client
 
@@ -54,61 +54,61 @@ def read_until(client: socket.socket, wanted: bytes) -> bytes:
     return found
 
 
-def test_a_client_that_leaves_ends_its_sequence(doors: Doors) -> None:
-    ended = doors.engine.ended["leaves"] = threading.Event()
-    client = connect(doors, "leaves", [*[[token] for token in doors.tokens("one two three four")], "stop"])
+def test_a_client_that_leaves_ends_its_sequence(routers: LiveRouters) -> None:
+    ended = routers.engine.ended["leaves"] = threading.Event()
+    client = connect(routers, "leaves", [*[[token] for token in routers.tokens("one two three four")], "stop"])
     read_until(client, b'"text":"one"')
-    doors.let_go("leaves")
+    routers.let_go("leaves")
     read_until(client, b'"text":" two"')
     client.close()
     assert ended.wait(20)
-    until(lambda: not doors.processor.request_states)
-    assert not doors.engine.running
+    until(lambda: not routers.processor.request_states)
+    assert not routers.engine.running
 
 
 def test_a_client_that_leaves_with_two_requests_under_way_is_no_error(
-    doors: Doors, caplog: pytest.LogCaptureFixture
+    routers: LiveRouters, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second one waits, unread: that its client has gone is noticed when the first one writes to it."""
-    ended = doors.engine.ended["first"] = threading.Event()
-    client = connect(doors, "first", [*[list(doors.tokens("one"))] * 100, "stop"])
+    ended = routers.engine.ended["first"] = threading.Event()
+    client = connect(routers, "first", [*[list(routers.tokens("one"))] * 100, "stop"])
     read_until(client, b'"text":"one"')
     client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-    doors.let_go("first")
+    routers.let_go("first")
     read_until(client, b'"text":"one"')
     client.close()
     for _ in range(90):
-        doors.let_go("first")
+        routers.let_go("first")
         if ended.wait(0.05):
             break
-    assert doors.engine.said["first"] < 100
-    until(lambda: not doors.processor.request_states and not doors.engine.running)
+    assert routers.engine.said["first"] < 100
+    until(lambda: not routers.processor.request_states and not routers.engine.running)
     time.sleep(0.1)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_the_first_token_is_on_the_socket_before_the_program_goes_on(doors: Doors) -> None:
-    tokens = doors.tokens("one two more and more")
-    client = connect(doors, "first", [*[[token] for token in tokens], "stop"])
-    doors.let_go("first", 10)
+def test_the_first_token_is_on_the_socket_before_the_program_goes_on(routers: LiveRouters) -> None:
+    tokens = routers.tokens("one two more and more")
+    client = connect(routers, "first", [*[[token] for token in tokens], "stop"])
+    routers.let_go("first", 10)
     found = read_until(client, b"[DONE]")
-    places = [found.index(b'"text":"%b"' % doors.tokenizer.decode([token]).encode()) for token in tokens[:3]]
+    places = [found.index(b'"text":"%b"' % routers.tokenizer.decode([token]).encode()) for token in tokens[:3]]
     assert places == sorted(places)
     assert found.index(b'"finish_reason":"stop"') > places[-1]
     client.close()
 
 
-def test_a_client_that_does_not_read_pauses_its_program(doors: Doors) -> None:
+def test_a_client_that_does_not_read_pauses_its_program(routers: LiveRouters) -> None:
     """Each output has much text, so that buffers are full long before the script's end."""
-    word = doors.tokens(" international")
+    word = routers.tokens(" international")
     script: list[Step] = [list(word * 60) for _ in range(300)]
-    ended = doors.engine.ended["slow"] = threading.Event()
+    ended = routers.engine.ended["slow"] = threading.Event()
     # Fewer bytes than the script says fit into the socket's buffers and ours.
-    client = connect(doors, "slow", [*script, "length"], receive_buffer=4096)
-    until(lambda: "slow" in doors.engine.said)
-    doors.let_go("slow", 300)
-    until(doors.full)
-    said = doors.engine.said["slow"]
+    client = connect(routers, "slow", [*script, "length"], receive_buffer=4096)
+    until(lambda: "slow" in routers.engine.said)
+    routers.let_go("slow", 300)
+    until(routers.full)
+    said = routers.engine.said["slow"]
     assert said < len(script)
     assert not ended.is_set()
     found = b""
@@ -201,19 +201,21 @@ async def test_nothing_is_written_to_a_client_that_is_gone(how: str) -> None:
 # ---- clients that never read -----------------------------------------------------------------------------------------
 
 
-def test_a_client_that_never_reads_is_let_go_and_others_stream(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_is_let_go_and_others_stream(
+    routers: LiveRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_connection, "UNREAD_SECONDS", 0.3)
-    word = doors.tokens(" international")
+    word = routers.tokens(" international")
     script: list[Step] = [list(word * 60) for _ in range(300)]
-    ended = doors.engine.ended["slow"] = threading.Event()
-    client = connect(doors, "slow", [*script, "length"], receive_buffer=4096)
-    until(lambda: "slow" in doors.engine.said)
-    doors.let_go("slow", 300)
-    other = connect(doors, "other", [*[[token] for token in doors.tokens("one two three four")], "stop"])
-    doors.let_go("other", 10)
+    ended = routers.engine.ended["slow"] = threading.Event()
+    client = connect(routers, "slow", [*script, "length"], receive_buffer=4096)
+    until(lambda: "slow" in routers.engine.said)
+    routers.let_go("slow", 300)
+    other = connect(routers, "other", [*[[token] for token in routers.tokens("one two three four")], "stop"])
+    routers.let_go("other", 10)
     assert b"[DONE]" in read_until(other, b"[DONE]")
     assert ended.wait(20)
-    until(lambda: not doors.processor.request_states and not doors.engine.running)
+    until(lambda: not routers.processor.request_states and not routers.engine.running)
     client.close()
     other.close()
 

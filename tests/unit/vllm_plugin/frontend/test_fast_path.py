@@ -12,7 +12,7 @@ import httpx
 import prometheus_client
 import pytest
 
-from .conftest import Doors, Step
+from .conftest import LiveRouters, Step
 from .test_client_connection import connect, until
 
 MODEL = 'say "text":1'
@@ -21,8 +21,8 @@ PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "stream": True, "max
 IDS = re.compile(r"[0-9a-f]{16,}")
 
 
-def script(doors: Doors) -> list[Step]:
-    return [*[[token] for token in doors.tokens("one two three")], "stop"]
+def script(routers: LiveRouters) -> list[Step]:
+    return [*[[token] for token in routers.tokens("one two three")], "stop"]
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [(COMPLETIONS, PLAIN), (COMPLETIONS, {**PLAIN, "prompt": [1, 2, 3]}),
      (CHAT, {**PLAIN, "messages": [{"role": "user", "content": "x"}]})],
 )  # fmt: skip
-def test_plain_streams_take_it(doors: Doors, taken: list[str], path: str, body: dict[str, Any]) -> None:
-    status, events = doors.ask("fast", path, body, script(doors))
+def test_plain_streams_take_it(routers: LiveRouters, taken: list[str], path: str, body: dict[str, Any]) -> None:
+    status, events = routers.ask("fast", path, body, script(routers))
     assert (status, events.endswith("data: [DONE]")) == (200, True)
     until(lambda: taken == [path])
 
@@ -64,7 +64,7 @@ def test_plain_streams_take_it(doors: Doors, taken: list[str], path: str, body: 
     ],
 )
 def test_what_is_more_than_plain_does_not(
-    doors: Doors, taken: list[str], more: dict[str, Any], headers: dict[str, str]
+    routers: LiveRouters, taken: list[str], more: dict[str, Any], headers: dict[str, str]
 ) -> None:
     if more.keys() & {"n", "prompt", "logprobs"}:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -73,7 +73,7 @@ def test_what_is_more_than_plain_does_not(
 
         assert not is_plain_completion(CompletionRequest.model_validate({**PLAIN, **more}))
         return
-    status, _ = doors.ask("fast", COMPLETIONS, {**PLAIN, **more}, script(doors), **headers)
+    status, _ = routers.ask("fast", COMPLETIONS, {**PLAIN, **more}, script(routers), **headers)
     assert status == 200
     assert not taken
 
@@ -95,68 +95,70 @@ def test_what_is_more_than_plain_does_not(
         (COMPLETIONS, PLAIN, {"content-type": "text/plain"}),
     ],
 )
-def test_refusals_are_vllms(doors: Doors, path: str, body: Any, headers: dict[str, str]) -> None:
+def test_refusals_are_vllms(routers: LiveRouters, path: str, body: Any, headers: dict[str, str]) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answers = [
         httpx.post(
-            doors.urls[door] + path,
+            routers.urls[router] + path,
             content=content,
             headers={"content-type": "application/json", **headers},
             timeout=30,
         )
-        for door in ("fast", "stock")
+        for router in ("fast", "stock")
     ]
     fast, stock = ((answer.status_code, IDS.sub("", answer.text)) for answer in answers)
     assert fast == stock
     assert fast[0] >= 400
-    assert not doors.processor.request_states
+    assert not routers.processor.request_states
 
 
-def test_headers_are_vllms(doors: Doors) -> None:
+def test_headers_are_vllms(routers: LiveRouters) -> None:
     found: list[dict[str, str]] = []
-    for door in ("fast", "stock"):
-        doors.engine.expect("headers", script(doors))
-        doors.let_go("headers", 10)
-        answer = httpx.post(doors.urls[door] + COMPLETIONS, json=PLAIN, headers={"x-request-id": "headers"}, timeout=30)
+    for router in ("fast", "stock"):
+        routers.engine.expect("headers", script(routers))
+        routers.let_go("headers", 10)
+        answer = httpx.post(
+            routers.urls[router] + COMPLETIONS, json=PLAIN, headers={"x-request-id": "headers"}, timeout=30
+        )
         # ``vary`` is for caches, and none keeps the answer to a POST.
         found.append({name: value for name, value in answer.headers.items() if name not in ("date", "vary")})
     assert found[0] == found[1]
 
 
-def test_it_counts_in_vllms_http_metrics(doors: Doors) -> None:
+def test_it_counts_in_vllms_http_metrics(routers: LiveRouters) -> None:
     def total() -> float:
         labels = {"handler": COMPLETIONS, "method": "POST", "status": "2xx"}
         return prometheus_client.REGISTRY.get_sample_value("http_requests_total", labels) or 0.0
 
     def idle() -> bool:
-        return not any(server.server_state.tasks for server in doors.servers.values())
+        return not any(server.server_state.tasks for server in routers.servers.values())
 
-    def counted(door: str) -> float:
+    def counted(router: str) -> float:
         until(idle)  # requests before are counted once they are over
         before = total()
-        doors.ask(door, COMPLETIONS, PLAIN, script(doors))
+        routers.ask(router, COMPLETIONS, PLAIN, script(routers))
         until(idle)
         return total() - before
 
     assert counted("fast") == counted("stock") == 1.0
 
 
-def test_a_client_that_leaves_before_the_first_token(doors: Doors) -> None:
-    ended = doors.engine.ended["early"] = threading.Event()
-    client = connect(doors, "early", [[], *script(doors)])
-    until(lambda: "early" in doors.engine.said)
+def test_a_client_that_leaves_before_the_first_token(routers: LiveRouters) -> None:
+    ended = routers.engine.ended["early"] = threading.Event()
+    client = connect(routers, "early", [[], *script(routers)])
+    until(lambda: "early" in routers.engine.said)
     client.shutdown(socket.SHUT_RDWR)
     client.close()
     assert ended.wait(20)
-    until(lambda: not doors.processor.request_states and not doors.engine.running)
+    until(lambda: not routers.processor.request_states and not routers.engine.running)
 
 
-def test_a_connection_is_used_again(doors: Doors) -> None:
+def test_a_connection_is_used_again(routers: LiveRouters) -> None:
     with httpx.Client(timeout=30) as client:
         for number in range(3):
             name = f"again{number}"
-            doors.engine.expect(name, script(doors))
-            doors.let_go(name, 10)
-            answer = client.post(doors.urls["fast"] + COMPLETIONS, json=PLAIN, headers={"x-request-id": name})
+            routers.engine.expect(name, script(routers))
+            routers.let_go(name, 10)
+            answer = client.post(routers.urls["fast"] + COMPLETIONS, json=PLAIN, headers={"x-request-id": name})
             assert answer.text.endswith("data: [DONE]\n\n")
-    until(lambda: not doors.processor.request_states)
+    until(lambda: not routers.processor.request_states)

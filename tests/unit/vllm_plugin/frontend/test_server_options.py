@@ -158,7 +158,7 @@ async def test_tls_is_served_and_nothing_else(
     monkeypatch.setattr(openai_server, "_settle", lambda: None)
     monkeypatch.setenv(KEEP_ALIVE_VARIABLE, "77")
     authority = Authority(tmp_path, "authority")
-    certificate, key = authority.issue("door")
+    certificate, key = authority.issue("router")
     flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--host", HOST]
     openai_server.require_flags(flags)
     loads = (memoryview(bytearray(8)).cast("i"), 0) if workers > 1 else None

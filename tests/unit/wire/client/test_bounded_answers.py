@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tercet.protocol import EngineError, EngineUnreachable, Request, TercetError, from_wire
 from tercet.wire.client import HttpEngine, bounded_answers
-from tercet.wire.client.ask_front_door import ask_front_door
+from tercet.wire.client.ask_router import ask_router
 from tercet.wire.client.scraped_engine import ScrapedEngine
 
 BOMB = gzip.compress(b" " * 50_000_000)
@@ -79,11 +79,11 @@ async def engine_page(url: str) -> Any:
         return await engine.status()
 
 
-async def front_door(url: str) -> Any:
-    return await ask_front_door(url, "GET", "/engines", admin_key="k")
+async def router(url: str) -> Any:
+    return await ask_router(url, "GET", "/engines", admin_key="k")
 
 
-@pytest.mark.parametrize("asks", [engine_status, engine_stream, engine_page, front_door])
+@pytest.mark.parametrize("asks", [engine_status, engine_stream, engine_page, router])
 @pytest.mark.parametrize("handler", [bomb, elsewhere, endless])
 async def test_an_answer_that_is_not_read_is_an_error(
     handler: Handler, asks: Callable[[str], Awaitable[Any]], monkeypatch: pytest.MonkeyPatch

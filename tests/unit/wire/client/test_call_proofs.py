@@ -110,9 +110,9 @@ def test_two_secrets_are_valid_while_they_are_changed() -> None:
     assert secrets_of(" old  new\n") == ("old", "new")
     for engine in ("old", "old new", "new old", "new"):
         callers = Callers(secrets_of(engine))
-        for door in ("old", "old new", "new old", "new"):
-            shown = call(met(door, callers))
-            if secrets_of(door)[0] in secrets_of(engine):
+        for router in ("old", "old new", "new old", "new"):
+            shown = call(met(router, callers))
+            if secrets_of(router)[0] in secrets_of(engine):
                 callers.require(shown, "POST", "/abort", "no")
             else:
                 with pytest.raises(Unauthorized):

@@ -14,19 +14,19 @@ from tercet.protocol import (
     BadRequest,
     EngineError,
     EngineUnreachable,
-    FrontDoorUnreachable,
     MultiModalFeature,
     Output,
     OutputStream,
     RequestTooLarge,
+    RouterUnreachable,
     TokenLogprob,
 )
 from tercet.protocol.wire import StartGenerateCall
-from tercet.wire.streams import engine_connection, front_door_connection
+from tercet.wire.streams import engine_connection, router_connection
 from tests.unit.wire.streams.test_streams import Pair, call_of, connected, stream_fed_here
 
 LONGEST = 4096
-PLACES = ("wire_format", "front_door_connection", "stream_listener", "engine_connection")
+PLACES = ("wire_format", "router_connection", "stream_listener", "engine_connection")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ class Other:
         self.context = pair.engine.sequence(0, self.outputs)
         self.number = self.context.__enter__()
         self.stops: list[None] = []
-        self.sender = pair.door.sender(self.number, 0, lambda: self.stops.append(None))
+        self.sender = pair.router.sender(self.number, 0, lambda: self.stops.append(None))
 
     async def require_whole(self, pair: Pair) -> None:
         """It gets its last token, over the connection that was there before."""
@@ -57,7 +57,7 @@ class Other:
         assert found[-1] == Output((9,), "stop")
         assert not self.stops
         assert pair.engine.connected
-        assert pair.door.open
+        assert pair.router.open
         self.context.__exit__(None, None, None)
 
 
@@ -66,7 +66,7 @@ async def test_an_output_that_no_message_holds_ends_its_own_sequence() -> None:
         other = Other(pair)
         outputs, stopped = stream_fed_here(), asyncio.Event()
         with pair.engine.sequence(0, outputs) as number:
-            sender = pair.door.sender(number, 0, stopped.set)
+            sender = pair.router.sender(number, 0, stopped.set)
             other.sender.send(Output((8,)))
             sender.send(large(1000))
             sender.send(Output((6,)))  # nobody gets a token that does not follow the one before
@@ -85,7 +85,7 @@ async def test_outputs_of_one_step_that_are_large_together_all_arrive() -> None:
         streams = [stream_fed_here() for _ in range(5)]
         for stream in streams:
             number = stack.enter_context(pair.engine.sequence(0, stream))
-            senders.append(pair.door.sender(number, 0, lambda: None))
+            senders.append(pair.router.sender(number, 0, lambda: None))
         said = [large(60, token) for token in range(5)]
         for sender, output in zip(senders, said, strict=True):
             sender.send(output)
@@ -98,7 +98,7 @@ async def test_an_output_that_cannot_be_said_ends_its_own_sequence(caplog: pytes
         other = Other(pair)
         outputs, stopped = stream_fed_here(), asyncio.Event()
         with pair.engine.sequence(0, outputs) as number:
-            sender = pair.door.sender(number, 0, stopped.set)
+            sender = pair.router.sender(number, 0, stopped.set)
             other.sender.send(Output((8,)))
             sender.send(Output((2**70,)))
             with pytest.raises(EngineError, match="OverflowError"):
@@ -113,20 +113,20 @@ async def test_a_message_that_is_read_late_does_not_end_the_others(
 ) -> None:
     """A router that takes a large message slowly is not gone."""
     async with connected() as pair:
-        monkeypatch.setattr(front_door_connection, "LARGE", 256)
-        monkeypatch.setattr(front_door_connection, "MOST_UNSENT", 2 * LONGEST)
+        monkeypatch.setattr(router_connection, "LARGE", 256)
+        monkeypatch.setattr(router_connection, "MOST_UNSENT", 2 * LONGEST)
         other = Other(pair)
         outputs, stopped = stream_fed_here(), asyncio.Event()
-        transport: Any = pair.door._transport
+        transport: Any = pair.router._transport
         unread = 0 if how_large == "no message holds it" else 2 * LONGEST - 100
         with pair.engine.sequence(0, outputs) as number:
-            sender = pair.door.sender(number, 0, stopped.set)
+            sender = pair.router.sender(number, 0, stopped.set)
             with monkeypatch.context() as patch:
-                patch.setattr(type(pair.door), "_unread", lambda self: unread, raising=True)
+                patch.setattr(type(pair.router), "_unread", lambda self: unread, raising=True)
                 sender.send(large(1000 if unread == 0 else 50))
-                pair.door._flush()
-                pair.door.tick()
-            error = BadRequest if unread == 0 else FrontDoorUnreachable
+                pair.router._flush()
+                pair.router.tick()
+            error = BadRequest if unread == 0 else RouterUnreachable
             with pytest.raises(error):
                 await anext(outputs)
             assert stopped.is_set()
@@ -134,16 +134,16 @@ async def test_a_message_that_is_read_late_does_not_end_the_others(
         await other.require_whole(pair)
 
 
-async def test_a_front_door_that_reads_nothing_is_given_up_and_memory_is_bounded(
+async def test_a_router_that_reads_nothing_is_given_up_and_memory_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(front_door_connection, "MOST_UNSENT", 256 * 1024)
+    monkeypatch.setattr(router_connection, "MOST_UNSENT", 256 * 1024)
     async with connected() as pair:
         reading: Any = pair.engine._transport
         reading.pause_reading()
         stopped = asyncio.Event()
-        sender = pair.door.sender(1, 0, stopped.set)
-        transport: Any = pair.door._transport
+        sender = pair.router.sender(1, 0, stopped.set)
+        transport: Any = pair.router._transport
         most = 0
         async with asyncio.timeout(60):
             while not stopped.is_set():
@@ -154,7 +154,7 @@ async def test_a_front_door_that_reads_nothing_is_given_up_and_memory_is_bounded
                 if most > 256 * 1024:
                     await asyncio.sleep(0.05)
         assert most < 512 * 1024
-        assert not pair.front_doors
+        assert not pair.router_connections
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ async def test_a_call_that_cannot_be_read_ends_its_own_sequence(
 async def test_an_engine_that_does_not_read_is_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_connection, "MOST_UNREAD", 64 * 1024)
     async with connected() as pair:
-        reading: Any = pair.door._transport
+        reading: Any = pair.router._transport
         reading.pause_reading()
         transport: Any = pair.engine._transport
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, FrontDoorUnreachable, OutputStream
-from tercet.protocol.wire import Destination, Door, StartGenerateCall
+from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, OutputStream, RouterUnreachable
+from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestination
 from tercet.wire.client import stream_keeper
 from tercet.wire.client.stream_keeper import StreamKeeper
-from tercet.wire.streams import FrontDoors, StreamListener, engine_connection
+from tercet.wire.streams import RouterConnections, StreamListener, engine_connection
 
 URL = "http://127.0.0.1:1"
 
@@ -46,19 +46,21 @@ class FakeEngine:
     """An engine's answers to ``connect`` and ``status``."""
 
     def __init__(self) -> None:
-        self.front_doors = FrontDoors("e", "i", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start)
+        self.router_connections = RouterConnections(
+            "e", "i", lambda: EngineLoad(waiting=0, running=0, kv_usage=0.0), self.start
+        )
         self.connect_error: Exception | None = None
         self.alive: Callable[[], Awaitable[object]] = self._answer
         self.asked = 0
 
-    async def start(self, call: StartGenerateCall, door: Destination) -> None:
+    async def start(self, call: StartGenerateCall, router: StreamDestination) -> None:
         raise AssertionError("nobody asked for a sequence")
 
-    async def connect(self, door: Door) -> None:
+    async def connect(self, router: RouterAddress) -> None:
         self.asked += 1
         if self.connect_error is not None:
             raise self.connect_error
-        await self.front_doors.connect(door.address, door.key)
+        await self.router_connections.connect(router.address, router.key)
 
     async def _answer(self) -> object:
         return None
@@ -69,7 +71,7 @@ class FakeEngine:
 
     def freeze(self) -> None:
         """Keep the connection and say nothing any more."""
-        for connection in self.front_doors._connections.values():  # pyright: ignore[reportPrivateUsage]
+        for connection in self.router_connections._connections.values():  # pyright: ignore[reportPrivateUsage]
             connection.tick = lambda: None  # type: ignore[method-assign]
 
 
@@ -83,7 +85,7 @@ async def kept(engine: FakeEngine) -> AsyncGenerator[StreamKeeper]:
             yield keeper
         finally:
             await keeper.close()
-            engine.front_doors.close()
+            engine.router_connections.close()
 
 
 def stream_fed_here() -> OutputStream:
@@ -116,11 +118,11 @@ async def test_many_that_need_it_ask_the_engine_once() -> None:
         assert engine.asked == 1
 
 
-@pytest.mark.parametrize("error", [FrontDoorUnreachable("no way there"), EngineError("HTTP 404")])
+@pytest.mark.parametrize("error", [RouterUnreachable("no way there"), EngineError("HTTP 404")])
 async def test_an_engine_that_cannot_connect_is_served_otherwise_and_that_is_logged_once(
     error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_keeper, "ASK_AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(stream_keeper, "RETRY_DELAY_S", 0.02)
     engine = FakeEngine()
     engine.connect_error = error
     with caplog.at_level(logging.WARNING):

@@ -17,19 +17,19 @@ from tercet.protocol import (
     EngineError,
     EngineLoad,
     EngineUnreachable,
-    FrontDoorUnreachable,
     NoSpace,
     Output,
     OutputStream,
+    RouterUnreachable,
     TokenLogprob,
     Usage,
 )
-from tercet.protocol.wire import Destination, StartGenerateCall
+from tercet.protocol.wire import StartGenerateCall, StreamDestination
 from tercet.wire.streams import (
     EngineConnection,
-    FrontDoorConnection,
-    FrontDoors,
     OutputBatch,
+    RouterConnection,
+    RouterConnections,
     StreamHello,
     StreamListener,
 )
@@ -46,13 +46,13 @@ class Started:
         self.calls: list[tuple[str, int]] = []
         self.errors: dict[str, Exception] = {}
 
-    async def start(self, call: StartGenerateCall, door: Destination) -> None:
-        self.calls.append((call.seq_id, door.number))
+    async def start(self, call: StartGenerateCall, router: StreamDestination) -> None:
+        self.calls.append((call.seq_id, router.number))
         if call.seq_id in self.errors:
             raise self.errors[call.seq_id]
 
 
-async def no_start(call: StartGenerateCall, door: Destination) -> None:
+async def no_start(call: StartGenerateCall, router: StreamDestination) -> None:
     raise AssertionError("nobody asked for a sequence")
 
 
@@ -62,8 +62,8 @@ class Pair:
 
     listener: StreamListener
     engine: EngineConnection
-    front_doors: FrontDoors
-    door: FrontDoorConnection
+    router_connections: RouterConnections
+    router: RouterConnection
     address: str
     loads: list[EngineLoad] = field(default_factory=list[EngineLoad])
     started: Started = field(default_factory=Started)
@@ -76,13 +76,19 @@ async def connected(longest_call: int = LONGEST_FRAME) -> AsyncGenerator[Pair]:
         engine = listener.connection_of("e", loads.append)
         address = await listener.address_for(ENGINE_URL)
         started = Started()
-        front_doors = FrontDoors("e", "i", lambda: LOAD, started.start, longest_call)
+        router_connections = RouterConnections("e", "i", lambda: LOAD, started.start, longest_call)
         try:
             yield Pair(
-                listener, engine, front_doors, await front_doors.connect(address, engine.key), address, loads, started
+                listener,
+                engine,
+                router_connections,
+                await router_connections.connect(address, engine.key),
+                address,
+                loads,
+                started,
             )
         finally:
-            front_doors.close()
+            router_connections.close()
 
 
 async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
@@ -100,8 +106,10 @@ def never() -> None:
 
 
 def call_of(pair: Pair, seq_id: str, number: int, output: Sequence[int] = ()) -> StartGenerateCall:
-    door = Destination(address=pair.address, key=pair.engine.key, number=number)
-    return StartGenerateCall(prompt=[1, 2], seq_id=seq_id, output=list(output), sampling_params={"seed": 3}, door=door)
+    router = StreamDestination(address=pair.address, key=pair.engine.key, number=number)
+    return StartGenerateCall(
+        prompt=[1, 2], seq_id=seq_id, output=list(output), sampling_params={"seed": 3}, router=router
+    )
 
 
 async def test_sequences_are_started_over_the_connection() -> None:
@@ -113,7 +121,7 @@ async def test_sequences_are_started_over_the_connection() -> None:
                 numbers[name] = number
                 pair.engine.start(call_of(pair, name, number))
                 await until(lambda: len(pair.started.calls) == len(numbers))
-                pair.door.sender(number, 0, never).send(Output((5,), "length"))
+                pair.router.sender(number, 0, never).send(Output((5,), "length"))
                 assert (await anext(outputs)).token_ids == (5,)
         assert pair.started.calls == list(numbers.items())
 
@@ -131,9 +139,9 @@ async def test_a_sequence_that_cannot_be_started_ends_in_its_error(error: Except
         assert pair.engine.connected
 
 
-async def test_a_start_that_says_not_where_to_is_no_front_doors(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_start_that_says_not_where_to_is_no_routers(caplog: pytest.LogCaptureFixture) -> None:
     async with connected() as pair:
-        pair.engine.start(msgspec.structs.replace(call_of(pair, "x", 1), door=None))
+        pair.engine.start(msgspec.structs.replace(call_of(pair, "x", 1), router=None))
         await until(lambda: not pair.engine.connected)
         assert not pair.started.calls
     assert "violated the protocol" in caplog.text
@@ -149,7 +157,7 @@ async def test_outputs_arrive_as_they_were_said() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(2, outputs) as number:
-            sender = pair.door.sender(number, 2, never)
+            sender = pair.router.sender(number, 2, never)
             for output in said:
                 sender.send(output)
             assert [await anext(outputs) for _ in said] == said
@@ -161,7 +169,7 @@ async def test_an_error_arrives_as_what_it_is() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs) as number:
-            pair.door.sender(number, 0, never).fail(NoSpace("no blocks for that", "prompt"))
+            pair.router.sender(number, 0, never).fail(NoSpace("no blocks for that", "prompt"))
             with pytest.raises(NoSpace, match="no blocks") as caught:
                 await anext(outputs)
             assert caught.value.param == "prompt"
@@ -175,7 +183,7 @@ async def test_all_that_is_said_in_one_step_is_one_message() -> None:
         outputs = [stream_fed_here() for _ in range(50)]
         stack = contextlib.ExitStack()
         numbers = [stack.enter_context(pair.engine.sequence(0, each)) for each in outputs]
-        senders = [pair.door.sender(number, 0, lambda: None) for number in numbers]
+        senders = [pair.router.sender(number, 0, lambda: None) for number in numbers]
         await until(lambda: pair.loads)  # an idle engine has reported
         taken.clear()
         for sender in senders:
@@ -189,16 +197,16 @@ async def test_all_that_is_said_in_one_step_is_one_message() -> None:
 async def test_reports_come_with_nothing_to_say_and_stop_with_the_connection() -> None:
     async with connected() as pair:
         await until(lambda: len(pair.loads) >= 3)
-        pair.front_doors.close()
+        pair.router_connections.close()
         await until(lambda: not pair.engine.connected)
-        assert len(pair.front_doors) == 0
+        assert len(pair.router_connections) == 0
 
 
 async def test_leaving_early_stops_the_sequence_on_the_engine() -> None:
     stopped = asyncio.Event()
     async with connected() as pair:
         with pair.engine.sequence(0, stream_fed_here()) as number:
-            pair.door.sender(number, 0, stopped.set)
+            pair.router.sender(number, 0, stopped.set)
         await asyncio.wait_for(stopped.wait(), 10)
 
 
@@ -208,17 +216,17 @@ async def test_what_was_cancelled_before_it_began_does_not_begin() -> None:
             pass
         later = pair.engine.sequence(0, stream_fed_here())
         stopped = asyncio.Event()
-        pair.door.sender(later.__enter__(), 0, stopped.set)
+        pair.router.sender(later.__enter__(), 0, stopped.set)
         later.__exit__(None, None, None)
         await asyncio.wait_for(stopped.wait(), 10)  # orders come in order, so the first is there too
         with pytest.raises(Conflict, match="cancelled before"):
-            pair.door.sender(number, 0, never)
+            pair.router.sender(number, 0, never)
 
 
 async def test_what_nobody_opened_is_stopped() -> None:
     stopped = asyncio.Event()
     async with connected() as pair:
-        pair.door.sender(99, 0, stopped.set).send(Output((1,)))
+        pair.router.sender(99, 0, stopped.set).send(Output((1,)))
         await asyncio.wait_for(stopped.wait(), 10)
 
 
@@ -226,61 +234,61 @@ async def test_the_engine_goes_and_every_sequence_ends() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs) as number:
-            sender = pair.door.sender(number, 0, lambda: None)
+            sender = pair.router.sender(number, 0, lambda: None)
             sender.send(Output((1,)))
             await anext(outputs)
-            pair.door.abort()
+            pair.router.abort()
             with pytest.raises(EngineUnreachable, match="token stream ended"):
                 await anext(outputs)
 
 
-async def test_the_front_door_goes_and_every_sequence_is_stopped() -> None:
+async def test_the_router_goes_and_every_sequence_is_stopped() -> None:
     stopped = [asyncio.Event(), asyncio.Event()]
     async with connected() as pair:
         for number, event in enumerate(stopped):
-            pair.door.sender(number, 0, event.set)
+            pair.router.sender(number, 0, event.set)
         pair.listener.forget(pair.engine)
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in stopped)), 10)
-        with pytest.raises(FrontDoorUnreachable):
-            pair.door.sender(7, 0, never)
-        with pytest.raises(FrontDoorUnreachable):  # its key is void
-            await pair.front_doors.connect(pair.address, pair.engine.key)
+        with pytest.raises(RouterUnreachable):
+            pair.router.sender(7, 0, never)
+        with pytest.raises(RouterUnreachable):  # its key is void
+            await pair.router_connections.connect(pair.address, pair.engine.key)
 
 
 async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs):
-            again = FrontDoors("e", "i", lambda: LOAD, no_start)
+            again = RouterConnections("e", "i", lambda: LOAD, no_start)
             await again.connect(pair.address, pair.engine.key)
             with pytest.raises(EngineUnreachable, match="it connected again"):
                 await anext(outputs)
-            await until(lambda: len(pair.front_doors) == 0)
+            await until(lambda: len(pair.router_connections) == 0)
             assert pair.engine.connected
             again.close()
 
 
 async def test_two_callers_share_a_connection() -> None:
     async with connected() as pair:
-        front_doors = FrontDoors("e", "i", lambda: LOAD, no_start)
+        router_connections = RouterConnections("e", "i", lambda: LOAD, no_start)
         engine = pair.listener.connection_of("f", lambda _: None)
         first, second = await asyncio.gather(
-            front_doors.connect(pair.address, engine.key), front_doors.connect(pair.address, engine.key)
+            router_connections.connect(pair.address, engine.key), router_connections.connect(pair.address, engine.key)
         )
         assert first is second
-        assert await front_doors.connect(pair.address, engine.key) is first
-        front_doors.close()
+        assert await router_connections.connect(pair.address, engine.key) is first
+        router_connections.close()
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "a:b", ":80"])
 async def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(BadRequest, match="door"):
-        await FrontDoors("e", "i", lambda: None, no_start).connect(address, "k")
+    with pytest.raises(BadRequest, match="router"):
+        await RouterConnections("e", "i", lambda: None, no_start).connect(address, "k")
 
 
-async def test_a_front_door_that_is_not_there_is_named_in_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(FrontDoorUnreachable) as failed:
-        await FrontDoors("e", "i", lambda: None, no_start).connect("127.0.0.1:1", "k")
+async def test_a_router_that_is_not_there_is_named_in_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RouterUnreachable) as failed:
+        await RouterConnections("e", "i", lambda: None, no_start).connect("127.0.0.1:1", "k")
     assert "127.0.0.1" not in failed.value.message
     assert "no router answers at 127.0.0.1:1" in caplog.text
 
@@ -300,7 +308,7 @@ async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs) as number:
-            sender = pair.door.sender(number, 0, never)
+            sender = pair.router.sender(number, 0, never)
             host, _, port = pair.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
@@ -320,11 +328,11 @@ async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 10) == b""
         other = pair.listener.connection_of("other", lambda _: None)
-        front_doors = FrontDoors("other", "i", lambda: None, no_start)
-        await front_doors.connect(pair.address, other.key)
+        router_connections = RouterConnections("other", "i", lambda: None, no_start)
+        await router_connections.connect(pair.address, other.key)
         assert other.connected
         assert pair.engine.connected
-        front_doors.close()
+        router_connections.close()
         for _, writer in silent:
             writer.close()
 
@@ -335,12 +343,12 @@ async def test_a_large_fleet_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -
         host, _, port = pair.address.rpartition(":")
         expected = [pair.listener.connection_of(f"e{n}", lambda _: None) for n in range(10)]
         silent = [await asyncio.open_connection(host, int(port)) for _ in expected]
-        front_doors = [FrontDoors(each.engine, "i", lambda: None, no_start) for each in expected]
-        for each, doors in zip(expected, front_doors, strict=True):
-            await doors.connect(pair.address, each.key)
+        router_connections = [RouterConnections(each.engine, "i", lambda: None, no_start) for each in expected]
+        for each, routers in zip(expected, router_connections, strict=True):
+            await routers.connect(pair.address, each.key)
         assert all(each.connected for each in expected)
-        for doors in front_doors:
-            doors.close()
+        for routers in router_connections:
+            routers.close()
         for _, writer in silent:
             writer.close()
 
@@ -357,7 +365,7 @@ async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
             )
             with pytest.raises(EngineUnreachable, match="violated the protocol"):
                 await anext(outputs)
-            pair.door.sender(number, 0, never).send(Output((4,), "stop"))
+            pair.router.sender(number, 0, never).send(Output((4,), "stop"))
             assert (await anext(others)).finished
             writer.close()
 
@@ -382,7 +390,7 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
         async def serve() -> None:
             outputs = stream_fed_here()
             with pair.engine.sequence(0, outputs) as number:
-                sender = pair.door.sender(number, 0, stopped.set)
+                sender = pair.router.sender(number, 0, stopped.set)
                 for token in range(3):
                     sender.send(Output((token,)))
                     await anext(outputs)
@@ -404,7 +412,7 @@ async def test_a_connection_that_closes_is_told_at_once_and_one_that_is_given_up
         lost: list[str] = []
         pair.engine.on_lost = lambda: lost.append("e")
         await until(lambda: pair.engine.connected)
-        pair.front_doors.close()
+        pair.router_connections.close()
         await until(lambda: not pair.engine.connected)
         assert lost == ["e"]
         pair.engine.drop("we are done with it")

@@ -93,7 +93,7 @@ class Probe:
         return statistics.mean(gaps), statistics.mean(positions)
 
 
-async def measure_front_door(url: str, engine: Probe, rounds: int, note: Callable[[str], None]) -> float:
+async def measure_router(url: str, engine: Probe, rounds: int, note: Callable[[str], None]) -> float:
     """Seconds by which a first token comes later through the router at ``url`` than from its engine itself.
 
     Requests of a few tokens alternate between both ways, and the medians count. Raises
@@ -117,7 +117,7 @@ async def _model_of(url: str) -> str:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as response:
             return msgspec.json.decode(await response.read())["data"][0]["id"]
     except (aiohttp.ClientError, LookupError, TypeError, *UNREADABLE) as error:
-        raise BadRequest(f"--front-door: no router answers at {url}: {reason_of(error)}", "--front-door") from error
+        raise BadRequest(f"--router: no router answers at {url}: {reason_of(error)}", "--router") from error
 
 
 async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, ...]) -> float:

@@ -17,14 +17,14 @@ from datetime import UTC, datetime
 import msgspec
 import numpy as np
 
-from tercet.lab.bench.profiles.engine_probe import Probe, measure_front_door, measure_sharing, names_from
+from tercet.lab.bench.profiles.engine_probe import Probe, measure_router, measure_sharing, names_from
 from tercet.lab.sim.fit import DecodePoint, PrefillPoint, fit_steps
 from tercet.lab.sim.step_times import HostSharing, ModelShape, Profile, Provenance, Transfer
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLayout, Sent
 
 BYTES_OF = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "uint8": 1}
 DECODE_STEPS = 24
-FRONT_DOOR_REQUESTS = 8
+ROUTER_REQUESTS = 8
 
 
 class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
     ``same_host``, the second engine is on the first one's machine, and what they do to one another is measured.
-    ``front_door`` is the URL of a router of both.
+    ``router`` is the URL of a router of both.
     """
 
     name: str
@@ -44,7 +44,7 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
     contexts: tuple[int, ...] = (128, 512, 1024)
     sends: tuple[int, ...] = (256, 512, 1024)
     same_host: bool = False
-    front_door: str | None = None
+    router: str | None = None
     repeats: int = 3
     seed: int = 0
 
@@ -65,7 +65,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     prefills: tuple[PrefillPoint, ...]
     decodes: tuple[DecodePoint, ...]
     transfer: Transfer | None
-    front_door: float
+    router: float
     sharing: HostSharing | None
 
 
@@ -101,10 +101,10 @@ class Meter:
         room = int(status.total_blocks * status.block_size * 0.8)
         prefixed, batched = self._prefill_sizes(layout.block_size, longest), self._decode_sizes(longest, room)
         rounds = 2 * self._plan.repeats + 1
-        self._steps = len(prefixed) + len(batched) + (self._plan.front_door is not None)
+        self._steps = len(prefixed) + len(batched) + (self._plan.router is not None)
         if self._other is not None:
             self._steps += rounds * len(self._send_sizes(longest)) + self._plan.same_host
-        front_door = await self._front_door(self._plan.front_door) if self._plan.front_door is not None else 0.0
+        router = await self._router(self._plan.router) if self._plan.router is not None else 0.0
         transfer = await self._transfer(self._other, longest) if self._other is not None else None
         sharing = await self._sharing(self._other) if self._other is not None and self._plan.same_host else None
         prefills = await self._prefills(prefixed, call)
@@ -116,7 +116,7 @@ class Meter:
             prefills=prefills,
             decodes=decodes,
             transfer=transfer,
-            front_door=front_door,
+            router=router,
             sharing=sharing,
         )
 
@@ -212,9 +212,9 @@ class Meter:
         async with other.engine.prep_recv(request) as reservation:
             return await self._engine.engine.remote_send(request, reservation, reservation.matched_len)
 
-    async def _front_door(self, url: str) -> float:
+    async def _router(self, url: str) -> float:
         self._begun += 1
-        return await measure_front_door(url, self._engine, FRONT_DOOR_REQUESTS * self._plan.repeats, self._note)
+        return await measure_router(url, self._engine, ROUTER_REQUESTS * self._plan.repeats, self._note)
 
     async def _sharing(self, other: Probe) -> HostSharing:
         """Effects of both engines on each other; with more rounds than other points: a ratio has the noise of two."""
@@ -241,7 +241,7 @@ def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transf
     steps, errors = fit_steps(measured.prefills, measured.decodes, knots)
     parts = {
         "transfer": measured.transfer,
-        "router": plan.front_door,
+        "router": plan.router,
         "sharing a host": measured.sharing,
     }
     missing = ", ".join(name for name, found in parts.items() if found is None)
@@ -275,7 +275,7 @@ def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transf
             ),
         ),
         call=measured.call,
-        front_door=measured.front_door,
+        router=measured.router,
         sharing=measured.sharing,
     )
 

@@ -37,10 +37,10 @@ from tercet.programs import Program, name_of, run_program
 from tercet.protocol import BadRequest, EngineError, LayoutMismatch, Output, Request, TercetError
 from tercet.router.attempts import first_cause, is_fallback, one_engine
 from tercet.router.recovery import Recovery
-from tercet.settings import FrontDoorConfig, RetryBudget
+from tercet.settings import RetryBudget, RouterSettings
 
 RETRIES = RetryBudget()
-WAIT_FOR_ENGINE = FrontDoorConfig().wait_for_engine_s
+WAIT_FOR_ENGINE = RouterSettings().wait_for_engine_s
 MOVING = MovingSettings()
 
 
@@ -110,7 +110,7 @@ class _Fleet:
     fleet: EngineFleet
     engines: dict[str, SimEngine]
     network: Network
-    front_door: float
+    router: float
     moving: MovingFleet
     recovery: Recovery
 
@@ -226,10 +226,10 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
 
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
     # A fleet has one router: that of the default profile of its engines.
-    front_door = profiles[profile].front_door if profile in profiles else 0.0
+    router = profiles[profile].router if profile in profiles else 0.0
     recovery = Recovery(fleet, WAIT_FOR_ENGINE, asyncio.get_running_loop().time)
     with_moves = MovingFleet(fleet, engines, moving, bool(spec.faults))
-    return _Fleet(fleet, engines, network, front_door, with_moves, recovery)
+    return _Fleet(fleet, engines, network, router, with_moves, recovery)
 
 
 def _require_exchange(engines: Sequence[SimEngine]) -> None:
@@ -341,8 +341,8 @@ async def _serve(
     """One sequence, served to its end as at the router; after a failure it has not ended."""
     loop = asyncio.get_running_loop()
     sequence = RunningSequence(request, "", RETRIES, loop.time(), WAIT_FOR_ENGINE)
-    if built.front_door:
-        await asyncio.sleep(built.front_door)
+    if built.router:
+        await asyncio.sleep(built.router)
     with built.moving.sequences.running(sequence):
         error = await _attempts(program, built, sequence, outcome)
     if error is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.bearer import bearer
-from tercet.protocol.wire import PREFIX, UNREADABLE
+from tercet.protocol.wire import API_PREFIX, UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
@@ -17,7 +17,7 @@ from tercet.wire.client.connection_errors import reason_of
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
-async def ask_front_door(url: str, method: str, path: str, body: Any = None, admin_key: str = "") -> Any:
+async def ask_router(url: str, method: str, path: str, body: Any = None, admin_key: str = "") -> Any:
     """Return the router's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
 
     Raises the :class:`~tercet.protocol.TercetError` in the answer, and :class:`~tercet.protocol.EngineUnreachable` if
@@ -25,7 +25,7 @@ async def ask_front_door(url: str, method: str, path: str, body: Any = None, adm
     """
     headers = {"content-type": "application/json", **bearer(admin_key), **PLAIN}
     data = None if body is None else msgspec.json.encode(body)
-    where = f"{url.rstrip('/')}{PREFIX}{path}"
+    where = f"{url.rstrip('/')}{API_PREFIX}{path}"
     try:
         async with (
             aiohttp.ClientSession(timeout=ANSWER, auto_decompress=False) as session,

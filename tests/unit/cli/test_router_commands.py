@@ -21,18 +21,18 @@ from tercet.decisions.migration import Stage
 from tercet.router import admin
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
-from tests.unit.router.conftest import PROGRAMS, Door, Engine, metrics
+from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics
 
 __all__ = ["metrics"]
 
 
 class Running:
-    """A router on a port of its own, in a thread; ``door`` is to be looked at between calls only."""
+    """A router on a port of its own, in a thread; ``live_router`` is to be looked at between calls only."""
 
     def __init__(self, metrics: Metrics, *keys: str, admin_keys: tuple[str, ...] = ()) -> None:
-        self.door = Door(metrics, "disaggregated", return_after=3)
-        self.door.engines["http://new"] = Engine("new")
-        self.app = self.door.application(*keys, admin_keys=admin_keys, lifespan=self._lifespan)
+        self.live_router = LiveRouter(metrics, "disaggregated", return_after=3)
+        self.live_router.engines["http://new"] = Engine("new")
+        self.app = self.live_router.application(*keys, admin_keys=admin_keys, lifespan=self._lifespan)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error"))
@@ -40,10 +40,10 @@ class Running:
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None]:
-        async with self.door.membership:
-            await self.door.start()
+        async with self.live_router.membership:
+            await self.live_router.start()
             yield
-        self.door.close()
+        self.live_router.close()
 
     def __enter__(self) -> Running:
         self.thread.start()
@@ -56,15 +56,15 @@ class Running:
 
 
 @pytest.fixture
-def front_door(metrics: Metrics) -> Iterator[Running]:
+def router(metrics: Metrics) -> Iterator[Running]:
     with Running(metrics) as running:
         yield running
 
 
 @pytest.fixture
-def tercet(front_door: Running, capsys: pytest.CaptureFixture[str]) -> Any:
+def tercet(router: Running, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*line: str, code: int = 0) -> str:
-        assert app._run([*line, "--url", front_door.url]) == code
+        assert app._run([*line, "--url", router.url]) == code
         said = capsys.readouterr()
         if code:
             assert said.out == ""
@@ -75,35 +75,35 @@ def tercet(front_door: Running, capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def plan_of(front_door: Running) -> dict[str, Any]:
-    return json.loads(json.dumps(admin._version(front_door.door.service.routing.current)))
+def plan_of(router: Running) -> dict[str, Any]:
+    return json.loads(json.dumps(admin._version(router.live_router.service.routing.current)))
 
 
-def test_show_and_set(front_door: Running, tercet: Any) -> None:
+def test_show_and_set(router: Running, tercet: Any) -> None:
     assert tercet("program", "show") == "version 1: disaggregated\n"
     said = tercet("program", "set", "balanced", "--program-arg", "balance_ratio=0.3")
     assert said == "version 2: balanced(balance_ratio=0.3)\n  before: version 1: disaggregated\n"
     assert json.loads(tercet("program", "show", "--json"))["args"] == {"balance_ratio": "0.3"}
-    assert front_door.door.service.routing.current.number == 2
+    assert router.live_router.service.routing.current.number == 2
 
 
 def test_a_file_is_found_from_where_the_user_is(
-    front_door: Running, tercet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    router: Running, tercet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(PROGRAMS)
     monkeypatch.chdir(tmp_path)
     tercet("program", "set", "mine.py:good")
-    assert plan_of(front_door)["program"] == f"{tmp_path}/mine.py:good"
+    assert plan_of(router)["program"] == f"{tmp_path}/mine.py:good"
     assert "version 2: mine.py:good\n" in tercet("program", "show")
     assert "raises" in tercet("program", "set", "mine.py:raises")
 
 
 def test_a_program_is_called_what_was_written(
-    front_door: Running, tercet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    router: Running, tercet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(PROGRAMS)
     monkeypatch.chdir(tmp_path)
-    service = front_door.door.service
+    service = router.live_router.service
     tercet("program", "set", "mine.py:good")
     assert service.program_called("mine.py:good").name == "mine.py:good"
     tercet("program", "split", "mine.py:good=1", "./mine.py:raises=1", "--by-header", "x-any,mine.py:good")
@@ -111,19 +111,19 @@ def test_a_program_is_called_what_was_written(
     assert set(service.routing.current.programs) == {"mine.py:good", "./mine.py:raises"}
 
 
-def test_show_tells_of_failures_and_returns(front_door: Running, tercet: Any, tmp_path: Path) -> None:
+def test_show_tells_of_failures_and_returns(router: Running, tercet: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PROGRAMS)
     tercet("program", "set", f"{tmp_path}/mine.py:raises")
-    asyncio.run(front_door.door.ask())
+    asyncio.run(router.live_router.ask())
     assert "failed on its last 1 requests" in tercet("program", "show")
     for _ in range(2):
-        asyncio.run(front_door.door.ask())
+        asyncio.run(router.live_router.ask())
     said = tercet("program", "show")
     assert said.startswith("version 1: disaggregated\n  returned from version 2:")
     assert "3 times in a row, the last time with ValueError: oh no" in said
 
 
-def test_split(front_door: Running, tercet: Any) -> None:
+def test_split(router: Running, tercet: Any) -> None:
     said = tercet(
         "program", "split", "disaggregated=90", "balanced=10", "--program-arg", "balanced:balance_ratio=0.3",
         "--by-header", "x-team=search,data_parallel", "--by-header", "x-any,data_parallel",
@@ -131,7 +131,7 @@ def test_split(front_door: Running, tercet: Any) -> None:
     )  # fmt: skip
     assert "disaggregated 90.0%, balanced(balance_ratio=0.3) 10.0%, data_parallel where x-team=search" in said
     assert "balanced(balance_ratio=0.3) where model=big" in said
-    assert plan_of(front_door) == {
+    assert plan_of(router) == {
         "version": 2,
         "split": [
             {"program": "disaggregated", "weight": 90.0},
@@ -149,10 +149,10 @@ def test_split(front_door: Running, tercet: Any) -> None:
 @pytest.mark.parametrize(
     "text", ['{"split": [{"program": "balanced", "weight": 2}]}', "split:\n- {program: balanced, weight: 2}\n"]
 )
-def test_a_plan_from_a_file(front_door: Running, tercet: Any, tmp_path: Path, text: str) -> None:
+def test_a_plan_from_a_file(router: Running, tercet: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "plan").write_text(text)
     assert "balanced 100.0%" in tercet("program", "set", "--plan", str(tmp_path / "plan"))
-    assert plan_of(front_door)["split"] == [{"program": "balanced", "weight": 2.0}]
+    assert plan_of(router)["split"] == [{"program": "balanced", "weight": 2.0}]
 
 
 @pytest.mark.slow
@@ -178,12 +178,12 @@ def test_a_plan_from_a_file(front_door: Running, tercet: Any, tmp_path: Path, te
         ("engines role p cook", "cook"),
     ],
 )
-def test_bad_input(front_door: Running, tercet: Any, line: str, names: str) -> None:
+def test_bad_input(router: Running, tercet: Any, line: str, names: str) -> None:
     assert names in tercet(*line.split(), code=2)
-    assert front_door.door.service.routing.current.number == 1
+    assert router.live_router.service.routing.current.number == 1
 
 
-def test_engines(front_door: Running, tercet: Any) -> None:
+def test_engines(router: Running, tercet: Any) -> None:
     assert tercet("engines", "list").splitlines() == [
         "p  prefill  serving         0  http://p  no report",
         "d  decode   serving         0  http://d  no report",
@@ -198,11 +198,11 @@ def test_engines(front_door: Running, tercet: Any) -> None:
     assert "already" in tercet("engines", "add", "p", "http://new", code=2)
 
 
-def test_moves(front_door: Running, tercet: Any) -> None:
+def test_moves(router: Running, tercet: Any) -> None:
     assert tercet("moves", "list") == tercet("moves", "sequences") == ""
     assert "no sequence 'x' runs" in tercet("moves", "start", "x", "p", code=2)
     move = MoveRecord(1, "s", "d", "p", "drain", 0.0, 120, "moved", (Stage(0, 119, 2_500_000, 0.1, "host"),), 2, 0.05)
-    front_door.door.service.moves._record += [
+    router.live_router.service.moves._record += [
         move,
         MoveRecord(2, "t", "d", "p", "drain", 0.0, 9, "failed", error="oh no"),
     ]
@@ -213,7 +213,7 @@ def test_moves(front_door: Running, tercet: Any) -> None:
     assert [json.loads(line)["number"] for line in tercet("moves", "list", "--json").splitlines()] == [1, 2]
 
 
-def test_draining_waits_if_asked_to(front_door: Running, tercet: Any) -> None:
+def test_draining_waits_if_asked_to(router: Running, tercet: Any) -> None:
     assert "draining" in tercet("engines", "drain", "d", "--wait")
     assert "--wait" in tercet("engines", "drain", "d", "--undo", "--wait", code=2)
 
@@ -282,32 +282,32 @@ def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_scheduling_file_is_set_and_shown(
-    front_door: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    router: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.yaml").write_text(
         "plugins: [{type: queue-scorer}]\n"
         "schedulingProfiles: [{name: short, plugins: [{pluginRef: queue-scorer, weight: 2}]}]\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert app._run(["scheduling", "show", "--url", front_door.url]) == 0
+    assert app._run(["scheduling", "show", "--url", router.url]) == 0
     assert capsys.readouterr().out.startswith("no scheduling file")
-    assert app._run(["scheduling", "set", "mine.yaml", "--url", front_door.url]) == 0
+    assert app._run(["scheduling", "set", "mine.yaml", "--url", router.url]) == 0
     said = capsys.readouterr().out
     assert str(tmp_path / "mine.yaml") in said
     assert "short (prefill, decode, both): QueueScorer x 2, MaxScorePicker" in said
-    assert app._run(["scheduling", "set", "nowhere.yaml", "--url", front_door.url]) == 2
+    assert app._run(["scheduling", "set", "nowhere.yaml", "--url", router.url]) == 2
     assert "nowhere.yaml" in capsys.readouterr().err
 
 
 # ---- status --------------------------------------------------------------------------------------------------
 
 
-def test_the_status_is_one_screen(front_door: Running, tercet: Any) -> None:
+def test_the_status_is_one_screen(router: Running, tercet: Any) -> None:
     tercet("engines", "list")  # it has begun
-    front_door.door.fleet.member("d").in_flight = 2
+    router.live_router.fleet.member("d").in_flight = 2
     said = tercet("status").splitlines()
-    front_door.door.fleet.member("d").in_flight = 0
-    assert said[0] == f"{front_door.url}: serves m"
+    router.live_router.fleet.member("d").in_flight = 0
+    assert said[0] == f"{router.url}: serves m"
     assert said[1] == "version 1: disaggregated"
     assert said[2] == "2 engines, 2 sequences on them"
     assert said[3].split()[:3] == ["p", "prefill", "serving"]
@@ -318,15 +318,13 @@ def test_the_status_is_one_screen(front_door: Running, tercet: Any) -> None:
     )  # fmt: skip
 
 
-def test_the_status_of_one_that_cannot_serve(
-    front_door: Running, tercet: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_one_that_cannot_serve(router: Running, tercet: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "pd":
         tercet("engines", "drain", name)
-    assert app._run(["status", "--url", front_door.url]) == 1
+    assert app._run(["status", "--url", router.url]) == 1
     said = capsys.readouterr().out
     assert "does not serve m\n  every engine of this fleet is drained or stops" in said
-    assert app._run(["status", "--url", front_door.url, "--json"]) == 1
+    assert app._run(["status", "--url", router.url, "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["serving"]
 
 

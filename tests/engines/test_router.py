@@ -29,7 +29,7 @@ def client_of(url: str) -> openai.AsyncOpenAI:
 
 
 @pytest.fixture
-async def door(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
+async def router(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
     async with client_of(fleet.url) as client:
         yield client
 
@@ -45,17 +45,17 @@ async def chat(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     return await client.chat.completions.create(**fields)
 
 
-async def test_chat_is_what_an_engine_says(door: openai.AsyncOpenAI, lone: openai.AsyncOpenAI) -> None:
-    ours, theirs = await chat(door), await chat(lone)
+async def test_chat_is_what_an_engine_says(router: openai.AsyncOpenAI, lone: openai.AsyncOpenAI) -> None:
+    ours, theirs = await chat(router), await chat(lone)
     assert ours.choices[0].message.content == theirs.choices[0].message.content
     assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason
     assert ours.usage.total_tokens == theirs.usage.total_tokens
 
 
-async def test_a_stream_is_the_answer_in_pieces(door: openai.AsyncOpenAI) -> None:
-    whole = await chat(door)
+async def test_a_stream_is_the_answer_in_pieces(router: openai.AsyncOpenAI) -> None:
+    whole = await chat(router)
     text, usage = "", None
-    async for chunk in await chat(door, stream=True, stream_options={"include_usage": True}):
+    async for chunk in await chat(router, stream=True, stream_options={"include_usage": True}):
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
         usage = chunk.usage or usage
     assert text == whole.choices[0].message.content
@@ -64,25 +64,25 @@ async def test_a_stream_is_the_answer_in_pieces(door: openai.AsyncOpenAI) -> Non
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-async def test_stop_strings(door: openai.AsyncOpenAI, lone: openai.AsyncOpenAI, several: bool) -> None:
+async def test_stop_strings(router: openai.AsyncOpenAI, lone: openai.AsyncOpenAI, several: bool) -> None:
     said = (await chat(lone, max_tokens=60)).choices[0].message.content
     middle = said[len(said) // 2 :][:6]
     stop = ["is not said", middle] if several else middle
-    ours, theirs = await chat(door, stop=stop, max_tokens=60), await chat(lone, stop=stop, max_tokens=60)
+    ours, theirs = await chat(router, stop=stop, max_tokens=60), await chat(lone, stop=stop, max_tokens=60)
     assert ours.choices[0].message.content == theirs.choices[0].message.content
     assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason == "stop"
 
 
-async def test_several_choices(door: openai.AsyncOpenAI, lone: openai.AsyncOpenAI) -> None:
+async def test_several_choices(router: openai.AsyncOpenAI, lone: openai.AsyncOpenAI) -> None:
     fields = {"n": 3, "temperature": 0.9, "seed": 5}
-    ours, theirs = await chat(door, **fields), await chat(lone, **fields)
+    ours, theirs = await chat(router, **fields), await chat(lone, **fields)
     assert [c.message.content for c in ours.choices] == [c.message.content for c in theirs.choices]
 
 
-async def test_structured_output(door: openai.AsyncOpenAI) -> None:
+async def test_structured_output(router: openai.AsyncOpenAI) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     answer = await chat(
-        door, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, max_tokens=40
+        router, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, max_tokens=40
     )
     assert answer.choices[0].message.content.lstrip().startswith("{")
 
@@ -130,7 +130,7 @@ async def test_bad_requests_get_openai_errors(fleet: Fleet, fields: dict, header
         assert response.status == status or (stream and not headers and '"error"' in text), text
 
 
-async def test_what_the_front_door_tells(fleet: Fleet) -> None:
+async def test_what_the_router_tells(fleet: Fleet) -> None:
     engines = get_json(f"{fleet.url}/tercet/v1/engines")
     assert [(engine["name"], engine["role"], engine["reachable"]) for engine in engines] == [
         ("prefill-0", "prefill", True),

@@ -28,12 +28,12 @@ from tercet.router.routing import Plan
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.decoding import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine
-from tercet.wire.client.ask_front_door import ask_front_door
+from tercet.wire.client.ask_router import ask_router
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.fuzz.targets.kv_transfer import kind_of
 from tests.unit.fakes import LAYOUT
-from tests.unit.router.conftest import JSON, Door, Engine
+from tests.unit.router.conftest import JSON, Engine, LiveRouter
 
 PROGRAMS = "THE-PROGRAMS"
 PROGRAM = """
@@ -73,8 +73,8 @@ class Named:
 class AdminRoom:
     """The routes of one router over engines in memory; programs and engines are put back behind each case."""
 
-    def __init__(self, door: Door, client: httpx.AsyncClient, folder: Path) -> None:
-        self._door, self._client, self._folder = door, client, folder
+    def __init__(self, router: LiveRouter, client: httpx.AsyncClient, folder: Path) -> None:
+        self._door, self._client, self._folder = router, client, folder
 
     async def run(self, case: Case) -> Outcome:
         answers = [await self._call(item) for item in case]
@@ -100,17 +100,17 @@ class AdminRoom:
         return f"{method} {path[:12]} {answer.status_code} {(said.get('error') or {}).get('param')}"
 
     async def _put_back(self) -> None:
-        door = self._door
-        for member in list(door.fleet.members):
+        router = self._door
+        for member in list(router.fleet.members):
             if member.name not in "pd":
-                await door.shared.change(methodcaller("without_member", member.name))
+                await router.shared.change(methodcaller("without_member", member.name))
         for name, role in (("p", "prefill"), ("d", "decode")):
-            if name not in {member.name for member in door.fleet.members}:
-                await door.shared.add(EngineAddress(name, f"http://{name}", role))  # type: ignore[arg-type]
-            await door.shared.change(methodcaller("with_draining", name, False))
-            await door.shared.change(methodcaller("with_role", name, role))
-        await door.use(Plan(program="disaggregated"))
-        assert await door.has_everything_back()
+            if name not in {member.name for member in router.fleet.members}:
+                await router.shared.add(EngineAddress(name, f"http://{name}", role))  # type: ignore[arg-type]
+            await router.shared.change(methodcaller("with_draining", name, False))
+            await router.shared.change(methodcaller("with_role", name, role))
+        await router.use(Plan(program="disaggregated"))
+        assert await router.has_everything_back()
 
 
 class UnknownUrls(dict[str, Engine]):
@@ -126,20 +126,20 @@ class UnknownUrls(dict[str, Engine]):
 @asynccontextmanager
 async def _admin() -> AsyncGenerator[AdminRoom]:
     before = set(prometheus_client.REGISTRY._collector_to_names)
-    door = Door(Metrics(), "disaggregated", return_after=3)
-    door.engines = UnknownUrls(door.engines)
+    router = LiveRouter(Metrics(), "disaggregated", return_after=3)
+    router.engines = UnknownUrls(router.engines)
     try:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "programs.py").write_text(PROGRAM)
-            async with door.membership:
-                await door.start()
-                transport = httpx.ASGITransport(door.application(), raise_app_exceptions=False)
+            async with router.membership:
+                await router.start()
+                transport = httpx.ASGITransport(router.application(), raise_app_exceptions=False)
                 async with httpx.AsyncClient(
                     transport=transport, base_url="http://localhost/tercet/v1", headers=JSON
                 ) as client:
-                    yield AdminRoom(door, client, Path(directory))
+                    yield AdminRoom(router, client, Path(directory))
     finally:
-        door.close()
+        router.close()
         for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
             prometheus_client.REGISTRY.unregister(collector)
 
@@ -195,7 +195,7 @@ class ClientRoom:
             case 2:
                 return f"{(await self._engine.status()).block_size > 0}"
             case 3:
-                await ask_front_door(self._url, "GET", "/program")
+                await ask_router(self._url, "GET", "/program")
                 return "a router"
             case _:
                 await self._engine.abort("s")

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.router.admin_access import AdminAccess
-from tercet.settings import FrontDoorConfig
+from tercet.settings import RouterSettings
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.router")
-LOOK_SECONDS = 1.0
+POLL_INTERVAL_S = 1.0
 
 
-class DoorKeys:
+class RouterKeys:
     """``clients`` open vLLM's routes, ``admins`` the router's own. ``given`` are clients' keys that no file has."""
 
-    def __init__(self, config: FrontDoorConfig, given: Sequence[str]) -> None:
+    def __init__(self, config: RouterSettings, given: Sequence[str]) -> None:
         self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
         paths = {"api-key-file": config.api_key_file, "admin-key-file": config.admin_key_file}
         self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
@@ -41,7 +41,7 @@ class DoorKeys:
         """Who may call the router's own routes."""
         return AdminAccess(self.admins, self.clients)
 
-    def require_private(self, host: str, config: FrontDoorConfig) -> None:
+    def require_private(self, host: str, config: RouterSettings) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and clients need no key."""
         if not self.clients and not config.open_to_all and not is_loopback(host):
             raise BadRequest(
@@ -53,7 +53,7 @@ class DoorKeys:
     async def follow(self) -> None:
         """Read the files again and again, until cancelled."""
         while self._files:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await self.look()
 
     async def look(self) -> None:

@@ -16,12 +16,12 @@ from uvicorn.server import ServerState
 from tercet.fleet.admission import Gate
 from tercet.lab.chaos.client_load import VOCABULARY
 from tercet.lab.chaos.virtual_network import NetworkedLoop
-from tercet.router.front_door import FrontDoor
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
+from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.small_openai import small_app
-from tercet.settings import FrontDoorConfig
+from tercet.settings import RouterSettings
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 
 MAX_MODEL_LEN = 4096
@@ -46,18 +46,18 @@ class WordTexts(PromptTexts):
 @asynccontextmanager
 async def http_port(
     loop: NetworkedLoop, service: Service, host: str, port: int, model: str, most_bytes: int
-) -> AsyncGenerator[FrontDoor]:
+) -> AsyncGenerator[RouterApp]:
     """While entered, the current virtual process serves HTTP there, and takes bodies of at most ``most_bytes``."""
-    limits = FrontDoorConfig().limits
+    limits = RouterSettings().limits
     gate = Gate(limits, service.fleet, service.metrics, clock=loop.time)
     app = small_app(ServicePrograms(service), WordTexts(), [model], MAX_MODEL_LEN)
-    door = FrontDoor(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes)
-    app.middleware_stack = door
+    router = RouterApp(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes)
+    app.middleware_stack = router
     config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, lifespan="off")
     config.load()
     made = partial(BoundedProtocol, config=config, server_state=ServerState(), app_state={})
     server = await loop.create_server(made, host, port)
     try:
-        yield door
+        yield router
     finally:
         server.close()

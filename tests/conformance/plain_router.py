@@ -11,7 +11,7 @@ PIECE = 64 * 1024
 
 
 @asynccontextmanager
-async def plain_door(host: str, port: int) -> AsyncGenerator[str]:
+async def plain_router(host: str, port: int) -> AsyncGenerator[str]:
     """An address on this machine that leads there while entered; whatever certificate is shown there is taken.
 
     Gateways trust an endpoint picker the same way: its certificate is commonly self-signed.

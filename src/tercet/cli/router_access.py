@@ -7,18 +7,18 @@ from collections.abc import Mapping
 
 from tercet.cluster.engine_command import value_of
 from tercet.protocol.bearer import key_of
-from tercet.router.door_keys import DoorKeys
-from tercet.settings import FrontDoorConfig
+from tercet.router.router_keys import RouterKeys
+from tercet.settings import RouterSettings
 from tercet.settings.variables import API_KEY_VARIABLE
 
 
-def require_private_door(config: FrontDoorConfig, inherited: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for keys that cannot be used, and a door that is open to strangers.
+def require_private_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for keys that cannot be used, and a router that is open to strangers.
 
     Its files of keys are read.
     """
     told = key_of(value_of(config.vllm_args, "--api-key") or "", "--api-key")
     given = told or key_of(inherited.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)
-    keys = DoorKeys(config, [given] if given else [])
+    keys = RouterKeys(config, [given] if given else [])
     if value_of(config.vllm_args, "--uds") is None:
         keys.require_private(config.host, config)

@@ -19,17 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.portions import Portions
-from tercet.protocol import BadRequest, EngineUnreachable, FrontDoorFailed, TercetError
+from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PROGRAM_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
-from tercet.protocol.wire import PREFIX
+from tercet.protocol.wire import API_PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.admin_access import AdminAccess, is_admin_path
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
-from tercet.router.pooling import Answer, PoolingServers, close_result
+from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
 from tercet.settings.log_lines import lines_of_request
@@ -62,7 +62,7 @@ POLICY_VIOLATION = 1008
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
-class FrontDoor:
+class RouterApp:
     """Refuses what may not come in, and has the rest served: by ``fast`` or by ``app``.
 
     Refusals have the form of the API that is asked.
@@ -125,7 +125,7 @@ class FrontDoor:
         if context.path == LIVE:
             await _answer(send, 200, b"")
             return
-        pooled: Answer | None = None
+        pooled: PooledAnswer | None = None
         async with AsyncExitStack() as held:
             try:
                 if self._is_counted(context, scope):
@@ -133,7 +133,7 @@ class FrontDoor:
                 pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
                 with self._bodies.one() as kept:
                     body = await self._enter(context, scope, receive, kept)
-                    if body is not None and not context.path.startswith(PREFIX):
+                    if body is not None and not context.path.startswith(API_PREFIX):
                         held.callback(body.close)
                         for_engines = pooling is None and context.path in GENERATING
                         if for_engines:
@@ -165,7 +165,7 @@ class FrontDoor:
 
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
-    ) -> Answer:
+    ) -> PooledAnswer:
         """Raises :class:`ClientLeft` if the client has left."""
         method: str = scope["method"]
         asking = asyncio.ensure_future(
@@ -215,7 +215,7 @@ class FrontDoor:
 
     def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
         """Whether it is a request that is finished before this process ends, and not a look at how it does."""
-        return context.path not in OPEN and not (context.path.startswith(PREFIX) and scope["method"] == "GET")
+        return context.path not in OPEN and not (context.path.startswith(API_PREFIX) and scope["method"] == "GET")
 
     def _require_ready(self) -> None:
         self._shutdown.require_serving()
@@ -235,7 +235,7 @@ class FrontDoor:
                 if answer.ended:  # vLLM's layers have answered, and say afterwards by what they were called
                     raise
                 failed = context.failed or fault_of(error)
-                if isinstance(failed, FrontDoorFailed):
+                if isinstance(failed, RouterFailed):
                     logger.exception("a request for %s failed", context.path)
                 await answer.fail(failed)
 
@@ -359,7 +359,7 @@ def is_json(context: RequestContext) -> bool:
     if context.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         return False
     kind = context.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    return not context.path.startswith(PREFIX) and (kind == "application/json" or kind.endswith("+json"))
+    return not context.path.startswith(API_PREFIX) and (kind == "application/json" or kind.endswith("+json"))
 
 
 def asked_by(fields: dict[str, Any]) -> Asked:
@@ -379,7 +379,7 @@ _ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Aske
 
 
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, in the form of the API that is asked."""
+    """PooledAnswer with an error, in the form of the API that is asked."""
     error: TercetError = scope[ERROR]
     await _answer(send, error.status, error_body(_path_of(scope), error), error_headers(error))
 
@@ -394,7 +394,7 @@ def fault_of(error: BaseException) -> TercetError:
         if isinstance(each, BaseExceptionGroup):
             causes += cast("BaseExceptionGroup[BaseException]", each).exceptions
         seen += [cause for cause in causes if cause is not None and cause not in seen]
-    return FrontDoorFailed("the router failed while it served this request; its log says how")
+    return RouterFailed("the router failed while it served this request; its log says how")
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -404,8 +404,8 @@ async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 
 async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer as a server did; without an end if it broke off, at which the connection to the client is closed."""
-    answer: Answer = scope[ANSWER]
+    """PooledAnswer as a server did; without an end if it broke off, at which the connection to the client is closed."""
+    answer: PooledAnswer = scope[ANSWER]
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
     try:
         async for part in answer.parts():

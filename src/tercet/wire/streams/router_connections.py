@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 
 from tercet.aio import TaskSet
-from tercet.protocol import BadRequest, EngineError, EngineLoad, FrontDoorUnreachable, OutputStream
-from tercet.protocol.wire import Destination
-from tercet.wire.streams.front_door_connection import FrontDoorConnection, SequenceSender, Start
+from tercet.protocol import BadRequest, EngineError, EngineLoad, OutputStream, RouterUnreachable
+from tercet.protocol.wire import StreamDestination
+from tercet.wire.streams.router_connection import RouterConnection, SequenceSender, Start
 from tercet.wire.streams.wire_format import LONGEST_FRAME, REPORT_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ CONNECT_SECONDS = 5.0
 MOST_CONNECTIONS = 256
 
 
-class FrontDoors:
+class RouterConnections:
     """One engine's connections, one for each router that it was asked to connect to.
 
     ``incarnation`` identifies this start of the engine. ``load`` returns its load; it is called often, so it must be
@@ -35,17 +35,17 @@ class FrontDoors:
         self._load = load
         self._start = start
         self._longest_call = longest_call
-        self._connecting: dict[tuple[str, str], asyncio.Task[FrontDoorConnection]] = {}
-        self._connections: dict[tuple[str, str], FrontDoorConnection] = {}
+        self._connecting: dict[tuple[str, str], asyncio.Task[RouterConnection]] = {}
+        self._connections: dict[tuple[str, str], RouterConnection] = {}
         self._tick: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def connect(self, address: str, key: str) -> FrontDoorConnection:
+    async def connect(self, address: str, key: str) -> RouterConnection:
         """Return the connection to the router at ``address`` (``host:port``) with this ``key``; connect if needed.
 
-        Raises :class:`~tercet.protocol.FrontDoorUnreachable`, and :class:`~tercet.protocol.BadRequest` for an invalid
+        Raises :class:`~tercet.protocol.RouterUnreachable`, and :class:`~tercet.protocol.BadRequest` for an invalid
         address.
         """
         where = address, key
@@ -72,13 +72,13 @@ class FrontDoors:
         for connection in list(self._connections.values()):
             connection.abort()
 
-    async def _connect(self, where: tuple[str, str]) -> FrontDoorConnection:
+    async def _connect(self, where: tuple[str, str]) -> RouterConnection:
         address, key = where
         host, port = _parsed(address)
         if len(self._connections) >= MOST_CONNECTIONS:
-            raise FrontDoorUnreachable(f"door: {len(self._connections)} routers are connected already", "door")
+            raise RouterUnreachable(f"router: {len(self._connections)} routers are connected already", "router")
         loop = asyncio.get_running_loop()
-        connection = FrontDoorConnection(
+        connection = RouterConnection(
             address, self._load, self._start, lambda: self._connections.pop(where, None), self._longest_call
         )  # fmt: skip
         try:
@@ -92,12 +92,12 @@ class FrontDoors:
                 raise
             said = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
             logger.warning("no router answers at %s, the address that a call named: %s", address, said)
-            raise FrontDoorUnreachable("door: no router answers at the address in the call", "door") from error
+            raise RouterUnreachable("router: no router answers at the address in the call", "router") from error
         self._connections[where] = connection
         self._tick = self._tick or loop.call_later(REPORT_SECONDS, self._report)
         return connection
 
-    def _connected(self, where: tuple[str, str], made: asyncio.Task[FrontDoorConnection]) -> None:
+    def _connected(self, where: tuple[str, str], made: asyncio.Task[RouterConnection]) -> None:
         self._connecting.pop(where, None)
         if not made.cancelled():
             made.exception()  # retrieved; callers that still wait get it
@@ -113,7 +113,7 @@ class FrontDoors:
 def _parsed(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadRequest(f"door: {address!r} is not an address such as 127.0.0.1:7001", "door")
+        raise BadRequest(f"router: {address!r} is not an address such as 127.0.0.1:7001", "router")
     return host.strip("[]"), int(port)
 
 
@@ -123,20 +123,20 @@ class StreamRelay:
     ``senders`` has the sender of each sequence's outputs, by its id.
     """
 
-    def __init__(self, front_doors: FrontDoors) -> None:
-        self.front_doors = front_doors
+    def __init__(self, router_connections: RouterConnections) -> None:
+        self.router_connections = router_connections
         self.senders: dict[str, SequenceSender] = {}
         self._tasks = TaskSet()
 
-    async def start(self, seq_id: str, door: Destination, position: int, outputs: OutputStream) -> None:
+    async def start(self, seq_id: str, router: StreamDestination, position: int, outputs: OutputStream) -> None:
         """Generate; ``position`` is that of the first token among the sequence's output. Errors are sent, too.
 
-        Returns once the router is connected. Raises :class:`~tercet.protocol.FrontDoorUnreachable` if it cannot be
+        Returns once the router is connected. Raises :class:`~tercet.protocol.RouterUnreachable` if it cannot be
         reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
         """
-        connection = await self.front_doors.connect(door.address, door.key)
+        connection = await self.router_connections.connect(router.address, router.key)
         running: list[asyncio.Task[None]] = []
-        sender = connection.sender(door.number, position, lambda: [task.cancel() for task in running])
+        sender = connection.sender(router.number, position, lambda: [task.cancel() for task in running])
         self.senders.setdefault(seq_id, sender)  # the engine refuses a second one of the same id
         running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
 
@@ -154,5 +154,5 @@ class StreamRelay:
 
     async def close(self) -> None:
         """End all sequences, and close every connection."""
-        self.front_doors.close()
+        self.router_connections.close()
         await self._tasks.close()

@@ -14,15 +14,15 @@ import pytest
 from tercet.fleet import RunningSequence
 from tercet.fleet.admission import Gate
 from tercet.protocol import Request
-from tercet.router.front_door import FrontDoor, asked_by
 from tercet.router.metrics import Metrics
+from tercet.router.router_app import RouterApp, asked_by
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
 from tercet.settings.log_lines import request_id
 from tercet.wire.serving.request_context import Asked, current
 from tercet.wire.serving.trace_answers import wants_trace
 
-from .conftest import Door, counted
+from .conftest import LiveRouter, counted
 
 PATH = "/v1/completions"
 
@@ -61,10 +61,12 @@ class App:
 class House:
     """An application behind the router."""
 
-    def __init__(self, door: Door, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000):
+    def __init__(
+        self, live_router: LiveRouter, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000
+    ):
         self.app = App()
-        self.gate = Gate(limits, door.fleet, metrics)
-        self.front = FrontDoor(self.app, None, self.gate, keys, door.service.program_called, size)
+        self.gate = Gate(limits, live_router.fleet, metrics)
+        self.front = RouterApp(self.app, None, self.gate, keys, live_router.service.program_called, size)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.front), base_url="http://localhost")
 
     async def post(self, path: str = PATH, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -88,15 +90,15 @@ class House:
 
 
 @pytest.fixture
-async def house(door: Door, metrics: Metrics) -> AsyncIterator[House]:
-    house = House(door, metrics, Limits(in_flight=2, queued=2, queue_timeout_s=5.0))
+async def house(live_router: LiveRouter, metrics: Metrics) -> AsyncIterator[House]:
+    house = House(live_router, metrics, Limits(in_flight=2, queued=2, queue_timeout_s=5.0))
     yield house
     assert house.is_empty
     assert counted("tercet_requests_in_flight") == counted("tercet_requests_queued") == 0
 
 
-async def test_what_is_not_limited_passes(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits())
+async def test_what_is_not_limited_passes(live_router: LiveRouter, metrics: Metrics) -> None:
+    house = House(live_router, metrics, Limits())
     tasks = await house.fill(50, prompt="x")
     assert house.app.running == 50
     house.app.go.set()
@@ -174,21 +176,23 @@ async def test_a_saturated_fleet_answers_429_in_openais_words(house: House) -> N
 
 @pytest.mark.parametrize("allowed", ["http://browser", "http://other"])
 async def test_a_browser_may_read_a_refusal_as_it_may_read_an_answer(
-    door: Door, metrics: Metrics, allowed: str
+    live_router: LiveRouter, metrics: Metrics, allowed: str
 ) -> None:
     from tercet.router.server import with_cors
 
     args = Namespace(allowed_origins=[allowed], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"])
-    gate = Gate(Limits(), door.fleet, metrics)
-    front = FrontDoor(App(), None, gate, ("k",), door.service.program_called, 1000, lambda app: with_cors(app, args))
+    gate = Gate(Limits(), live_router.fleet, metrics)
+    front = RouterApp(
+        App(), None, gate, ("k",), live_router.service.program_called, 1000, lambda app: with_cors(app, args)
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
         answer = await client.post(PATH, json={}, headers={"origin": "http://browser"})
     assert answer.status_code == 401
     assert answer.headers.get("access-control-allow-origin") == ("http://browser" if "browser" in allowed else None)
 
 
-async def test_who_waits_too_long_is_sent_away(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits(in_flight=1, queue_timeout_s=0.05))
+async def test_who_waits_too_long_is_sent_away(live_router: LiveRouter, metrics: Metrics) -> None:
+    house = House(live_router, metrics, Limits(in_flight=1, queue_timeout_s=0.05))
     inside, waiting = await house.fill(2)
     answer = await waiting
     assert answer.status_code == 429
@@ -235,9 +239,11 @@ async def test_routes_that_do_not_generate_take_a_place_too(house: House, path: 
     assert {(await task).status_code for task in (*tasks, waiting)} == {200}
 
 
-async def test_engines_that_are_full_keep_only_out_who_is_for_engines(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits(tokens=1, queued=0))
-    door.fleet.member("d").in_flight_tokens = 1
+async def test_engines_that_are_full_keep_only_out_who_is_for_engines(
+    live_router: LiveRouter, metrics: Metrics
+) -> None:
+    house = House(live_router, metrics, Limits(tokens=1, queued=0))
+    live_router.fleet.member("d").in_flight_tokens = 1
     assert (await house.post()).status_code == 429
     assert (await house.post("/tokenize")).status_code == 200
 
@@ -248,7 +254,7 @@ async def test_engines_that_are_full_keep_only_out_who_is_for_engines(door: Door
 class Sender:
     """A client that sends a body in pieces; ``sent`` is what it was answered."""
 
-    def __init__(self, front: FrontDoor, path: str, method: str = "POST", key: str | None = None) -> None:
+    def __init__(self, front: RouterApp, path: str, method: str = "POST", key: str | None = None) -> None:
         self.pieces: asyncio.Queue[Any] = asyncio.Queue()
         self.sent: list[Any] = []
         self.received = 0
@@ -281,8 +287,10 @@ async def settle() -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/live", "/load", "/version", "/metrics", PATH, "/tokenize"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
-async def test_without_the_key_no_byte_of_a_body_is_taken(door: Door, metrics: Metrics, path: str, method: str) -> None:
-    house = House(door, metrics, Limits(), keys=("key",))
+async def test_without_the_key_no_byte_of_a_body_is_taken(
+    live_router: LiveRouter, metrics: Metrics, path: str, method: str
+) -> None:
+    house = House(live_router, metrics, Limits(), keys=("key",))
     sender = Sender(house.front, path, method)
     sender.send(900)
     async with asyncio.timeout(5):
@@ -292,8 +300,8 @@ async def test_without_the_key_no_byte_of_a_body_is_taken(door: Door, metrics: M
     assert house.app.bodies in ([], [b""])
 
 
-async def test_the_largest_of_many_unfinished_bodies_is_let_go(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits(), size=1000)
+async def test_the_largest_of_many_unfinished_bodies_is_let_go(live_router: LiveRouter, metrics: Metrics) -> None:
+    house = House(live_router, metrics, Limits(), size=1000)
     senders = [Sender(house.front, PATH) for _ in range(5)]
     for number, sender in enumerate(senders):
         sender.send(900 + number)
@@ -314,14 +322,14 @@ async def test_a_failing_application_gives_its_place_back(house: House) -> None:
     for _ in range(5):
         answer = await house.post(path="/v1/messages")
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "api_error")
-    assert (await house.post()).json()["error"]["code"] == "front_door_failed"
+    assert (await house.post()).json()["error"]["code"] == "router_failed"
 
 
-async def test_a_fleet_that_grows_lets_those_in_who_wait(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits(in_flight_per_engine=1))
+async def test_a_fleet_that_grows_lets_those_in_who_wait(live_router: LiveRouter, metrics: Metrics) -> None:
+    house = House(live_router, metrics, Limits(in_flight_per_engine=1))
     _, waiting = tasks = await house.fill(2)
     assert house.app.running == 1  # of both engines only one decodes
-    door.fleet.member("p").role = "both"
+    live_router.fleet.member("p").role = "both"
     async with asyncio.timeout(5):
         while house.app.running < 2:
             await asyncio.sleep(0.01)
@@ -331,11 +339,11 @@ async def test_a_fleet_that_grows_lets_those_in_who_wait(door: Door, metrics: Me
     assert house.is_empty
 
 
-async def test_tokens_on_engines_count(door: Door, metrics: Metrics) -> None:
-    house = House(door, metrics, Limits(tokens=100, queued=0))
-    door.fleet.member("d").in_flight_tokens = 99
+async def test_tokens_on_engines_count(live_router: LiveRouter, metrics: Metrics) -> None:
+    house = House(live_router, metrics, Limits(tokens=100, queued=0))
+    live_router.fleet.member("d").in_flight_tokens = 99
     assert (await house.post()).status_code == 200
-    door.fleet.member("d").in_flight_tokens = 100
+    live_router.fleet.member("d").in_flight_tokens = 100
     assert (await house.post()).status_code == 429
 
 
@@ -396,7 +404,7 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
     async def app(_scope: Any, receive: Any, _send: Any) -> None:
         seen.extend([(await receive())["type"], (await receive())["type"]])
 
-    front = FrontDoor(app, None, house.gate, (), lambda _: None, 1000)
+    front = RouterApp(app, None, house.gate, (), lambda _: None, 1000)
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
     running = asyncio.create_task(front(scope, receive, None))  # type: ignore[arg-type]
     for _ in range(30):
@@ -411,17 +419,17 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
 # ---- probes --------------------------------------------------------------------------------------------------
 
 
-async def test_it_lives_without_engines_but_is_not_ready(house: House, door: Door) -> None:
+async def test_it_lives_without_engines_but_is_not_ready(house: House, live_router: LiveRouter) -> None:
     async def status(path: str) -> int:
         return (await house.client.get(path)).status_code
 
     assert (await status("/live"), await status("/health")) == (200, 200)
-    for member in door.fleet.members:
+    for member in live_router.fleet.members:
         member.reachable = False
     assert (await status("/live"), await status("/health"), await status("/ping")) == (200, 503, 503)
-    door.fleet.members[0].reachable = True
+    live_router.fleet.members[0].reachable = True
     assert await status("/health") == 200
-    door.fleet.drain(door.fleet.members[0].name)
+    live_router.fleet.drain(live_router.fleet.members[0].name)
     assert await status("/health") == 503
 
 
@@ -446,8 +454,10 @@ async def test_a_body_that_is_too_large(house: House, announced: bool, method: s
 
 @pytest.mark.parametrize("shown", [None, "Bearer wrong", "Basic key", "Bearer", "key"])
 @pytest.mark.parametrize("path", [PATH, "/tokenize", "/invocations", "/tercet/v1/engines", "/openapi.json"])
-async def test_without_the_key_nothing_is_done(door: Door, metrics: Metrics, path: str, shown: str | None) -> None:
-    house = House(door, metrics, Limits(in_flight=1), keys=("key", "other"))
+async def test_without_the_key_nothing_is_done(
+    live_router: LiveRouter, metrics: Metrics, path: str, shown: str | None
+) -> None:
+    house = House(live_router, metrics, Limits(in_flight=1), keys=("key", "other"))
     headers = {} if shown is None else {"authorization": shown}
     answer = await house.post(path, headers)
     assert answer.status_code == 401
@@ -456,14 +466,14 @@ async def test_without_the_key_nothing_is_done(door: Door, metrics: Metrics, pat
 
 
 @pytest.mark.parametrize("shown", ["Bearer key", "bearer other"])
-async def test_each_key_opens(door: Door, metrics: Metrics, shown: str) -> None:
-    house = House(door, metrics, Limits(), keys=("key", "other"))
+async def test_each_key_opens(live_router: LiveRouter, metrics: Metrics, shown: str) -> None:
+    house = House(live_router, metrics, Limits(), keys=("key", "other"))
     assert (await house.post(headers={"authorization": shown})).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
-async def test_probes_and_metrics_need_no_key(door: Door, metrics: Metrics, path: str) -> None:
-    house = House(door, metrics, Limits(), keys=("key",))
+async def test_probes_and_metrics_need_no_key(live_router: LiveRouter, metrics: Metrics, path: str) -> None:
+    house = House(live_router, metrics, Limits(), keys=("key",))
     assert (await house.client.get(path)).status_code == 200
     assert (await house.client.options(PATH)).status_code == 200
 
@@ -492,9 +502,9 @@ def test_a_trace_is_asked_for_in_more_than_one_word(said: str, wanted: bool) -> 
 
 
 async def test_each_request_is_logged_with_what_became_of_it(
-    door: Door, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    live_router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(door, metrics, Limits())
+    house = House(live_router, metrics, Limits())
     monkeypatch.setattr(house.front, "_access_log", True)
     caplog.set_level("INFO", "tercet.access")
     await house.post()
@@ -510,17 +520,17 @@ async def test_each_request_is_logged_with_what_became_of_it(
 
 
 async def test_the_access_log_names_request_model_and_tokens(
-    door: Door, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    live_router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        context, programs = current(), ServicePrograms(door.service)
+        context, programs = current(), ServicePrograms(live_router.service)
         for name in ("cmpl-1-0", "cmpl-1-1"):
             request = Request(seq_id=name, prompt=(1, 2, 3), sampling_params={"max_tokens": 5})
             assert [output async for output in programs.run(request, context).stream]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    house = House(door, metrics, Limits())
+    house = House(live_router, metrics, Limits())
     monkeypatch.setattr(house.front, "_app", app)
     monkeypatch.setattr(house.front, "_access_log", True)
     caplog.set_level("INFO", "tercet.access")
@@ -536,7 +546,7 @@ async def test_the_access_log_names_request_model_and_tokens(
     assert len(unnamed["model"]) < 140
 
 
-async def test_what_happens_to_a_request_is_logged_with_its_id(door: Door, metrics: Metrics) -> None:
+async def test_what_happens_to_a_request_is_logged_with_its_id(live_router: LiveRouter, metrics: Metrics) -> None:
     seen: list[tuple[str, str]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -549,7 +559,7 @@ async def test_what_happens_to_a_request_is_logged_with_its_id(door: Door, metri
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    house = House(door, metrics, Limits())
+    house = House(live_router, metrics, Limits())
     house.front._app = app
     await house.post(headers={"x-request-id": "mine"})
     await house.post()

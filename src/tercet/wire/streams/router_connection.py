@@ -19,13 +19,13 @@ from tercet.protocol import (
     Conflict,
     EngineError,
     EngineLoad,
-    FrontDoorUnreachable,
     MoveProposal,
     Output,
     RequestTooLarge,
+    RouterUnreachable,
     TercetError,
 )
-from tercet.protocol.wire import UNREADABLE, Destination, StartGenerateCall, large_field_of
+from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,
@@ -46,7 +46,7 @@ from tercet.wire.streams.wire_format import (
 )
 
 logger = logging.getLogger(__name__)
-Start = Callable[[StartGenerateCall, Destination], Awaitable[None]]
+Start = Callable[[StartGenerateCall, StreamDestination], Awaitable[None]]
 """Starts to generate for a router; returns once the engine has the sequence, or raises."""
 # Bytes that a router may leave unread before it counts as dead. The longest message must not cause that, so a large
 # message that does not fit below this mark ends its sequence.
@@ -61,9 +61,9 @@ _unread_calls = msgspec.msgpack.Decoder(UnreadCall)
 
 @dataclass(slots=True, eq=False)
 class SequenceSender:
-    """Sends one sequence's outputs to its router. Use :meth:`FrontDoorConnection.sender`."""
+    """Sends one sequence's outputs to its router. Use :meth:`RouterConnection.sender`."""
 
-    connection: FrontDoorConnection
+    connection: RouterConnection
     number: int
     position: int
     stop: Callable[[], object]
@@ -95,7 +95,7 @@ class SequenceSender:
         self.connection.senders.pop(self.number, None)
 
 
-class FrontDoorConnection(asyncio.Protocol):
+class RouterConnection(asyncio.Protocol):
     """Sends output batches, and receives commands. ``lost`` is called at its end, when every sequence is stopped.
 
     ``address`` is the router's. ``start`` runs commands; its errors end the sequence. A call has ``longest_call``
@@ -140,11 +140,11 @@ class FrontDoorConnection(asyncio.Protocol):
         """Return the sender of a sequence; ``stop`` is called if it is not wanted any more, but not after its end."""
         if number in self._cancelled:
             del self._cancelled[number]
-            raise Conflict(f"door: sequence {number} was cancelled before it began", "door")
+            raise Conflict(f"router: sequence {number} was cancelled before it began", "router")
         if number in self.senders:
-            raise Conflict(f"door: sequence {number} runs already", "door")
+            raise Conflict(f"router: sequence {number} runs already", "router")
         if not self.open:
-            raise FrontDoorUnreachable("door: the router has disconnected", "door")
+            raise RouterUnreachable("router: the router has disconnected", "router")
         sender = self.senders[number] = SequenceSender(self, number, position, stop)
         return sender
 
@@ -211,7 +211,7 @@ class FrontDoorConnection(asyncio.Protocol):
                 transport.write(frame)
                 return True
             if fits(frame):
-                error = FrontDoorUnreachable(f"door: the router has {self._unread()} unread bytes", "door")
+                error = RouterUnreachable(f"router: the router has {self._unread()} unread bytes", "router")
             else:
                 error = BadRequest(
                     f"sampling_params: the output of one step has {len(frame)} bytes, and a message at most "
@@ -268,10 +268,10 @@ class FrontDoorConnection(asyncio.Protocol):
             try:
                 call = self._read(received)
             except TercetError as refusal:
-                self.send(failed_delta(unread.door.number, len(unread.output), refusal))
+                self.send(failed_delta(unread.router.number, len(unread.output), refusal))
             else:
                 with lines_of_request(named):
-                    self._starting.spawn(self._begin(call, unread.door))
+                    self._starting.spawn(self._begin(call, unread.router))
 
     def _read(self, received: msgspec.Raw) -> StartGenerateCall:
         try:
@@ -287,11 +287,11 @@ class FrontDoorConnection(asyncio.Protocol):
             )
         return call
 
-    async def _begin(self, call: StartGenerateCall, door: Destination) -> None:
+    async def _begin(self, call: StartGenerateCall, router: StreamDestination) -> None:
         try:
-            await self._start(call, door)
+            await self._start(call, router)
         except Exception as error:  # it fails its own sequence only
-            self.send(failed_delta(door.number, len(call.output), failure_of(error)))
+            self.send(failed_delta(router.number, len(call.output), failure_of(error)))
 
 
 def failure_of(error: Exception) -> TercetError:
