@@ -19,8 +19,9 @@ class Member:
     ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens`` the prompt tokens of
     those that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` are set by its
     operator. ``reachable`` turns false when a call gets no answer or the engine is stuck, and true again when the
-    router's watch finds it well. ``draining`` is set by its operator, ``stopping`` reported by the engine. ``when_idle``
-    is called each time that its last sequence ends. ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it
+    router's watch finds it well. ``draining`` is set by its operator, ``stopping`` reported by the engine.
+    ``when_idle`` is called each time that its last sequence ends.
+    ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it
     is reported. ``adapters`` are the LoRA adapters that it reports, by name, ``max_adapters`` the number of them that
     one step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes. ``said_stamp`` is the
     adapter stamp of its last report, ``asked_stamp`` the stamp at its last status. ``refused`` is the reason why an

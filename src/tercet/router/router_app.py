@@ -379,7 +379,7 @@ _ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Aske
 
 
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
-    """PooledAnswer with an error, in the form of the API that is asked."""
+    """Answer with an error, in the form of the API that is asked."""
     error: TercetError = scope[ERROR]
     await _answer(send, error.status, error_body(_path_of(scope), error), error_headers(error))
 
@@ -404,7 +404,7 @@ async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 
 async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
-    """PooledAnswer as a server did; without an end if it broke off, at which the connection to the client is closed."""
+    """Answer as a server did; without an end if it broke off, at which the connection to the client is closed."""
     answer: PooledAnswer = scope[ANSWER]
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
     try:

@@ -122,11 +122,9 @@ async def pooling(embedders: list[Server]) -> AsyncIterator[PoolingServers]:
 
 
 @pytest.fixture
-async def client(
-    live_router: LiveRouter, metrics: Metrics, pooling: PoolingServers
-) -> AsyncIterator[httpx.AsyncClient]:
-    gate = Gate(Limits(), live_router.fleet, metrics)
-    front = RouterApp(nothing_here, None, gate, ("key",), live_router.service.program_called, 10_000, pooling=pooling)
+async def client(router: LiveRouter, metrics: Metrics, pooling: PoolingServers) -> AsyncIterator[httpx.AsyncClient]:
+    gate = Gate(Limits(), router.fleet, metrics)
+    front = RouterApp(nothing_here, None, gate, ("key",), router.service.program_called, 10_000, pooling=pooling)
     transport = httpx.ASGITransport(front)
     headers = {"authorization": "Bearer key"}
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as found:
@@ -169,7 +167,7 @@ async def asked_through(front: RouterApp, body: bytes, scope: dict[str, Any]) ->
     return sent
 
 
-async def test_requests_and_answers_pass_byte_for_byte(live_router: LiveRouter, metrics: Metrics) -> None:
+async def test_requests_and_answers_pass_byte_for_byte(router: LiveRouter, metrics: Metrics) -> None:
     packed = gzip.compress(b"y" * 1000)
     said = [
         (b"Content-Type", b"application/octet-stream"), (b"Content-Encoding", b"gzip"), (b"X-Latin", b"caf\xe9"),
@@ -184,7 +182,7 @@ async def test_requests_and_answers_pass_byte_for_byte(live_router: LiveRouter, 
         (b"x-latin", b"caf\xe9"), (b"x-long", b"l" * 40_000), (b"x-empty", b""),
     ]  # fmt: skip
     dropped = [
-        (b"host", b"live_router"), (b"authorization", b"Bearer key"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
+        (b"host", b"router"), (b"authorization", b"Bearer key"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
         (b"te", b"trailers"), (b"x-prefiller-host-port", b"h:1"), (b"expect", b"100-continue"),
         (b"content-length", b"%d" % len(packed)),
     ]  # fmt: skip
@@ -192,11 +190,9 @@ async def test_requests_and_answers_pass_byte_for_byte(live_router: LiveRouter, 
         "path": "/v1/embeddings", "raw_path": b"/v1%2fembeddings", "query_string": b"a=%2F&b=+",
         "headers": [*fields, *dropped],
     }  # fmt: skip
-    gate = Gate(Limits(), live_router.fleet, metrics)
+    gate = Gate(Limits(), router.fleet, metrics)
     async with raw_server(answer=models) as server, PoolingServers([server.url], SECRET) as pooling:
-        front = RouterApp(
-            nothing_here, None, gate, ("key",), live_router.service.program_called, 10_000, pooling=pooling
-        )
+        front = RouterApp(nothing_here, None, gate, ("key",), router.service.program_called, 10_000, pooling=pooling)
         await pooling.look()
         server.answer = answer
         heard = list[Any]()
@@ -241,11 +237,11 @@ async def test_a_password_is_shown_to_its_server_and_to_nobody_else(embedders: l
 
 
 async def test_what_is_in_flight_counts_them_and_the_room_of_engines_does_not(
-    live_router: LiveRouter, metrics: Metrics, pooling: PoolingServers, embedders: list[Server]
+    router: LiveRouter, metrics: Metrics, pooling: PoolingServers, embedders: list[Server]
 ) -> None:
     limits = Limits(in_flight=2, in_flight_per_engine=1, queued=0)
-    gate = Gate(limits, live_router.fleet, metrics)
-    front = RouterApp(nothing_here, None, gate, (), live_router.service.program_called, 10_000, pooling=pooling)
+    gate = Gate(limits, router.fleet, metrics)
+    front = RouterApp(nothing_here, None, gate, (), router.service.program_called, 10_000, pooling=pooling)
     embedders[2].go.clear()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
 
@@ -416,14 +412,14 @@ async def test_a_client_that_leaves_ends_its_request(embedders: list[Server], po
     assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
 
 
-async def test_without_such_servers_vllm_answers(live_router: LiveRouter, metrics: Metrics) -> None:
+async def test_without_such_servers_vllm_answers(router: LiveRouter, metrics: Metrics) -> None:
     async with PoolingServers(()) as none:
         front = RouterApp(
             nothing_here,
             None,
-            Gate(Limits(), live_router.fleet, metrics),
+            Gate(Limits(), router.fleet, metrics),
             (),
-            live_router.service.program_called,
+            router.service.program_called,
             1000,
             pooling=none,
         )

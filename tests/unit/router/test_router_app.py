@@ -62,11 +62,11 @@ class House:
     """An application behind the router."""
 
     def __init__(
-        self, live_router: LiveRouter, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000
+        self, router: LiveRouter, metrics: Metrics, limits: Limits, keys: tuple[str, ...] = (), size: int = 1000
     ):
         self.app = App()
-        self.gate = Gate(limits, live_router.fleet, metrics)
-        self.front = RouterApp(self.app, None, self.gate, keys, live_router.service.program_called, size)
+        self.gate = Gate(limits, router.fleet, metrics)
+        self.front = RouterApp(self.app, None, self.gate, keys, router.service.program_called, size)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.front), base_url="http://localhost")
 
     async def post(self, path: str = PATH, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -90,15 +90,15 @@ class House:
 
 
 @pytest.fixture
-async def house(live_router: LiveRouter, metrics: Metrics) -> AsyncIterator[House]:
-    house = House(live_router, metrics, Limits(in_flight=2, queued=2, queue_timeout_s=5.0))
+async def house(router: LiveRouter, metrics: Metrics) -> AsyncIterator[House]:
+    house = House(router, metrics, Limits(in_flight=2, queued=2, queue_timeout_s=5.0))
     yield house
     assert house.is_empty
     assert counted("tercet_requests_in_flight") == counted("tercet_requests_queued") == 0
 
 
-async def test_what_is_not_limited_passes(live_router: LiveRouter, metrics: Metrics) -> None:
-    house = House(live_router, metrics, Limits())
+async def test_what_is_not_limited_passes(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits())
     tasks = await house.fill(50, prompt="x")
     assert house.app.running == 50
     house.app.go.set()
@@ -176,23 +176,21 @@ async def test_a_saturated_fleet_answers_429_in_openais_words(house: House) -> N
 
 @pytest.mark.parametrize("allowed", ["http://browser", "http://other"])
 async def test_a_browser_may_read_a_refusal_as_it_may_read_an_answer(
-    live_router: LiveRouter, metrics: Metrics, allowed: str
+    router: LiveRouter, metrics: Metrics, allowed: str
 ) -> None:
     from tercet.router.server import with_cors
 
     args = Namespace(allowed_origins=[allowed], allow_credentials=False, allowed_methods=["*"], allowed_headers=["*"])
-    gate = Gate(Limits(), live_router.fleet, metrics)
-    front = RouterApp(
-        App(), None, gate, ("k",), live_router.service.program_called, 1000, lambda app: with_cors(app, args)
-    )
+    gate = Gate(Limits(), router.fleet, metrics)
+    front = RouterApp(App(), None, gate, ("k",), router.service.program_called, 1000, lambda app: with_cors(app, args))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
         answer = await client.post(PATH, json={}, headers={"origin": "http://browser"})
     assert answer.status_code == 401
     assert answer.headers.get("access-control-allow-origin") == ("http://browser" if "browser" in allowed else None)
 
 
-async def test_who_waits_too_long_is_sent_away(live_router: LiveRouter, metrics: Metrics) -> None:
-    house = House(live_router, metrics, Limits(in_flight=1, queue_timeout_s=0.05))
+async def test_who_waits_too_long_is_sent_away(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(in_flight=1, queue_timeout_s=0.05))
     inside, waiting = await house.fill(2)
     answer = await waiting
     assert answer.status_code == 429
@@ -239,11 +237,9 @@ async def test_routes_that_do_not_generate_take_a_place_too(house: House, path: 
     assert {(await task).status_code for task in (*tasks, waiting)} == {200}
 
 
-async def test_engines_that_are_full_keep_only_out_who_is_for_engines(
-    live_router: LiveRouter, metrics: Metrics
-) -> None:
-    house = House(live_router, metrics, Limits(tokens=1, queued=0))
-    live_router.fleet.member("d").in_flight_tokens = 1
+async def test_engines_that_are_full_keep_only_out_who_is_for_engines(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(tokens=1, queued=0))
+    router.fleet.member("d").in_flight_tokens = 1
     assert (await house.post()).status_code == 429
     assert (await house.post("/tokenize")).status_code == 200
 
@@ -288,9 +284,9 @@ async def settle() -> None:
 @pytest.mark.parametrize("path", ["/health", "/ping", "/live", "/load", "/version", "/metrics", PATH, "/tokenize"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"])
 async def test_without_the_key_no_byte_of_a_body_is_taken(
-    live_router: LiveRouter, metrics: Metrics, path: str, method: str
+    router: LiveRouter, metrics: Metrics, path: str, method: str
 ) -> None:
-    house = House(live_router, metrics, Limits(), keys=("key",))
+    house = House(router, metrics, Limits(), keys=("key",))
     sender = Sender(house.front, path, method)
     sender.send(900)
     async with asyncio.timeout(5):
@@ -300,8 +296,8 @@ async def test_without_the_key_no_byte_of_a_body_is_taken(
     assert house.app.bodies in ([], [b""])
 
 
-async def test_the_largest_of_many_unfinished_bodies_is_let_go(live_router: LiveRouter, metrics: Metrics) -> None:
-    house = House(live_router, metrics, Limits(), size=1000)
+async def test_the_largest_of_many_unfinished_bodies_is_let_go(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(), size=1000)
     senders = [Sender(house.front, PATH) for _ in range(5)]
     for number, sender in enumerate(senders):
         sender.send(900 + number)
@@ -325,11 +321,11 @@ async def test_a_failing_application_gives_its_place_back(house: House) -> None:
     assert (await house.post()).json()["error"]["code"] == "router_failed"
 
 
-async def test_a_fleet_that_grows_lets_those_in_who_wait(live_router: LiveRouter, metrics: Metrics) -> None:
-    house = House(live_router, metrics, Limits(in_flight_per_engine=1))
+async def test_a_fleet_that_grows_lets_those_in_who_wait(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(in_flight_per_engine=1))
     _, waiting = tasks = await house.fill(2)
     assert house.app.running == 1  # of both engines only one decodes
-    live_router.fleet.member("p").role = "both"
+    router.fleet.member("p").role = "both"
     async with asyncio.timeout(5):
         while house.app.running < 2:
             await asyncio.sleep(0.01)
@@ -339,11 +335,11 @@ async def test_a_fleet_that_grows_lets_those_in_who_wait(live_router: LiveRouter
     assert house.is_empty
 
 
-async def test_tokens_on_engines_count(live_router: LiveRouter, metrics: Metrics) -> None:
-    house = House(live_router, metrics, Limits(tokens=100, queued=0))
-    live_router.fleet.member("d").in_flight_tokens = 99
+async def test_tokens_on_engines_count(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(tokens=100, queued=0))
+    router.fleet.member("d").in_flight_tokens = 99
     assert (await house.post()).status_code == 200
-    live_router.fleet.member("d").in_flight_tokens = 100
+    router.fleet.member("d").in_flight_tokens = 100
     assert (await house.post()).status_code == 429
 
 
@@ -419,17 +415,17 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
 # ---- probes --------------------------------------------------------------------------------------------------
 
 
-async def test_it_lives_without_engines_but_is_not_ready(house: House, live_router: LiveRouter) -> None:
+async def test_it_lives_without_engines_but_is_not_ready(house: House, router: LiveRouter) -> None:
     async def status(path: str) -> int:
         return (await house.client.get(path)).status_code
 
     assert (await status("/live"), await status("/health")) == (200, 200)
-    for member in live_router.fleet.members:
+    for member in router.fleet.members:
         member.reachable = False
     assert (await status("/live"), await status("/health"), await status("/ping")) == (200, 503, 503)
-    live_router.fleet.members[0].reachable = True
+    router.fleet.members[0].reachable = True
     assert await status("/health") == 200
-    live_router.fleet.drain(live_router.fleet.members[0].name)
+    router.fleet.drain(router.fleet.members[0].name)
     assert await status("/health") == 503
 
 
@@ -455,9 +451,9 @@ async def test_a_body_that_is_too_large(house: House, announced: bool, method: s
 @pytest.mark.parametrize("shown", [None, "Bearer wrong", "Basic key", "Bearer", "key"])
 @pytest.mark.parametrize("path", [PATH, "/tokenize", "/invocations", "/tercet/v1/engines", "/openapi.json"])
 async def test_without_the_key_nothing_is_done(
-    live_router: LiveRouter, metrics: Metrics, path: str, shown: str | None
+    router: LiveRouter, metrics: Metrics, path: str, shown: str | None
 ) -> None:
-    house = House(live_router, metrics, Limits(in_flight=1), keys=("key", "other"))
+    house = House(router, metrics, Limits(in_flight=1), keys=("key", "other"))
     headers = {} if shown is None else {"authorization": shown}
     answer = await house.post(path, headers)
     assert answer.status_code == 401
@@ -466,14 +462,14 @@ async def test_without_the_key_nothing_is_done(
 
 
 @pytest.mark.parametrize("shown", ["Bearer key", "bearer other"])
-async def test_each_key_opens(live_router: LiveRouter, metrics: Metrics, shown: str) -> None:
-    house = House(live_router, metrics, Limits(), keys=("key", "other"))
+async def test_each_key_opens(router: LiveRouter, metrics: Metrics, shown: str) -> None:
+    house = House(router, metrics, Limits(), keys=("key", "other"))
     assert (await house.post(headers={"authorization": shown})).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
-async def test_probes_and_metrics_need_no_key(live_router: LiveRouter, metrics: Metrics, path: str) -> None:
-    house = House(live_router, metrics, Limits(), keys=("key",))
+async def test_probes_and_metrics_need_no_key(router: LiveRouter, metrics: Metrics, path: str) -> None:
+    house = House(router, metrics, Limits(), keys=("key",))
     assert (await house.client.get(path)).status_code == 200
     assert (await house.client.options(PATH)).status_code == 200
 
@@ -502,9 +498,9 @@ def test_a_trace_is_asked_for_in_more_than_one_word(said: str, wanted: bool) -> 
 
 
 async def test_each_request_is_logged_with_what_became_of_it(
-    live_router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(live_router, metrics, Limits())
+    house = House(router, metrics, Limits())
     monkeypatch.setattr(house.front, "_access_log", True)
     caplog.set_level("INFO", "tercet.access")
     await house.post()
@@ -520,17 +516,17 @@ async def test_each_request_is_logged_with_what_became_of_it(
 
 
 async def test_the_access_log_names_request_model_and_tokens(
-    live_router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        context, programs = current(), ServicePrograms(live_router.service)
+        context, programs = current(), ServicePrograms(router.service)
         for name in ("cmpl-1-0", "cmpl-1-1"):
             request = Request(seq_id=name, prompt=(1, 2, 3), sampling_params={"max_tokens": 5})
             assert [output async for output in programs.run(request, context).stream]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    house = House(live_router, metrics, Limits())
+    house = House(router, metrics, Limits())
     monkeypatch.setattr(house.front, "_app", app)
     monkeypatch.setattr(house.front, "_access_log", True)
     caplog.set_level("INFO", "tercet.access")
@@ -546,7 +542,7 @@ async def test_the_access_log_names_request_model_and_tokens(
     assert len(unnamed["model"]) < 140
 
 
-async def test_what_happens_to_a_request_is_logged_with_its_id(live_router: LiveRouter, metrics: Metrics) -> None:
+async def test_what_happens_to_a_request_is_logged_with_its_id(router: LiveRouter, metrics: Metrics) -> None:
     seen: list[tuple[str, str]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -559,7 +555,7 @@ async def test_what_happens_to_a_request_is_logged_with_its_id(live_router: Live
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    house = House(live_router, metrics, Limits())
+    house = House(router, metrics, Limits())
     house.front._app = app
     await house.post(headers={"x-request-id": "mine"})
     await house.post()

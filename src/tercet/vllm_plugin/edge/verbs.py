@@ -127,9 +127,8 @@ class EngineVerbs:
         events = description.kv_events
         self._kv_events = None if events is None else KVEvents(**events, epoch=self.incarnation)
         self.meter = LoadMeter(client, probe, adapters)
-        self.router_connections = RouterConnections(
-            name, self.incarnation, self.meter.load, self.stream_generate, longest_call
-        )
+        start, load = self.stream_generate, self.meter.load
+        self.router_connections = RouterConnections(name, self.incarnation, load, start, longest_call)
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
@@ -460,8 +459,8 @@ class EngineVerbs:
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
         """Pass a proposal to move a sequence on to the router that runs it.
 
-        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no router
-        receives its tokens.
+        ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no
+        router receives its tokens.
         """
         self._generated.propose_move(seq_id, call)
 
