@@ -20,6 +20,7 @@ from tercet.transport import CORE_WORDS, Push, PushCached, SendDone, core_word
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import SendParams, TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import sending as edge_sending
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 from tercet.vllm_plugin.edge.block_tables import (
@@ -137,7 +138,7 @@ class SilentCore(CoreCalls):
         await self.goes_on.wait()
         if method == "status":
             return {}
-        return [Push(args[2].send_id, 0, (1, 2, 3, 4))] if method is core_methods.push_cached else None
+        return [Push(args[1].send_id, 0, (1, 2, 3, 4))] if method is core_methods.push_cached else None
 
 
 @dataclass
@@ -162,7 +163,7 @@ class Standing:
         self.probe = LivenessProbe(partial(self.core.call, "status"), [], [])
         await self.probe.start()
         self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), self.probe, NO_ADAPTERS)
-        request = LLMRequest(client, TOKENS[:40], {}, TercetParams("token"), 0, "salt")
+        request = LLMRequest(client, KeyedPrompt(TOKENS[:40], "salt"), {}, TercetParams("token"))
         decoding = DecodingSequence("r", 1, request, TOKENS[:40], lambda cached: Usage(), lambda begun: None)
         self.verbs._generated.add(decoding)
         decoding.told(Output(tuple(TOKENS[40:])))

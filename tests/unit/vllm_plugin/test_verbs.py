@@ -42,7 +42,7 @@ class Core(CoreCalls):
         self.asked.set()
         if self.hangs:
             await asyncio.Event().wait()
-        return [Push(args[2].send_id, 0, (1, 2, 3))] if self.cached else None
+        return [Push(args[1].send_id, 0, (1, 2, 3))] if self.cached else None
 
 
 class Client:

@@ -80,7 +80,7 @@ class GeneratingVerb:
             call.seq_id,
             number,
             request,
-            known.tokens,
+            [*known.tokens],
             lambda cached: usage_of(total, cached, claimed),
             ended,
             self._reader.model_of(call),
@@ -90,16 +90,14 @@ class GeneratingVerb:
 
     def _request(self, call: StartGenerateCall, prompt: KeyedPrompt, seq: SeqParams) -> LLMRequest:
         sampling, ours = call.sampling_params, TercetParams(self._token, seq=seq)
-        return LLMRequest(
-            self._client, prompt.tokens, sampling, ours, call.priority, prompt.salt, prompt.adapter, call.mm_features
-        )  # fmt: skip
+        return LLMRequest(self._client, prompt, sampling, ours, call.priority, call.mm_features)
 
     async def _claimed(self, seq_id: str, known: KeyedPrompt) -> EdgeLease | None:
         """The sequence's lease, for a request with these ``known`` tokens, once no peer writes under it any more.
 
         None without one, and at a timeout: the sequence computes by itself.
         """
-        claimed = self._leases.claim(seq_id, known.tokens, known.salt, known.adapter, known.features)
+        claimed = self._leases.claim(seq_id, known)
         if claimed is None:
             return None
         aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -41,22 +41,21 @@ class ReceivingVerb:
         if end == 0:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
         prompt = (await self._reader.keyed(call, tokens)).first(end)
-        salt, adapter, features = prompt.salt, prompt.adapter, prompt.features
         if call.lease is not None:
-            held = await self._leases.extend(call.lease, call.seq_id, prompt.tokens, salt, adapter, features)
+            held = await self._leases.extend(call.lease, call.seq_id, prompt)
             there = held.committed // self._layout.block_size * self._layout.block_size
             return self._reserved(held, max(held.matched_len, there))
         if self._work.generates(call.seq_id) or self._leases.holds(call.seq_id):
             raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
         ttl = min(call.ttl or self._about.lease_ttl, self._about.lease_ttl)
-        held = await self._leases.reserve(call.seq_id, prompt.tokens, salt, ttl, self._notify, adapter, features)
+        held = await self._leases.reserve(call.seq_id, prompt, ttl, self._notify)
         return self._reserved(held, held.matched_len)
 
     def _reserved(self, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
         ranks = tuple(RankAddress(rank, tuple(addresses)) for rank, addresses in enumerate(self._about.transports))
-        begin, end = held.matched_len, len(held.tokens)
+        begin, end = held.matched_len, len(held.prompt.tokens)
         begins = held.group_begins if self._layout.groups else ()
-        digest = digest_of(held.adapter)
+        digest = digest_of(held.prompt.adapter)
         info = KVAddrInfo(
             held.lease, self._name, begin, end, "tcp", ranks, self._layout, group_begins=begins, adapter=digest
         )  # fmt: skip

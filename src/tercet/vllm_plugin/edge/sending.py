@@ -127,9 +127,7 @@ class SendingVerb:
 
     def _request(self, call: RemoteSendCall, prompt: KeyedPrompt, params: SendParams) -> LLMRequest:
         sampling, ours = call.sampling_params if call.sample else {}, TercetParams(self._about.token, send=params)
-        return LLMRequest(
-            self._client, prompt.tokens, sampling, ours, call.priority, prompt.salt, prompt.adapter, call.mm_features
-        )  # fmt: skip
+        return LLMRequest(self._client, prompt, sampling, ours, call.priority, call.mm_features)
 
     async def _cached(self, prompt: KeyedPrompt, params: SendParams) -> tuple[list[Push] | None, int | None]:
         """What to push of KV that is fully here, if it is; and the core's word that guarantees unpinned blocks.
@@ -137,18 +135,15 @@ class SendingVerb:
         A stuck core pins nothing, but has published the places of its sequences. If it continues, it handles the
         pending call, and then the end of the send, which unpins the blocks.
         """
-        tokens, salt, adapter, features = prompt.tokens, prompt.salt, prompt.adapter, prompt.features
-        asked = asyncio.ensure_future(
-            self._core.call(core_methods.push_cached, tokens, salt, params, adapter, features)
-        )
-        if self._bypass is None or not self._generated.beginning_with(tokens, salt, adapter, features):
+        asked = asyncio.ensure_future(self._core.call(core_methods.push_cached, prompt, params))
+        if self._bypass is None or not self._generated.beginning_with(prompt):
             return await asked, None
         silent = asyncio.ensure_future(self._probe.core_stands_still(BYPASS_SECONDS))
         try:
             await asyncio.wait({asked, silent}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
                 return asked.result(), None
-            owners = [each.number for each in self._generated.beginning_with(tokens, salt, adapter, features)]
+            owners = [each.number for each in self._generated.beginning_with(prompt)]
             pushes, word = self._bypass.find(owners, params)
             agent_metrics.sends_bypassing.inc()
             logger.warning("the core has made no progress for %.1f s: sending KV without it", silent.result())
