@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from tercet.cli import app
 from tercet.decisions.migration import Stage
-from tercet.router import admin
+from tercet.router.admin.programs import version_shown
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics
@@ -76,7 +76,7 @@ def tercet(router: Running, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def plan_of(router: Running) -> dict[str, Any]:
-    return json.loads(json.dumps(admin._version(router.live_router.service.routing.current)))
+    return json.loads(json.dumps(version_shown(router.live_router.service.routing.current)))
 
 
 def test_show_and_set(router: Running, tercet: Any) -> None:
