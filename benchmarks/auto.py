@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from renamed_flags import refuse_renamed
 
 from tercet.decisions.scheduling import load_scheduling
 from tercet.lab.bench.compare import STATISTICS, Floats, ratio_interval
@@ -125,7 +124,6 @@ def main() -> None:
     parser.add_argument("--programs", type=_programs, default=list(PROGRAMS), help="auto, and some of the static ones")
     parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
     parser.add_argument("--num-prompts", type=int, help="per run")
-    refuse_renamed(parser, rates="--request-rate", requests="--num-prompts")
     parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
     parser.add_argument("--max-num-batched-tokens", type=int, help="of simulated engines")
     given = parser.parse_args()

@@ -35,7 +35,6 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 from msgspec.structs import replace
-from renamed_flags import refuse_renamed
 
 from tercet.cluster.model import resolve_model
 from tercet.lab.bench.bench_config import ServeConfig
@@ -91,7 +90,6 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the fleet's router")
     parser.add_argument("--profile", type=Path, required=True, help="a profile's file; measured if it is not there")
     parser.add_argument("--num-prompts", type=int, default=40, help="requests of each run")
-    refuse_renamed(parser, requests="--num-prompts")
     parser.add_argument("--rounds", type=int, default=2, help="how often each workload runs under each program")
     parser.add_argument("--max-step-tokens", type=int, default=512, help="the engines' --max-num-batched-tokens")
     parser.add_argument("--repeats", type=int, default=3, help="of the profile's measurements")

@@ -14,7 +14,6 @@ import typer.main
 
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
-from tercet.cli.renamed_options import RENAMED
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.cli.unknown_variables import unknown_variables
 from tercet.protocol import TercetError
@@ -110,8 +109,6 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 def _nearest(error: Any) -> str:
     """The option that was probably meant, and all that the command has."""
     path = error.ctx.command_path
-    if now := RENAMED.get(path, {}).get(error.option_name):
-        return f"it is now {now}; see {path} --help"
     given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
     known = sorted(name for name in given if name.startswith("--"))
     hint = near(error.option_name, known)

@@ -175,11 +175,10 @@ def _path(name: str) -> str:
 def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     """One engine, in a line."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
-    refused: str = engine.get("refused", "")  # an older router does not say it
-    state = leaving or ("serving" if engine["reachable"] else "refused" if refused else "unreachable")
+    state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
-        f"{refused or _report(engine['report'])}"
+        f"{engine['refused'] or _report(engine['report'])}"
     )
 
 

@@ -23,6 +23,7 @@ from tercet.lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.lab.sim.step_times import Transfer, pairs_of
 from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE
+from tercet.settings.extras import import_extra
 from tercet.settings.router_config import engine_address
 from tercet.wire.client import HttpEngine
 
@@ -116,6 +117,7 @@ def measure_engine(
     - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2@here --request-rate 1`
     """
     require_folder(output, "--output")
+    import_extra("scipy.optimize", "tercet profile measure")
     if len(engine) > 2:
         raise BadRequest("--engine: one is measured, and a second one receives; there is no use for more", "--engine")
     plan = MeasurementPlan(
