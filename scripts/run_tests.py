@@ -33,8 +33,8 @@ MOST_SECONDS = 4000
 
 # A test that ignores its timeout ends its process after so many seconds, with all stacks.
 STUCK = ("-o", "faulthandler_exit_on_timeout=true", "-o")
-UNIT = (*STUCK, "faulthandler_timeout=600", "--numprocesses", "3", "--dist", "worksteal",
-        "tests/unit", "tests/fuzz", "tests/conformance")  # fmt: skip
+UNIT = "@tests/unit.args"
+"""Which folders are the unit tests, and how they run: pytest reads the file; the Makefile names it, too."""
 ENGINES = (*STUCK, "faulthandler_timeout=1000")
 
 
@@ -54,7 +54,7 @@ ENGINE_LANE = (
 )
 OTHER_LANE = (
     Part("style", command=("make", "--no-print-directory", "lint", "docs")),
-    Part("unit", ("-q", "--hypothesis-profile", "quick", *UNIT)),
+    Part("unit", ("-q", "--hypothesis-profile", "quick", UNIT)),
     Part("charts", (*STUCK, "faulthandler_timeout=600", "tests/kubernetes")),
     Part("envoy", (*STUCK, "faulthandler_timeout=600", "tests/envoy")),
 )
