@@ -16,7 +16,6 @@ import numpy as np
 from tercet.transport.region import CORE_WORDS, WORD_BYTES, WORDS
 
 
-
 class CoreWords:
     """The core's words in one rank's region, mapped by the core itself."""
 
