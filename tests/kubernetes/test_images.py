@@ -105,7 +105,7 @@ STARTED = (
 )
 
 
-@pytest.mark.parametrize("command", ["epp", "rescheduler", "sidecar", "engines list"])
+@pytest.mark.parametrize("command", ["epp", "rescheduler", "sidecar", "status"])
 def test_the_small_image_has_enough(command: str) -> None:
     arguments = [",".join(pins("gateway.txt")), ",".join(STARTED), *command.split(), "--help"]
     done = subprocess.run([sys.executable, "-c", ONLY, *arguments], capture_output=True, text=True, check=False)

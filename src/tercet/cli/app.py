@@ -56,8 +56,7 @@ def tercet(
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet status` shows a running one, `tercet chat` talks to it, `tercet down` ends one in the background.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program`, `tercet scheduling`, `tercet engines`, `tercet adapters` and `tercet moves` change them while
-      traffic flows.
+    - `tercet program`, `tercet engines`, `tercet adapters` and `tercet moves` change them while traffic flows.
     """
     if context.invoked_subcommand in SERVERS:
         for line in unknown_variables(context.invoked_subcommand or ""):
