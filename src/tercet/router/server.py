@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
-from tercet.aio.importing import without_collections
+from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
@@ -135,7 +135,9 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 def _import_vllm(config: RouterConfig) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
     from tercet.vllm_plugin.start.log_noise import errors_only
+    from tercet.vllm_plugin.start.server import RESAMPLING
 
+    import_late(RESAMPLING)
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     with without_collections():
         from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
