@@ -247,7 +247,7 @@ def test_decisions_are_listed_in_the_order_of_their_numbers() -> None:
         (missing_paths, "tests/unit/no_such_folder"),
         (missing_words, "no_such_" + "word"),
         (missing_members, "LeaseTimers.nothing"),
-        (missing_flags, "--no-such-" + "flag"),
+        pytest.param(missing_flags, "--no-such-" + "flag", marks=pytest.mark.vllm),
         (missing_commands, "tercet nothing"),
         (missing_commands, "tercet engines nothing"),
     ],
