@@ -24,6 +24,7 @@ from tercet.protocol.multimodal import MultiModalFeatures
 from tercet.protocol.wire import API_PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
 from tercet.router.admin_access import ADMITTED
 from tercet.router.fleet_state import FleetState
+from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.named_files import NamedFiles
 from tercet.router.proposals import pass_on
@@ -209,7 +210,7 @@ async def set_program(request: Request) -> Response:
     return _json(_programs(shared.service), behind=behind)
 
 
-def _programs(service: Service) -> dict[str, Any]:
+def _programs(service: Service[Metrics]) -> dict[str, Any]:
     routing = service.routing
     return {
         **_version(routing.current),

@@ -195,6 +195,8 @@ class Routing:
     def choose(self, headers: Mapping[str, str], model: str, draw: float) -> Chosen:
         """The program of a request; ``draw`` is a random number from ``[0, 1)``."""
         plan = self.current.plan
+        if plan.program is not None and not plan.rules:
+            return self._chosen(plan.name or plan.program)
         rule = next((rule for rule in plan.rules if rule.covers(headers, model)), None)
         arm = rule or _share(plan, _sticky(plan, headers, draw))
         return self._chosen(arm.label)
