@@ -48,15 +48,16 @@ reference: setup ## write docs/reference anew from what the code declares
 
 # A test whose own limit was swallowed, or that does not come back from it, ends its process, and its stacks are shown.
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
-UNIT = $(STUCK)=600 --numprocesses 3 --dist worksteal tests/unit tests/fuzz tests/conformance
+# Folders of the unit tests, and how they run; scripts/run_tests.py names the same file.
+UNIT := @tests/unit.args
 check: setup ## style, types of src, the manual and the fast tests, with few examples of each property
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@# Types take as long as all the rest, on one core: they are checked beside it, and what is wrong is said in the end.
-	@said=$$(mktemp); $(BIN)/pyright src >$$said 2>&1 & types=$$!; \
+	@said=$$(mktemp); $(BIN)/python -m scripts.types_of_src >$$said 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null || true; rm -f $$said' EXIT; \
 	$(MANUAL); \
-	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT); \
+	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT) --numprocesses 2; \
 	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 
 test: setup ## style, all types, all unit tests, charts, a real Envoy and real engines; at the end what failed and what took longest
@@ -69,7 +70,7 @@ quick: setup ## style, and the fast tests of the rooms that differ from the last
 	$(BIN)/python -m scripts.quick
 
 # Beyond `make test`; docs/howto/test.md lists what runs here alone.
-LONG := moves_back_and_forth bypass moves_hostile router program_swaps sidecar plain_vllm
+LONG := moves_back_and_forth bypass moves_hostile router program_swaps sidecar plain_vllm chaos frozen starts
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps, engines lost while they prefill
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -m 'processes or slow or hypothesis' $(UNIT)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target build/triton -r requirements/triton.txt

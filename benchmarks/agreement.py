@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from renamed_flags import refuse_renamed
 
 from tercet.cluster.model import resolve_model
 from tercet.lab.bench.compare import STATISTICS, Floats, ratio_interval
@@ -173,7 +172,6 @@ def main() -> None:
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--request-rate", type=float, default=2.0, help="requests per second")
     load.add_argument("--concurrency", type=int, help="a closed loop of so many instead")
-    refuse_renamed(parser, rate="--request-rate", users="--concurrency")
     parser.add_argument("--poisson", action="store_true", help="Poisson arrivals instead of a constant rate")
     args = parser.parse_args()
     traffic = Traffic(

@@ -7,7 +7,7 @@
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
 fleet, in the interleaved rounds of ``tercet bench compare``; the router keeps its engines and cost model, and is
 left with the plan that it gets here. For ``cache_aware`` it wants ``--scheduling benchmarks/cache_aware.yaml``, which
-simulated runs take by themselves. With a profile of your own (`tercet profile measure`) mixes and rates are those of a
+simulated runs take by themselves. With a profile of your own (`tercet profile --engine`) mixes and rates are those of a
 running fleet.
 
 The last column is the mean JCT of ``auto`` over that of the best static program; on a running fleet with its 95 %
@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from renamed_flags import refuse_renamed
 
 from tercet.decisions.scheduling import load_scheduling
 from tercet.lab.bench.compare import STATISTICS, Floats, ratio_interval
@@ -125,7 +124,6 @@ def main() -> None:
     parser.add_argument("--programs", type=_programs, default=list(PROGRAMS), help="auto, and some of the static ones")
     parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
     parser.add_argument("--num-prompts", type=int, help="per run")
-    refuse_renamed(parser, rates="--request-rate", requests="--num-prompts")
     parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
     parser.add_argument("--max-num-batched-tokens", type=int, help="of simulated engines")
     given = parser.parse_args()

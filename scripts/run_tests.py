@@ -33,8 +33,8 @@ MOST_SECONDS = 4000
 
 # A test that ignores its timeout ends its process after so many seconds, with all stacks.
 STUCK = ("-o", "faulthandler_exit_on_timeout=true", "-o")
-UNIT = (*STUCK, "faulthandler_timeout=600", "--numprocesses", "3", "--dist", "worksteal",
-        "tests/unit", "tests/fuzz", "tests/conformance")  # fmt: skip
+UNIT = "@tests/unit.args"
+"""Which folders are the unit tests, and how they run: pytest reads the file; the Makefile names it, too."""
 ENGINES = (*STUCK, "faulthandler_timeout=1000")
 
 
@@ -54,7 +54,7 @@ ENGINE_LANE = (
 )
 OTHER_LANE = (
     Part("style", command=("make", "--no-print-directory", "lint", "docs")),
-    Part("unit", ("-q", "--hypothesis-profile", "quick", *UNIT)),
+    Part("unit", ("-q", "--hypothesis-profile", "quick", UNIT)),
     Part("charts", (*STUCK, "faulthandler_timeout=600", "tests/kubernetes")),
     Part("envoy", (*STUCK, "faulthandler_timeout=600", "tests/envoy")),
 )
@@ -127,7 +127,7 @@ def judge(name: str, first: Iterable[str], code: int, second: Iterable[str]) -> 
 
 def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={RESULTS / part.name}",
-               f"--junitxml={_report_of(part)}", *part.pytest, *more]  # fmt: skip
+               f"--junitxml={_report_of(part, again=bool(more))}", *part.pytest, *more]  # fmt: skip
     return _said(part.name, command, aside=aside)
 
 
@@ -163,8 +163,8 @@ def _kill_all(pid: int) -> None:
     psutil.wait_procs(below, timeout=30)
 
 
-def _report_of(part: Part) -> Path:
-    return RESULTS / f"{part.name}.xml"
+def _report_of(part: Part, *, again: bool = False) -> Path:
+    return RESULTS / f"{part.name}{'-again' if again else ''}.xml"
 
 
 def _last_failed(part: Part) -> list[str]:

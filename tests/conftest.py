@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.abc
+import importlib.machinery
+import re
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -23,15 +29,53 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Their files import vLLM, and `make check` does not read them.
-IMPORT_VLLM = ("tests/unit/vllm_plugin", "tests/fuzz", "tests/unit/router/test_with_vllm.py")
+# Their files import vLLM or torch, and `make check` does not read them.
+IMPORT_VLLM = (
+    "tests/unit/vllm_plugin",
+    "tests/fuzz",
+    "tests/unit/router/test_with_vllm.py",
+    "tests/unit/transport/memory/test_lazy_device.py",
+    "tests/unit/transport/memory/test_staged.py",
+    "tests/unit/transport/test_nixl_device.py",
+)
+# All tests of a file that says so are left out: it is not imported either.
+LEFT_OUT = re.compile(r"^pytestmark = .*pytest\.mark\.(processes|slow)\b", re.MULTILINE)
+
+
+def without_vllm(config: pytest.Config) -> bool:
+    """Whether this run is that of `make check`, which computes in no process what takes ten seconds to import."""
+    return "not vllm" in config.option.markexpr
+
+
+class NotInCheck(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Refuses to import vLLM and torch; whether they are installed can be found out all the same."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in ("vllm", "torch") or (found := PathFinder.find_spec(fullname, path, target)) is None:
+            return None
+        found.loader = self
+        return found
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        raise RuntimeError(f"`make check` does not import {spec.name}: mark the test `vllm`, or add it to IMPORT_VLLM")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if without_vllm(config):
+        sys.meta_path.insert(0, NotInCheck())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Whether a path has only tests that the expression of `make check` leaves out."""
-    if "not vllm" not in config.option.markexpr:
+    if not without_vllm(config):
         return None
-    return collection_path.relative_to(config.rootpath).as_posix() in IMPORT_VLLM or None
+    if collection_path.relative_to(config.rootpath).as_posix() in IMPORT_VLLM:
+        return True
+    if collection_path.suffix != ".py" or (found := LEFT_OUT.search(collection_path.read_text())) is None:
+        return None
+    return f"not {found[1]}" in config.option.markexpr or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

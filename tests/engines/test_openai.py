@@ -144,10 +144,10 @@ async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
         return response.status, [msgspec.json.decode(line) for line in lines if line != "[DONE]"]
 
 
-async def both(fleet: Fleet, path: str, body: Any) -> tuple[Any, Any]:
+async def both(fleet: Fleet, path: str, body: Any, router: str | None = None) -> tuple[Any, Any]:
     """The router's answer and the engine's, with the same status and without what is different each time."""
     (status, ours), (expected, theirs) = [
-        await post(url, path, body) for url in (fleet.url, fleet.engine_url("prefill"))
+        await post(url, path, body) for url in (router or fleet.url, fleet.engine_url("prefill"))
     ]
     assert status == expected, (ours, theirs)
     return lasting(ours), lasting(named(theirs))
@@ -203,18 +203,32 @@ async def test_chat_completions(fleet: Fleet, case: str) -> None:
     assert ours == theirs
 
 
+@pytest.fixture(scope="module")
+def of_vllms_own_path(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Another router over the same engines, without the fast path, whose vLLM layer parses tool calls."""
+    flags = ("--fast-path", "off", "--program-arg", "min_send=1", "--", "--enable-auto-tool-choice")
+    flags += ("--tool-call-parser", "hermes")
+    with router_over(fleet.engine_urls(), tmp_path_factory.mktemp("of_vllms_own_path"), *flags) as url:
+        yield url
+
+
+@pytest.fixture(params=["fast path", "vLLM's own path"])
+def router(request: pytest.FixtureRequest, fleet: Fleet) -> str:
+    return fleet.url if request.param == "fast path" else request.getfixturevalue("of_vllms_own_path")
+
+
 @pytest.mark.parametrize("case", ["greedy", "several choices", "logprobs", "stop", "echo", "several prompts", "regex"])
-async def test_streamed_completions(fleet: Fleet, case: str) -> None:
+async def test_streamed_completions(fleet: Fleet, router: str, case: str) -> None:
     body = {**BASE, "prompt": PROMPT, **COMPLETIONS[case], "stream": True, "stream_options": {"include_usage": True}}
-    ours, theirs = await both(fleet, "/v1/completions", body)
+    ours, theirs = await both(fleet, "/v1/completions", body, router)
     assert joined(ours) == joined(theirs)
     assert ours[-1]["usage"] == theirs[-1]["usage"]
 
 
 @pytest.mark.parametrize("case", ["greedy", "several choices", "logprobs", "stop", "json schema"])
-async def test_streamed_chat_completions(fleet: Fleet, case: str) -> None:
+async def test_streamed_chat_completions(fleet: Fleet, router: str, case: str) -> None:
     body = {**BASE, "messages": QUESTION, **CHATS[case], "stream": True, "stream_options": {"include_usage": True}}
-    ours, theirs = await both(fleet, "/v1/chat/completions", body)
+    ours, theirs = await both(fleet, "/v1/chat/completions", body, router)
     assert joined(ours) == joined(theirs)
     assert ours[-1]["usage"] == theirs[-1]["usage"]
 
@@ -288,17 +302,9 @@ async def test_refusals(fleet: Fleet, case: str) -> None:
     assert "message" in ours.get("error", ours) or "detail" in ours
 
 
-@pytest.fixture(scope="module")
-def with_tools(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Another router over the same engines, whose vLLM layer parses tool calls."""
-    flags = ("--program-arg", "min_send=1", "--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with router_over(fleet.engine_urls(), tmp_path_factory.mktemp("with_tools"), *flags) as url:
-        yield url
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named"])
-async def test_tool_calls(with_tools: str, choice: str, stream: bool) -> None:
+async def test_tool_calls(of_vllms_own_path: str, choice: str, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "paint"}}
     tokenizer = Tokenizer.from_file(str(small_llama() / "tokenizer.json"))
     # JSON may have any number of spaces and an array any number of items, and the model likes both.
@@ -309,7 +315,7 @@ async def test_tool_calls(with_tools: str, choice: str, stream: bool) -> None:
         "tool_choice": named if choice == "named" else choice, "stream": stream,
         "logit_bias": going_on, "parallel_tool_calls": False,
     }  # fmt: skip
-    status, answer = await post(with_tools, "/v1/chat/completions", fields)
+    status, answer = await post(of_vllms_own_path, "/v1/chat/completions", fields)
     assert status == 200, answer
     if stream:
         calls = [call for event in answer for c in event["choices"] for call in c["delta"].get("tool_calls") or ()]

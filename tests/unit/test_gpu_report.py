@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from scripts.gpu_report import __main__ as report
 from scripts.gpu_report import answers as asking
 from scripts.gpu_report import copies, random_model, servers
@@ -107,10 +106,13 @@ def test_without_a_device_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.processes
 def test_a_way_that_cannot_be_had_says_why() -> None:
     """In a process of its own; here, without a device."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
     with pytest.raises(RuntimeError, match=r"NVIDIA|CUDA|device"):
         copies.measured("plain_out")
 

@@ -169,6 +169,15 @@ def test_the_rule_itself(file: str, text: str, wrong: bool) -> None:
     assert bool(points_wrong(found)) is wrong
 
 
+def test_files_of_the_plugin_import_vllm_or_their_package_says_why_not() -> None:
+    libraries = ENGINE_LIBRARIES | {"transformers"}
+    those_that_do = {found.file for found in all_imports() if found.library in libraries}
+    for path in sorted((SOURCE / "vllm_plugin").glob("*/*.py")):
+        if path.stem != "__init__" and path.relative_to(SOURCE).as_posix() not in those_that_do:
+            why = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
+            assert f"``{path.stem}``" in why.partition("Without an import of vLLM")[2], f"{path}: say why it is here"
+
+
 @pytest.mark.parametrize(
     ("file", "text", "wrong"),
     [

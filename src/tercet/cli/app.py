@@ -14,7 +14,6 @@ import typer.main
 
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
-from tercet.cli.renamed_options import RENAMED
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.cli.unknown_variables import unknown_variables
 from tercet.protocol import TercetError
@@ -57,8 +56,7 @@ def tercet(
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet status` shows a running one, `tercet chat` talks to it, `tercet down` ends one in the background.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program`, `tercet scheduling`, `tercet engines`, `tercet adapters` and `tercet moves` change them while
-      traffic flows.
+    - `tercet program`, `tercet engines`, `tercet adapters` and `tercet moves` change them while traffic flows.
     """
     if context.invoked_subcommand in SERVERS:
         for line in unknown_variables(context.invoked_subcommand or ""):
@@ -110,8 +108,6 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 def _nearest(error: Any) -> str:
     """The option that was probably meant, and all that the command has."""
     path = error.ctx.command_path
-    if now := RENAMED.get(path, {}).get(error.option_name):
-        return f"it is now {now}; see {path} --help"
     given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
     known = sorted(name for name in given if name.startswith("--"))
     hint = near(error.option_name, known)

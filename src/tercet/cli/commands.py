@@ -15,8 +15,8 @@ import typer.main
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "scheduling": "fleet_commands",
-    "moves": "moves", "bench": "bench", "sim": "sim", "profile": "profile",
+    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves",
+    "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 
 

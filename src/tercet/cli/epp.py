@@ -10,6 +10,7 @@ from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
 from tercet.gateway import require_usable, serve
 from tercet.settings import PickerConfig
+from tercet.settings.extras import require_extra
 
 
 @settings_command(PickerConfig)
@@ -24,6 +25,7 @@ def epp(config: PickerConfig) -> None:
     - `tercet epp --pool-name qwen`, in a pod of Kubernetes
     - `tercet epp --engine http://10.0.0.5:8001 --scheduling endpoint-picker-config.yaml --render-model ~/models/qwen`
     """
+    require_extra("gateway", "tercet epp")
     if config.render_model is not None:
         config = msgspec.structs.replace(config, render_model=resolve_model(config.render_model, note))
     require_usable(config)

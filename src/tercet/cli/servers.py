@@ -60,7 +60,7 @@ def engine(
     print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and stop.")] = False,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="PROFILE", help="Compute nothing, at the pace of a profile; see `tercet profile list`."),
+        typer.Option(metavar="PROFILE", help="Compute nothing, at the pace of a profile; see `tercet profile`."),
     ] = None,
     option: Annotated[
         list[str] | None,

@@ -279,7 +279,7 @@ class Gate:
 
     def require_engines(self) -> None:
         """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
-        self._fleet.require_answers()
+        self._fleet.health.require_answers()
 
     @property
     def is_open(self) -> bool:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 
-import msgspec
-
 from tercet.decisions.cost import Costs, Targets
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet.adapters import Declared, agreed, differing, has, wanted_by
+from tercet.fleet.adapters import has, wanted_by
+from tercet.fleet.agreed_adapters import AgreedAdapters
 from tercet.fleet.calls_in_flight import CallsInFlight
+from tercet.fleet.engine_health import EngineHealth
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
-from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
-from tercet.fleet.members import COUNTS, Counted, Member
+from tercet.fleet.liveness import STUCK_AFTER_S, Liveness
+from tercet.fleet.members import Counted, Member
 from tercet.fleet.picking import Picking
+from tercet.fleet.roster import Roster
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
-    AdapterReport,
     BadRequest,
-    Conflict,
     Engine,
     EngineError,
     EngineLoad,
-    EngineStatus,
     EngineUnreachable,
     MoveProposal,
     PrefillRule,
@@ -33,12 +31,9 @@ from tercet.protocol import (
     Role,
     Route,
     TercetError,
-    UnknownAdapter,
-    UnknownEngine,
     WithoutRole,
 )
 from tercet.protocol.trace import FALLBACK, TraceEvent
-from tercet.settings import log_events
 
 
 class EngineFleet:
@@ -51,8 +46,9 @@ class EngineFleet:
     ``scheduling`` has the profiles that picks may name. ``clock`` is monotonic, in seconds. An engine's report older
     than ``stale_after`` seconds counts as unknown, and an engine without progress for ``stuck_after_s`` is stuck.
     ``seed`` makes random picks repeatable. ``knowledge`` holds the engines' reports and events, which their connections
-    pass to it; ``costs`` the observed cost of serving, and the work in flight. ``on_proposal`` receives each move that
-    an engine passes on, with the engine's name, and ``on_report`` each of its reports.
+    pass to it; ``costs`` the observed cost of serving, and the work in flight; ``health`` which engines answer, and
+    ``adapters`` the LoRA adapters that the fleet serves, by name. ``on_proposal`` receives each move that an engine
+    passes on, with the engine's name, and ``on_report`` each of its reports.
     """
 
     def __init__(
@@ -65,35 +61,76 @@ class EngineFleet:
         stuck_after_s: float = STUCK_AFTER_S,
         seed: int | None = None,
     ) -> None:
-        self.liveness = Liveness(stuck_after_s)
+        random = Random(seed)
         self.on_proposal: Callable[[str, MoveProposal], object] = lambda engine, proposal: None
         self.on_report: Callable[[str, EngineLoad], object] = lambda engine, load: None
-        self._clock = clock
-        self._members = {member.name: member for member in members}
-        self._open = list[Member]()
+        self.knowledge = FleetKnowledge(clock, stale_after)
+        self.costs = Costs(clock, random)
+        self.liveness = Liveness(stuck_after_s)
+        self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
+        self._roster = Roster(members, self.knowledge, self._picking)
+        self.health = EngineHealth(self._roster, self.liveness, self.knowledge, self._picking, clock)
+        self.adapters = self._picking.adapters = AgreedAdapters(self._roster)
         self._trace = Trace()
         self._failed: dict[str, TercetError] | None = None
-        self._lost: set[str] = set()
         self._on_generate: Callable[[Generation], object] = lambda _: None
         self._request: Request | None = None
-        self._declared: Declared = ()
-        random = Random(seed)
-        self.knowledge = FleetKnowledge(clock, stale_after)
-        self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
-        self.costs = Costs(clock, random)
-        for member in members:
-            self._follow(member)
-        self._reopen()
+
+    # ---- members -------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> Sequence[Member]:
         """All engines, including those that are being drained."""
-        return list(self._members.values())
+        return self._roster.members
 
     @property
     def open(self) -> Sequence[Member]:
         """Engines that may be picked now; the returned list changes, so do not keep it."""
-        return self._open
+        return self._roster.open
+
+    def member(self, name: str) -> Member:
+        """Return the engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
+        return self._roster.member(name)
+
+    def add(self, member: Member) -> None:
+        """Add an engine, which may be picked at once; raises :class:`~tercet.protocol.Conflict` for a name in use."""
+        self._roster.add(member)
+
+    def remove(self, name: str) -> Member:
+        """Remove an engine. Programs that use it continue with it; ``in_flight`` of the returned member counts them."""
+        member = self._roster.remove(name)
+        self.health.forget(name)
+        self.costs.forget(name)
+        self.adapters.agree()
+        return member
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        """Stop or resume picking an engine; its sequences continue. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        self._roster.drain(name, draining)
+
+    # ---- what engines report -------------------------------------------------------------------------------------
+
+    def report(self, name: str, load: EngineLoad) -> None:
+        """Record an engine's load report; a report of an engine that is not a member is ignored."""
+        self.knowledge.loads.report(name, load)
+        self.health.heard(name, load.stalled_s)
+        self.health.note_stopping(name, load.stopping)
+        member = self._roster.get(name)
+        if member is not None and load.adapters is not None:
+            member.said_stamp = load.adapters.stamp
+        self.on_report(name, load)
+
+    def proposed(self, name: str, proposal: MoveProposal) -> None:
+        """Pass on an engine's proposal to move a sequence that it generates."""
+        self.on_proposal(name, proposal)
+
+    @property
+    def model_dtype(self) -> str:
+        """The dtype in which all engines that reported it compute; empty if they differ."""
+        said = {member.model_dtype for member in self._roster.members if member.model_dtype}
+        return said.pop() if len(said) == 1 else ""
+
+    # ---- a request's view ----------------------------------------------------------------------------------------
 
     def traced(
         self,
@@ -111,6 +148,8 @@ class EngineFleet:
         view._trace, view._failed, view._on_generate = trace, {}, on_generate
         view._request = request
         return view
+
+    # ---- how engines are picked ----------------------------------------------------------------------------------
 
     @property
     def scheduling(self) -> Scheduling:
@@ -130,161 +169,6 @@ class EngineFleet:
     @without_role.setter
     def without_role(self, without_role: WithoutRole) -> None:
         self._picking.without_role = without_role
-
-    def report(self, name: str, load: EngineLoad) -> None:
-        """Record an engine's load report; a report of an engine that is not a member is ignored."""
-        self.knowledge.loads.report(name, load)
-        self.heard(name, load.stalled_s)
-        self._note_stopping(name, load.stopping)
-        member = self._members.get(name)
-        if member is not None and load.adapters is not None:
-            member.said_stamp = load.adapters.stamp
-        self.on_report(name, load)
-
-    @property
-    def model_dtype(self) -> str:
-        """The dtype in which all engines that reported it compute; empty if they differ."""
-        said = {member.model_dtype for member in self._members.values() if member.model_dtype}
-        return said.pop() if len(said) == 1 else ""
-
-    # ---- adapters --------------------------------------------------------------------------------------------
-
-    @property
-    def adapters(self) -> Mapping[str, AdapterReport]:
-        """LoRA adapters that this fleet serves, by name: those of its engines, and those that operators declared."""
-        return self._picking.adapters
-
-    @property
-    def declared(self) -> Declared:
-        """The adapters that every engine of this fleet should have; set it to change them."""
-        return self._declared
-
-    @declared.setter
-    def declared(self, declared: Declared) -> None:
-        self._declared = declared
-        self._agree_on_adapters()
-
-    def has_adapters(self, member: Member, status: EngineStatus) -> None:
-        """Record an engine's LoRA adapters, and the number of them that one step may serve."""
-        member.adapters = {report.name: report for report in status.adapters}
-        member.max_adapters = status.max_adapters
-        self._agree_on_adapters()
-        for engine, report in differing({member.name: member.adapters}, self.adapters):
-            wanted = self.adapters[report.name].digest
-            why = f"its digest is {report.digest}, and the digest in this fleet is {wanted}"
-            log_events.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
-
-    def pinned(self, request: Request) -> Request:
-        """Return the request, pinned to the adapter that its adapter name stands for in this fleet now.
-
-        Raises :class:`~tercet.protocol.UnknownAdapter` for a name that the fleet does not know.
-        """
-        if request.adapter is None or request.adapter_digest:
-            return request
-        found = self.adapters.get(request.adapter)
-        if found is None:
-            raise UnknownAdapter(f"model: this fleet has no adapter {request.adapter!r}", "model")
-        return msgspec.structs.replace(request, adapter_digest=found.digest)
-
-    def require_adapter(self, name: str, request: Request) -> None:
-        """Raise :class:`~tercet.protocol.UnknownAdapter` if an engine lacks the adapter of the request."""
-        if request.adapter is not None and not has(self.member(name).adapters, wanted_by(request, self.adapters)):
-            raise UnknownAdapter(f"destination: {name} does not have the adapter {request.adapter!r}", "destination")
-
-    def _agree_on_adapters(self) -> None:
-        everyone = [member.adapters for member in self._members.values() if member.adapters]
-        if everyone or self._declared or self._picking.adapters:
-            self._picking.adapters = agreed(everyone, self._declared)
-
-    def started_anew(self, name: str) -> None:
-        """Drop all knowledge of an engine: it was restarted."""
-        log_events.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
-        self.knowledge.cleared(name)
-        self._note_stopping(name, False)
-
-    def _note_stopping(self, name: str, stopping: bool) -> None:
-        member = self._members.get(name)
-        if member is not None and member.stopping is not stopping:
-            member.stopping = stopping
-            if stopping:
-                log_events.ENGINE_STOPPING.tell(engine=name, reason="it is stopping")
-            else:
-                log_events.ENGINE_BACK.tell(engine=name, reason="it is no longer stopping")
-            self._reopen()
-
-    def proposed(self, name: str, proposal: MoveProposal) -> None:
-        """Pass on an engine's proposal to move a sequence that it generates."""
-        self.on_proposal(name, proposal)
-
-    def heard(self, name: str, stalled_s: float) -> None:
-        """Record for how many seconds an engine has made no progress; an engine that is not a member is ignored."""
-        if self.knowledge.loads.row(name) is not None:
-            self.liveness.heard(name, self._clock(), stalled_s)
-
-    def heard_within(self, name: str, seconds: float) -> bool:
-        """Whether an engine has sent anything in the last ``seconds``."""
-        return self.liveness.heard_within(name, seconds, self._clock())
-
-    def stand_still(self, interval: float) -> list[Stuck]:
-        """Engines that are stuck now and were not ``interval`` seconds ago.
-
-        Everything that waits for a stuck engine fails, even if it began to wait after that was found.
-        """
-        new = self.liveness.look(self._clock(), interval)
-        for engine, why in self.liveness.stuck:
-            self.lose(engine, why)
-        return new
-
-    def member(self, name: str) -> Member:
-        """Return the engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
-        found = self._members.get(name)
-        if found is None:
-            known = ", ".join(self._members) or "none"
-            raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known}", "name")
-        return found
-
-    def add(self, member: Member) -> None:
-        """Add an engine, which may be picked at once; raises :class:`~tercet.protocol.Conflict` for a name in use."""
-        if member.name in self._members:
-            raise Conflict(f"name: an engine called {member.name!r} is in this fleet already", "name")
-        self._members[member.name] = member
-        self._follow(member)
-        self._reopen()
-
-    def _follow(self, member: Member) -> None:
-        """Update the columns that picks use when the member changes."""
-        self.knowledge.add(member.name)
-        self.knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
-        member.on_change = self._changed
-
-    def _changed(self, member: Member, field: str) -> None:
-        if field in COUNTS:
-            self.knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
-        else:
-            self._picking.forget_candidates()
-
-    def remove(self, name: str) -> Member:
-        """Remove an engine. Programs that use it continue with it; ``in_flight`` of the returned member counts them."""
-        member = self.member(name)
-        del self._members[name]
-        member.on_change = None
-        self.knowledge.remove(name)
-        self.liveness.forget(name)
-        self.costs.forget(name)
-        self._lost.discard(name)
-        self._agree_on_adapters()
-        self._reopen()
-        return member
-
-    def drain(self, name: str, draining: bool = True) -> None:
-        """Stop or resume picking an engine; its sequences continue. Raises :class:`~tercet.protocol.UnknownEngine`."""
-        self.member(name).draining = draining
-        self._reopen()
-
-    def _reopen(self) -> None:
-        # In place: views share this list.
-        self._open[:] = [member for member in self._members.values() if not member.leaving]
-        self._picking.reopen(self._open, [member for member in self._members.values() if member.leaving])
 
     @contextmanager
     def pick(
@@ -338,7 +222,7 @@ class EngineFleet:
         targets = Targets(ttft, tpot)
         if not 0 <= explore <= 1:
             raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
-        serving = self._picking.serving(request, self._open)
+        serving = self._picking.serving(request, self._roster.open)
         able = [member for member in serving if member.reachable] or serving
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
@@ -372,79 +256,26 @@ class EngineFleet:
         """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""
         return generation.engine.instead(self.member(name))
 
-    @property
-    def answers(self) -> bool:
-        """Whether at least one engine that may be picked answers."""
-        return any(member.reachable for member in self._open)
-
-    def require_answers(self) -> None:
-        """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
-        if not self._open:
-            raise self._picking.nobody()
-        if not self.answers:
-            raise EngineUnreachable(self._why_none_answers())
-
-    def _why_none_answers(self) -> str:
-        refused = [member for member in self._open if member.refused]
-        if not refused:
-            return "no engine that may be picked answers"
-        others = len(self._open) - len(refused)
-        silent = f", and {others} of {len(self._open)} do not answer" if others else ""
-        return (
-            f"no engine serves what this router has promised its clients: {refused[0].name} answers, but "
-            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or restart the router for "
-            "the other model (with another state file, if it has one)"
-        )
-
     def offers(self, role: Role) -> bool:
         """Whether there is an engine for the role that answers and has not failed this view's request."""
         failed = self._failed or ()
-        able = (member for member in self._open if role == "both" or member.role in (role, "both"))
+        able = (member for member in self._roster.open if role == "both" or member.role in (role, "both"))
         if self._request is not None and self._request.adapter is not None:
             wanted = wanted_by(self._request, self.adapters)
             able = (member for member in able if has(member.adapters, wanted))
         return any(member.reachable and member.name not in failed for member in able)
 
     def _note_failure(self, name: str, error: TercetError) -> None:
-        member = self._members.get(name)
+        member = self._roster.get(name)
         if member is not None and isinstance(error, EngineUnreachable):
-            self.lost(member, error)
+            self.health.lost(member, error)
         if self._failed is not None and not isinstance(error, BadRequest):
             self._failed.pop(name, None)
             self._failed[name] = error
 
     def _calls_of(self, name: str) -> CallsInFlight:
-        member = self._members.get(name)
+        member = self._roster.get(name)
         return member.calls if member is not None else CallsInFlight()  # the engine was removed, and is not watched
-
-    def lose(self, name: str, why: str) -> None:
-        """Fail everything that waits for a stuck engine, and do not pick it until it is reachable again."""
-        member = self._members.get(name)
-        if member is not None:
-            error = EngineUnreachable(f"{name} is stuck: {why}")
-            error.blames = name
-            self.lost(member, error)
-            member.calls.lose(error)
-
-    def lost(self, member: Member, error: TercetError) -> None:
-        """Stop picking a lost engine until :meth:`found_well`; only the first error is logged."""
-        member.reachable = False
-        if member.name not in self._lost and member is self._members.get(member.name):
-            self._lost.add(member.name)
-            log_events.ENGINE_LOST.tell(engine=member.name, code=error.code, reason=error.message)
-
-    def refused(self, member: Member, error: TercetError) -> None:
-        """Stop picking an engine that answers but does not fit, until :meth:`found_well`."""
-        member.reachable = False
-        self._lost.add(member.name)
-        log_events.ENGINE_REFUSED.tell(engine=member.name, code=error.code, reason=error.message)
-
-    def found_well(self, member: Member) -> None:
-        """Pick an engine again: it answers, fits and makes progress."""
-        member.reachable = True
-        if member.name in self._lost:
-            self._lost.discard(member.name)
-            log_events.ENGINE_BACK.tell(engine=member.name, reason="it answers and makes progress")
 
     def at_fault(self, error: BaseException) -> tuple[str, BaseException]:
         """Name of the engine whose ``error`` failed this view's request, and its error; an empty name if there is none.

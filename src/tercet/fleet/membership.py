@@ -46,7 +46,7 @@ def connecting(
         report, anew = partial(fleet.report, name), asyncio.Event()
 
         def started_anew() -> None:
-            fleet.started_anew(name)
+            fleet.health.restarted(name)
             anew.set()
 
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
@@ -233,11 +233,11 @@ class Membership:
             while True:
                 asking = {key: task for key, task in asking.items() if not task.done()}
                 for member in self._fleet.members:
-                    silent = not self._fleet.heard_within(member.name, REPORTED_WITHIN)
+                    silent = not self._fleet.health.heard_within(member.name, REPORTED_WITHIN)
                     asks = silent or not member.reachable or member.said_stamp != member.asked_stamp
                     if asks and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"status poll of {member.name}")
-                self._fleet.stand_still(POLL_INTERVAL_S)
+                self._fleet.health.stand_still(POLL_INTERVAL_S)
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             await questions.close()
@@ -249,7 +249,7 @@ class Membership:
             member.asked_stamp = stamp
         except EngineUnreachable as error:
             member.refused = ""
-            self._fleet.lost(member, error)
+            self._fleet.health.lost(member, error)
         except TercetError as error:
             logger.debug("%s answers: %s", member.name, error)
         except Exception as error:  # such as that of a connection that was closed in the meantime
@@ -285,15 +285,15 @@ class Membership:
             else:
                 late = EngineUnreachable(f"{member.name} has not answered within {seconds:g} s")
                 member.refused = ""
-                self._fleet.lost(member, answer if isinstance(answer, TercetError) else late)
+                self._fleet.health.lost(member, answer if isinstance(answer, TercetError) else late)
         return found
 
     def _answered(self, member: Member, status: EngineStatus) -> None:
         """Record an engine's status; one that breaks the promise is not picked, and the reason is logged once."""
-        self._fleet.heard(member.name, status.stalled_s)
+        self._fleet.health.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         member.model_dtype = status.model_dtype
-        self._fleet.has_adapters(member, status)
+        self._fleet.adapters.reported(member, status)
         try:
             self._admit(status)
         except BadRequest as error:
@@ -302,7 +302,7 @@ class Membership:
             self._refused.pop(id(member), None)
             member.refused = ""
             if not self._fleet.liveness.is_stuck(member.name):
-                self._fleet.found_well(member)
+                self._fleet.health.found_well(member)
 
     async def speak(self, text: TextFingerprint) -> None:
         """Require this tokenizer and chat template of engines from now on, as far as both sides report theirs.
@@ -328,7 +328,7 @@ class Membership:
         member.refused = error.message.removeprefix(f"{error.param}: ")
         if self._refused.get(id(member)) != error.message:
             self._refused[id(member)] = error.message
-            self._fleet.refused(member, error)
+            self._fleet.health.refused(member, error)
 
     def _close(self, member: Member) -> None:
         found = self._open.pop(id(member), None)

@@ -35,7 +35,7 @@ def scraping(
         anew = asyncio.Event()
 
         def started_anew() -> None:
-            fleet.started_anew(name)
+            fleet.health.restarted(name)
             anew.set()
 
         events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")

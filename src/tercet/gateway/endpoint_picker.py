@@ -156,7 +156,7 @@ class EndpointPicker:
     def _require_candidates(self, among: Collection[str] | None) -> None:
         """Raise :class:`~tercet.protocol.EngineUnreachable` if no candidate exists, so that waiting would not help."""
         if among is None:
-            self._fleet.require_answers()
+            self._fleet.health.require_answers()
         else:
             self._named(among)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import ssl
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from tercet.protocol import BadRequest
+
+if TYPE_CHECKING:
+    import grpc  # a picker's: a sidecar runs without it
 
 logger = logging.getLogger("tercet.gateway")
 
@@ -31,6 +33,8 @@ class ServedCertificate:
 
     def credentials(self) -> grpc.ServerCredentials:
         """Credentials of a gRPC server's port; gRPC calls back in its threads, where None means no change."""
+        import grpc
+
         return grpc.dynamic_ssl_server_credentials(self._pair(), self._renewed_pair, False)  # pyright: ignore[reportArgumentType]
 
     def context(self) -> ssl.SSLContext:
@@ -66,6 +70,8 @@ class ServedCertificate:
         return [(stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in (each.stat() for each in self._files)]
 
     def _pair(self) -> grpc.ServerCertificateConfiguration:
+        import grpc
+
         certificate, key = self._files
         return grpc.ssl_server_certificate_configuration([(key.read_bytes(), certificate.read_bytes())])
 

@@ -223,7 +223,7 @@ async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
     """Report ready once an engine has answered, or after a while: then 503 answers tell that none does."""
     try:
         async with asyncio.timeout(READY_SECONDS):
-            while not fleet.answers:  # noqa: ASYNC110 - told by several ways, and only this once of interest
+            while not fleet.health.answers:  # noqa: ASYNC110 - told by several ways, and only this once of interest
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         logger.warning("no engine has answered within %g s; requests get 503 until one does", READY_SECONDS)

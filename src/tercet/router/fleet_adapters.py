@@ -103,7 +103,7 @@ class AdapterLoader:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _complete(self, member: Member) -> None:
-        for declared in self._fleet.declared:
+        for declared in self._fleet.adapters.declared:
             if not member.reachable or declared.name in member.adapters or not self._is_due(member, declared.name):
                 continue
             key = id(member), declared.name

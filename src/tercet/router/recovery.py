@@ -36,7 +36,7 @@ class Recovery:
         """
         await asyncio.sleep(retry.pause)
         for _ in range(int(self._wait_for_engine / POLL_INTERVAL_S)):
-            if self._fleet.answers:
+            if self._fleet.health.answers:
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
 

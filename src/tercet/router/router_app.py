@@ -46,7 +46,7 @@ from tercet.wire.serving.request_context import (
 from tercet.wire.serving.trace_answers import TracingSend, wants_trace
 
 if TYPE_CHECKING:
-    from tercet.vllm_plugin.fast_path.fast_path import FastPath
+    from tercet.vllm_plugin.fast_path.entry import FastPath
 
 logger = logging.getLogger("tercet.router")
 # Where refusals are on their way through the layers around them.

@@ -171,6 +171,8 @@ async def _serve_openai(
     try:
         await membership.speak(vllm.text_of(engine_client, args))
         server = await vllm.openai_server(args, engine_client)
+        if config.fast_path == "on":
+            server = vllm.with_fast_path(server, args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
         layers = with_metrics(server.layers, service.fleet)

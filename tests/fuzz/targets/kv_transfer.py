@@ -17,8 +17,9 @@ from tercet.transport import BlockShape, HeadSlice, KVRegion, SendReport, Transp
 from tercet.transport.backends import tcp
 from tercet.transport.greeting import agree, chosen, greet, require_ours
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.outgoing import Leg
 from tercet.transport.pacing import Pace
-from tercet.transport.peer import Leg, TransferPeer
+from tercet.transport.peer import TransferPeer
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,

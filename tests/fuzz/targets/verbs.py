@@ -207,7 +207,7 @@ class VerbsRoom:
         verbs = self._verbs
         for connection in list(verbs.router_connections._connections.values()):
             connection.abort()
-        for busy, _ in list(verbs._busy):
+        for busy, _ in list(verbs._work._stops):
             await verbs.abort(busy)
         for lease in list(verbs.leases._leases):
             await verbs.release(lease)
@@ -220,7 +220,7 @@ class VerbsRoom:
     def _is_empty(self) -> bool:
         self._core.reported_cached()
         status, verbs = self._core.status(), self._verbs
-        held = (status["leases"], status["sends"], status["running"], status["waiting"], len(verbs._busy))
+        held = (status["leases"], status["sends"], status["running"], status["waiting"], len(verbs._work))
         processor: Any = verbs._client.output_processor
         return not any(held) and not processor.get_num_unfinished_requests() and not len(verbs.router_connections)
 

@@ -103,9 +103,9 @@ def test_a_name_means_what_most_engines_mean() -> None:
 def test_who_lacks_the_adapter_is_not_picked(by: str) -> None:
     fleet = fleet_of(x=Host(), y=Host(), z=Host())
     fleet.scheduling = Scheduling()
-    fleet.has_adapters(fleet.member("y"), status_of(report("a")))
-    fleet.has_adapters(fleet.member("z"), status_of(report("a")))
-    fleet.has_adapters(fleet.member("x"), status_of(report("a", "2"), report("b")))
+    fleet.adapters.reported(fleet.member("y"), status_of(report("a")))
+    fleet.adapters.reported(fleet.member("z"), status_of(report("a")))
+    fleet.adapters.reported(fleet.member("x"), status_of(report("a", "2"), report("b")))
     if by == "scheduled":
         found = {fleet._picking.candidates("both", request=request("a"))[at].name for at in range(2)}
         assert found == {"y", "z"}
@@ -123,7 +123,7 @@ def test_who_lacks_the_adapter_is_not_picked(by: str) -> None:
 def test_an_engine_without_it_takes_nobodys_place() -> None:
     """Roles give way when nobody of one answers; weights do not."""
     fleet = fleet_of(x=Host(), y=Host())
-    fleet.has_adapters(fleet.member("x"), status_of(report("a")))
+    fleet.adapters.reported(fleet.member("x"), status_of(report("a")))
     fleet.member("x").reachable = False
     with fleet.pick(request=request("a")) as engine:
         assert engine.name == "x"
@@ -131,37 +131,37 @@ def test_an_engine_without_it_takes_nobodys_place() -> None:
     assert not view.offers("both")
     assert fleet.offers("both")
     with pytest.raises(UnknownAdapter, match="destination"):
-        fleet.require_adapter("y", request("a"))
-    fleet.require_adapter("y", request(None))
+        fleet.adapters.require("y", request("a"))
+    fleet.adapters.require("y", request(None))
 
 
 def test_a_request_stays_with_the_contents_that_it_began_with() -> None:
     """The adapter is replaced under its name, engine by engine, while the request runs."""
     fleet = fleet_of(x=Host(), y=Host())
     for name in "xy":
-        fleet.has_adapters(fleet.member(name), status_of(report("a", "1")))
-    began = fleet.pinned(request("a"))
+        fleet.adapters.reported(fleet.member(name), status_of(report("a", "1")))
+    began = fleet.adapters.pinned(request("a"))
     assert (began.adapter, began.adapter_digest) == ("a", "1")
-    assert fleet.pinned(began) is began
+    assert fleet.adapters.pinned(began) is began
     view = fleet.traced(Trace(), request=began)
-    fleet.has_adapters(fleet.member("x"), status_of(report("a", "2")))
+    fleet.adapters.reported(fleet.member("x"), status_of(report("a", "2")))
     for _ in range(4):
         with fleet.pick(request=began) as engine:
             assert engine.name == "y"
-    fleet.require_adapter("y", began)
+    fleet.adapters.require("y", began)
     with pytest.raises(UnknownAdapter, match="destination"):
-        fleet.require_adapter("x", began)
-    fleet.has_adapters(fleet.member("y"), status_of(report("a", "2")))
+        fleet.adapters.require("x", began)
+    fleet.adapters.reported(fleet.member("y"), status_of(report("a", "2")))
     assert not view.offers("both")
     with (
         pytest.raises(UnknownAdapter, match="that it had when the request came"),
         fleet.pick(request=began),
     ):
         pass
-    assert fleet.pinned(request("a")).adapter_digest == "2"
+    assert fleet.adapters.pinned(request("a")).adapter_digest == "2"
     with pytest.raises(UnknownAdapter, match="this fleet has no adapter 'b'"):
-        fleet.pinned(request("b"))
-    assert fleet.pinned(request(None)) == request(None)
+        fleet.adapters.pinned(request("b"))
+    assert fleet.adapters.pinned(request(None)) == request(None)
 
 
 async def test_an_engine_whose_adapters_change_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ async def test_where_one_refuses_none_keeps_it() -> None:
     hosts = {"x": Host(), "y": Host(refuses=Unauthorized("not here")), "z": Host()}
     hosts["z"].adapters["a"] = AdapterReport("a", "/a", "1")
     fleet = fleet_of(**hosts)
-    fleet.has_adapters(fleet.member("z"), await hosts["z"].status())
+    fleet.adapters.reported(fleet.member("z"), await hosts["z"].status())
     with pytest.raises(Unauthorized, match="not here"):
         await load_everywhere(fleet, membership_of(fleet), "a", "/a")
     assert [name for name, host in hosts.items() if "a" in host.adapters] == ["z"], "who had it keeps it"
@@ -218,7 +218,7 @@ async def test_other_contents_on_one_engine_are_no_adapter_of_a_fleet() -> None:
 async def test_who_comes_back_without_it_loads_it() -> None:
     host, refusing = Host(), Host(refuses=BadRequest("no space"))
     fleet = fleet_of(x=host, y=refusing)
-    fleet.declared = [report("a", path="/a")]
+    fleet.adapters.declared = [report("a", path="/a")]
     loader = AdapterLoader(fleet, membership_of(fleet))
     for _ in range(2):
         await loader._complete(fleet.member("x"))
@@ -233,7 +233,7 @@ async def test_an_engine_that_leaves_while_it_loads_does_not_keep_others_from_it
     monkeypatch.setattr("tercet.router.fleet_adapters.POLL_INTERVAL_S", 0.01)
     leaving, host = Host(refuses=RuntimeError("Session is closed")), Host()
     fleet = fleet_of(x=leaving, y=host)
-    fleet.declared = [report("a", path="/a")]
+    fleet.adapters.declared = [report("a", path="/a")]
     loader = AdapterLoader(fleet, membership_of(fleet))
     running = asyncio.create_task(loader.run())
     try:

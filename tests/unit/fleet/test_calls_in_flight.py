@@ -108,9 +108,9 @@ async def test_a_call_to_a_lost_engine_fails_at_once(verb: str) -> None:
             unused.close()
         for _ in range(5):
             await asyncio.sleep(0)
-        fleet.lose("b", "not this one")
+        fleet.health.lose("b", "not this one")
         assert not task.done()
-        fleet.lose("a", "nothing was heard of it")
+        fleet.health.lose("a", "nothing was heard of it")
         with pytest.raises(EngineUnreachable, match="a is stuck"):
             await task
     assert frozen.left == 1
@@ -126,7 +126,7 @@ async def test_a_push_that_the_receiver_does_not_take_is_not_its_senders_failure
     with fleet.engine("sender") as engine:
         task = asyncio.create_task(engine.remote_send(REQUEST, reservation("receiver"), 0))
         await asyncio.sleep(0)
-        fleet.lose("receiver", "it answers, but has made no progress")
+        fleet.health.lose("receiver", "it answers, but has made no progress")
         with pytest.raises(EngineUnreachable, match="receiver is stuck"):
             await task
     assert fleet.member("sender").reachable

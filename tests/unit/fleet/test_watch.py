@@ -54,7 +54,7 @@ async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how:
     frozen, other = Answering("a"), Answering("b")
     fleet, looking = watched(frozen, other)
     running = asyncio.create_task(looking.watch())
-    await until(lambda: fleet.heard_within("a", 1) and fleet.heard_within("b", 1))
+    await until(lambda: fleet.health.heard_within("a", 1) and fleet.health.heard_within("b", 1))
     view = fleet.traced(EngineFleet(())._trace)
     with view.engine("a") as engine:
         asked = asyncio.create_task(engine.start_generate(REQUEST).run(lambda _: None))
@@ -79,7 +79,7 @@ async def test_who_reports_is_not_asked() -> None:
     fleet, looking = watched(quiet)
     running = asyncio.create_task(looking.watch())
     for _ in range(20):
-        fleet.heard("a", 0.0)
+        fleet.health.heard("a", 0.0)
         await asyncio.sleep(0.01)
     assert fleet.member("a").reachable
     running.cancel()
@@ -89,4 +89,4 @@ async def test_who_reports_is_not_asked() -> None:
 
 async def test_a_view_without_a_watch_loses_nobody() -> None:
     fleet = fleet_of(Answering("a"))
-    assert fleet.stand_still(0.5) == []
+    assert fleet.health.stand_still(0.5) == []

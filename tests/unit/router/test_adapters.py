@@ -192,7 +192,7 @@ async def test_an_adapter_is_replaced_everywhere_or_nowhere(
         assert (await replaced("/2")).status_code == 200
         assert router.shared.state.adapters == (AdapterState("a", "/2", "2"),)
         assert router.fleet.adapters == {"a": AdapterReport("a", "/2", "2")}
-        assert router.fleet.pinned(Request(seq_id="s", prompt=(1,), adapter="a")).adapter_digest == "2"
+        assert router.fleet.adapters.pinned(Request(seq_id="s", prompt=(1,), adapter="a")).adapter_digest == "2"
 
 
 async def test_an_engine_that_cannot_go_back_is_left_without(router: LiveRouter, hosts: dict[str, Host]) -> None:
@@ -227,4 +227,4 @@ async def test_all_that_share_the_fleet_serve_it_before_it_is_answered(
         assert other.fleet.adapters == {"a": AdapterReport("a", "/a", "1")}
         assert router.fleet.adapters == other.fleet.adapters
         assert await router.shared.unload_adapter("a") == []
-        assert other.fleet.declared == []
+        assert other.fleet.adapters.declared == []

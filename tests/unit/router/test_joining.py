@@ -51,7 +51,7 @@ async def test_engines_that_have_become_another_models_are_told_of_as_what_they_
     why = "the engine there serves the model another, and this fleet serves m"
     assert {member.refused for member in router.fleet.members} == {why}
     with pytest.raises(EngineUnreachable) as refused:
-        router.fleet.require_answers()
+        router.fleet.health.require_answers()
     assert f"p answers, but {why}. Put engines" in refused.value.message
     router.engine("d").gone = True
     await router.membership.look(0.01)
@@ -62,7 +62,7 @@ async def test_engines_that_have_become_another_models_are_told_of_as_what_they_
     router.engine("p").gone = True
     await router.membership.ask(router.fleet.members)
     with pytest.raises(EngineUnreachable, match="no engine that may be picked answers"):
-        router.fleet.require_answers()
+        router.fleet.health.require_answers()
     for name in ("p", "d"):
         router.engine(name).gone, router.engine(name).model = False, "m"
     await router.membership.ask(router.fleet.members)
@@ -94,7 +94,7 @@ async def test_what_this_router_does_not_go_by_is_not_compared(router: LiveRoute
     for name in ("p", "d"):
         router.engine(name).text = TextFingerprint("words", "another")
     await router.membership.speak(ours)
-    assert router.fleet.answers
+    assert router.fleet.health.answers
 
 
 async def test_a_router_whose_words_no_engine_shares_does_not_start(router: LiveRouter) -> None:

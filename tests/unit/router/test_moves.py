@@ -313,7 +313,7 @@ async def test_an_engine_that_stood_still_already_when_it_was_to_begin_is_given_
         router.engine("p").pause.clear()
         move = asyncio.create_task(router.service.moves.move(sequence, "p", "test"))
         await turns(lambda: "prep_recv" in router.engine("p").verbs)
-        assert router.fleet.stand_still(0.5) == [], "that is no news"
+        assert router.fleet.health.stand_still(0.5) == [], "that is no news"
         with pytest.raises(EngineUnreachable, match="p is stuck"):
             await asyncio.wait_for(move, 10)
         assert not router.fleet.member("p").reachable
@@ -354,7 +354,7 @@ async def test_an_engine_that_says_that_it_stops_is_emptied_and_taken_again_once
         await turns(lambda: sequence.engine == "p")
         await turns(lambda: [move.reason for move in router.service.moves.since(0)] == ["drain"])
         assert not router.fleet.member("d").draining, "that is its operator's to say"
-        router.fleet.started_anew("d")
+        router.fleet.health.restarted("d")
         with router.fleet.pick() as one, router.fleet.pick() as other:
             assert {one.name, other.name} == {"d", "p"}
 

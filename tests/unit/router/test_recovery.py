@@ -389,14 +389,14 @@ async def test_an_engine_that_stood_still_before_it_was_asked_does_not_spend_the
         router.engines[f"http://{name}"] = Engine(name)
         await router.membership.enter(EngineAddress(name, f"http://{name}", "decode"))
     for name in standing:
-        router.fleet.heard(name, stalled_s=3.0)
+        router.fleet.health.heard(name, stalled_s=3.0)
         router.engine(name).pause.clear()
     asking = asyncio.ensure_future(router.ask())
     while standing:
         while not (stuck := next((name for name in standing if router.engine(name).running), "")):
             await asyncio.sleep(0.001)
         standing.remove(stuck)
-        router.fleet.lose(stuck, "no progress")
+        router.fleet.health.lose(stuck, "no progress")
     assert (await asking)[1] == ANSWER
     assert router.engine("p").verbs == ["start_generate"] * 2
 

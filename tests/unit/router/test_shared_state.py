@@ -220,6 +220,9 @@ async def test_reports_that_cannot_be_written_end_nothing(
     async with asyncio.timeout(10):
         while not other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        while caplog.text.count("others cannot read") < 2:
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
     assert caplog.text.count("others cannot read") == 2, "each of both says it once"
     directory.unlink()

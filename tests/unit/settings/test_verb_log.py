@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tercet.protocol import BadRequest, NoSpace, Output, OutputStream, Usage
+from tercet.protocol import BadRequest, NoSpace, Output, OutputStream
 from tercet.protocol.wire import PrepRecvCall
 from tercet.settings import verb_log
 from tercet.settings.log_lines import lines_of_request, request_id
 from tercet.settings.verb_log import LoggedGeneration, log_as_the_environment_says, logged_call
-from tercet.vllm_plugin.edge.llm_requests import DecodingSequence
 
 CALL = PrepRecvCall(prompt=[1, 2, 3], seq_id="cmpl-mine-0")
 
@@ -37,31 +36,6 @@ def test_a_call_is_logged_with_its_status(caplog: pytest.LogCaptureFixture) -> N
     assert {(each["seq_id"], each["prompt_tokens"]) for each in fields(caplog)} == {("cmpl-mine-0", 3)}
     assert {each["model"] for each in fields(caplog)} == {"small"}
     assert caplog.messages[0].startswith("prep_recv cmpl-mine-0 200 in 0.")
-
-
-def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    request: Any = type("Request", (), {"num_cached": 0})()
-    with lines_of_request("mine"):
-        done, broken, left = (
-            DecodingSequence(name, 1, request, [1, 2, 3], lambda _: Usage(), lambda _: None, "small")
-            for name in ("a", "b", "c")
-        )
-    done.told(Output((5, 6)))
-    done.told(Output((7,), "stop"))
-    done.end()
-    done.end()
-    with pytest.raises(BadRequest), broken.ended():
-        raise BadRequest("no", "x")
-    left.told(Output((5,)))
-    left.end()
-    found = fields(caplog)
-    assert [(each["seq_id"], each["status"], each["prompt_tokens"], each["output_tokens"]) for each in found] == [
-        ("a", 200, 3, 3), ("b", 400, 3, 0), ("c", 0, 3, 1),
-    ]  # fmt: skip
-    # Its end comes with a step of the engine, in no request's task.
-    assert {(each["request_id"], each["model"]) for each in found} == {("mine", "small")}
-    LoggedGeneration("d", "small", 1).over(200, 2)
-    assert caplog.messages[-1].endswith("model small, 1 + 2 tokens")
 
 
 async def test_what_a_stream_generates_is_logged_as_it_ends(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from tercet.transport import Push
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.cache_groups import NO_BLOCK, ZEROING_IS_SKIPPED_BY_GROUP
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.start import requirements
 
 from .tiny_engine import BLOCK, FULL, TinyEngine, send_of
@@ -156,7 +157,7 @@ class Pair:
             grant.begin + BLOCK * sum(block == NO_BLOCK for block in blocks) for blocks in grant.blocks
         )  # fmt: skip
         params = structs.replace(send_of("s", begin, len(tokens), base=grant.begin), group_begins=begins)
-        found = core_methods.push_cached(self.source.engine.core, tokens, None, params)
+        found = core_methods.push_cached(self.source.engine.core, KeyedPrompt(tokens), params)
         if found is not None:
             self.carry(found)
         else:

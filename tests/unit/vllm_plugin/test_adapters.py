@@ -23,6 +23,7 @@ from tercet.protocol import BadRequest, Conflict, KVAddrInfo, LayoutMismatch, Ra
 from tercet.protocol.content import cache_key, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.adapters import Adapter, Adapters, _require_done, digest_of
 from tercet.vllm_plugin.edge.call_checks import check_adapter
 from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
@@ -408,7 +409,7 @@ async def test_kv_is_found_by_its_own_adapter_alone(
 ) -> None:
     """vLLM's own hashes name what arrived under a lease: a request finds it, and no other adapter's."""
     lease, tokens = "f" * 32, tokens_of(2 * BLOCK)
-    reserved = core_methods.reserve(engine.core, lease, tokens, None, of).result(0)
+    reserved = core_methods.reserve(engine.core, lease, KeyedPrompt(tokens, adapter=of)).result(0)
     assert reserved.matched_len == 0
     core_methods.commit(engine.core, lease, content_of(packed(tokens), cache_key(None, digest_of(of)), len(tokens)))
     core_methods.release(engine.core, lease, len(tokens))
@@ -419,13 +420,13 @@ async def test_kv_is_found_by_its_own_adapter_alone(
 
 async def test_kv_of_another_adapter_is_not_committed(engine: TinyEngine) -> None:
     lease, tokens = "f" * 32, tokens_of(BLOCK)
-    core_methods.reserve(engine.core, lease, tokens, None, A).result(0)
+    core_methods.reserve(engine.core, lease, KeyedPrompt(tokens, adapter=A)).result(0)
     for wrong in (None, B):
         content = content_of(packed(tokens), cache_key(None, digest_of(wrong)), len(tokens))
         with pytest.raises(core_methods.EngineError, match="other tokens"):
             core_methods.commit(engine.core, lease, content)
     with pytest.raises(BadRequest):
-        core_methods.extend(engine.core, lease, tokens_of(2 * BLOCK), None, B)
+        core_methods.extend(engine.core, lease, KeyedPrompt(tokens_of(2 * BLOCK), adapter=B))
     core_methods.release(engine.core, lease, 0)
 
 

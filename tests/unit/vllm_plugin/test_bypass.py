@@ -20,7 +20,8 @@ from tercet.transport import CORE_WORDS, Push, PushCached, SendDone, core_word
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import SendParams, TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription
-from tercet.vllm_plugin.edge import verbs
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.edge import sending as edge_sending
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 from tercet.vllm_plugin.edge.block_tables import (
     BlockTableReader,
@@ -137,7 +138,7 @@ class SilentCore(CoreCalls):
         await self.goes_on.wait()
         if method == "status":
             return {}
-        return [Push(args[2].send_id, 0, (1, 2, 3, 4))] if method is core_methods.push_cached else None
+        return [Push(args[1].send_id, 0, (1, 2, 3, 4))] if method is core_methods.push_cached else None
 
 
 @dataclass
@@ -162,7 +163,7 @@ class Standing:
         self.probe = LivenessProbe(partial(self.core.call, "status"), [], [])
         await self.probe.start()
         self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), self.probe, NO_ADAPTERS)
-        request = LLMRequest(client, TOKENS[:40], {}, TercetParams("token"), 0, "salt")
+        request = LLMRequest(client, KeyedPrompt(TOKENS[:40], "salt"), {}, TercetParams("token"))
         decoding = DecodingSequence("r", 1, request, TOKENS[:40], lambda cached: Usage(), lambda begun: None)
         self.verbs._generated.add(decoding)
         decoding.told(Output(tuple(TOKENS[40:])))
@@ -202,7 +203,7 @@ def place() -> Iterator[TablePlace]:
 
 @pytest.fixture
 async def standing(place: TablePlace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Standing]:
-    monkeypatch.setattr(verbs, "BYPASS_SECONDS", PATIENCE)
+    monkeypatch.setattr(edge_sending, "BYPASS_SECONDS", PATIENCE)
     found = Standing(place)
     await found.start()
     yield found
@@ -226,7 +227,7 @@ async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned
 
 
 async def test_a_core_that_answers_in_time_is_asked(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "BYPASS_SECONDS", 600.0)
+    monkeypatch.setattr(edge_sending, "BYPASS_SECONDS", 600.0)
     sending = standing.send()
     asyncio.get_running_loop().call_later(PATIENCE, standing.core.goes_on.set)
     push = await standing.pushed()
@@ -265,14 +266,14 @@ async def test_what_no_sequence_here_has_waits_for_the_core(standing: Standing, 
 
 
 async def test_what_was_revoked_is_an_error_at_once(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert standing.verbs._bypass is not None
-    monkeypatch.setattr(standing.verbs._bypass._tables, "find", lambda owner: None)
+    assert standing.verbs._sending._bypass is not None
+    monkeypatch.setattr(standing.verbs._sending._bypass._tables, "find", lambda owner: None)
     with pytest.raises(EngineError, match="does not answer, and has not published"):
         await asyncio.wait_for(standing.send(), 30)
 
 
 async def test_without_a_table_the_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "BYPASS_SECONDS", PATIENCE)
+    monkeypatch.setattr(edge_sending, "BYPASS_SECONDS", PATIENCE)
     found = Standing(None)
     await found.start()
     sending = found.send()

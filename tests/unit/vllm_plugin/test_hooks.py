@@ -113,6 +113,12 @@ def test_a_router_refuses_what_an_engine_takes(monkeypatch: pytest.MonkeyPatch) 
         require_hooks("frontend")
 
 
+def test_a_fast_path_that_does_not_fit_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.33.0")
+    with pytest.raises(UnsupportedVLLM, match=r"the streaming fast path supports .*, or start with --fast-path off"):
+        require_hooks("fast path")
+
+
 def test_the_table_says_what_does_not_hold(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -168,7 +174,7 @@ def test_the_search_for_replacements_finds_them() -> None:
 def test_all_that_is_replaced_is_in_the_registry() -> None:
     listed = {replaced.rpartition(".")[2] for side in SIDES for hook in hooks_of(side) for replaced in hook.replaces}
     room = Path(tercet.vllm_plugin.__file__).parent
-    helper = room / "engine" / "patching.py"
+    helper = room / "start" / "patching.py"
     found = {path: replaced_in(path.read_text()) for path in room.rglob("*.py") if path != helper}
     assert {path.name: names for path, names in found.items() if not set(names) <= listed | {"*"}} == {}
     assert {path.name for path, names in found.items() if "*" in names} <= {"core_methods.py", "loading_stages.py"}

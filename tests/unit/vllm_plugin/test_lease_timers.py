@@ -14,6 +14,7 @@ from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, packed
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled, RevokeLease
 from tercet.vllm_plugin.core.core_methods import CoreCalls
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import agent_calls, lease_timers
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 from tercet.vllm_plugin.edge.lease_timers import EdgeLease, LeaseTimers
@@ -53,7 +54,7 @@ class Edge:
         self.leases = LeaseTimers(self.core, AgentCalls(self.agents), self.tasks, reserve_wait=0.05)
 
     async def reserve(self, seq_id: str = "s", length: int = 40, ttl: float = 60.0) -> Any:
-        return await self.leases.reserve(seq_id, tokens_of(length), None, ttl, NOTIFY)
+        return await self.leases.reserve(seq_id, KeyedPrompt(tokens_of(length)), ttl, NOTIFY)
 
     def end_soon(self, held: EdgeLease) -> None:
         """Let a lease that has its blocks end by itself, without a race for them."""
@@ -160,7 +161,7 @@ async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -
     held = await edge.reserve(length=2 * BLOCK)
     edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
     edge.end_soon(held)
-    claimed = edge.leases.claim("s", tokens_of(2 * BLOCK + 5), None)
+    claimed = edge.leases.claim("s", KeyedPrompt(tokens_of(2 * BLOCK + 5)))
     assert claimed is held
     assert await edge.closed(held)
     await asyncio.sleep(0.05)
@@ -174,7 +175,7 @@ async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -
 
 async def test_a_claimed_lease_that_no_request_adopts_is_released(edge: Edge) -> None:
     held = await edge.reserve()
-    edge.leases.claim("s", tokens_of(40), None)
+    edge.leases.claim("s", KeyedPrompt(tokens_of(40)))
     edge.leases.release_soon(held)
     await edge.settled()
 
@@ -183,8 +184,8 @@ async def test_a_claimed_lease_that_no_request_adopts_is_released(edge: Edge) ->
 async def test_other_tokens_cannot_claim(edge: Edge, tokens: list[int], position: int) -> None:
     held = await edge.reserve()
     with pytest.raises(BadRequest, match=f"first at position {position}"):
-        edge.leases.claim("s", tokens, None)
-    assert edge.leases.claim("t", tokens, None) is None
+        edge.leases.claim("s", KeyedPrompt(tokens))
+    assert edge.leases.claim("t", KeyedPrompt(tokens)) is None
     await edge.leases.release(held.lease)
     await edge.settled()
 
@@ -204,21 +205,21 @@ async def test_an_extended_lease_is_for_more_tokens_and_renewed(edge: Edge, engi
     held = await edge.reserve(length=40, ttl=30)
     blocks, due = list(engine.agent.granted[held.lease].blocks[0]), held.timer.when()
     await asyncio.sleep(0.01)
-    assert await edge.leases.extend(held.lease, "s", tokens_of(100), None) is held
-    assert held.tokens == tokens_of(100)
+    assert await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100))) is held
+    assert held.prompt.tokens == tokens_of(100)
     assert held.timer.when() > due
     grant = engine.agent.granted[held.lease]
     assert (grant.tokens, grant.end, list(grant.blocks[0])[:3]) == (packed(tokens_of(100)), 100, blocks)
     with pytest.raises(BadRequest, match="first at position 40"):
-        await edge.leases.extend(held.lease, "s", tokens_of(40), None)
+        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(40)))
     with pytest.raises(BadRequest, match="cache_salt"):
-        await edge.leases.extend(held.lease, "s", tokens_of(120), "salt")
+        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(120), "salt"))
     for lease, seq_id in ((held.lease, "t"), ("0" * 32, "s")):
         with pytest.raises(UnknownSequence):
-            await edge.leases.extend(lease, seq_id, tokens_of(120), None)
+            await edge.leases.extend(lease, seq_id, KeyedPrompt(tokens_of(120)))
     with pytest.raises(NoSpace):
-        await edge.leases.extend(held.lease, "s", tokens_of(900), None)
-    assert held.tokens == tokens_of(100)
+        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(900)))
+    assert held.prompt.tokens == tokens_of(100)
     await edge.leases.release(held.lease)
     await edge.settled()
 
@@ -227,10 +228,10 @@ async def test_what_an_agent_does_not_open_is_not_the_leases(edge: Edge, engine:
     held = await edge.reserve(length=40)
     engine.agent.fails_at = ExtendLease
     with pytest.raises(EngineError):
-        await edge.leases.extend(held.lease, "s", tokens_of(100), None)
-    assert held.tokens == tokens_of(40)
+        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100)))
+    assert held.prompt.tokens == tokens_of(40)
     engine.agent.fails_at = None
-    assert (await edge.leases.extend(held.lease, "s", tokens_of(100), None)).tokens == tokens_of(100)
+    assert (await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100)))).prompt.tokens == tokens_of(100)
     await edge.leases.release(held.lease)
     await edge.settled()
 
@@ -238,7 +239,7 @@ async def test_what_an_agent_does_not_open_is_not_the_leases(edge: Edge, engine:
 async def test_a_lease_that_ends_while_it_is_extended(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=40)
     edge.core.after.clear()
-    extending = asyncio.ensure_future(edge.leases.extend(held.lease, "s", tokens_of(100), None))
+    extending = asyncio.ensure_future(edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100))))
     await asyncio.sleep(0)
     releasing = asyncio.ensure_future(edge.leases.release(held.lease))
     await asyncio.sleep(0)
@@ -250,12 +251,12 @@ async def test_a_lease_that_ends_while_it_is_extended(edge: Edge, engine: TinyEn
 
 
 async def test_another_salt_cannot_claim(edge: Edge) -> None:
-    held = await edge.leases.reserve("s", tokens_of(40), "mine", 60.0, NOTIFY)
+    held = await edge.leases.reserve("s", KeyedPrompt(tokens_of(40), "mine"), 60.0, NOTIFY)
     for salt in (None, "", "yours"):
         with pytest.raises(BadRequest, match="cache_salt: differs") as raised:
-            edge.leases.claim("s", tokens_of(40), salt)
+            edge.leases.claim("s", KeyedPrompt(tokens_of(40), salt))
         assert raised.value.param == "cache_salt"
-    assert edge.leases.claim("s", tokens_of(40), "mine") is held
+    assert edge.leases.claim("s", KeyedPrompt(tokens_of(40), "mine")) is held
     edge.leases.release_soon(held)
     await edge.settled()
 
@@ -339,7 +340,7 @@ async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
     held = await edge.reserve(length=2 * BLOCK)
     edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
     edge.agents[0].frozen = True
-    assert edge.leases.claim("s", tokens_of(40), None) is held
+    assert edge.leases.claim("s", KeyedPrompt(tokens_of(40))) is held
     assert not await edge.closed(held)
     assert not await edge.tasks.wait(0.05)
     assert engine.status()["leases"] == 1
@@ -353,7 +354,7 @@ async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
 async def test_a_sequence_that_is_over_while_it_waits_for_the_fence_leaves_nothing(edge: Edge, end: str) -> None:
     held = await edge.reserve()
     edge.agents[1].frozen = True
-    edge.leases.claim("s", tokens_of(40), None)
+    edge.leases.claim("s", KeyedPrompt(tokens_of(40)))
     given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(edge.leases.closed(held, given_up))
     await asyncio.sleep(0.01)

@@ -35,6 +35,7 @@ from tercet.protocol.wire import (
 )
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import llm_requests
 from tercet.vllm_plugin.edge.call_checks import ModelLimits
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
@@ -233,7 +234,7 @@ async def test_the_loop_goes_on_while_an_engine_reads_images(monkeypatch: pytest
         generate=generate, abort=abort, vllm_config=SimpleNamespace(model_config=model)
     )  # fmt: skip
     monkeypatch.setattr(llm_requests, "to_prompt", gate)
-    request = LLMRequest(client, [1] * 9, {}, TercetParams("token"), 0, None, features=[to_wire(spec(1.5))])
+    request = LLMRequest(client, KeyedPrompt([1] * 9), {}, TercetParams("token"), features=[to_wire(spec(1.5))])
     stream = request.outputs()
     first = asyncio.ensure_future(anext(stream))
     await entered(gate)
@@ -254,7 +255,7 @@ def names(value: float, offset: int = 3) -> tuple[MultiModalFeature, ...]:
 
 def reserve(engine: TinyEngine, lease: str, features: tuple[MultiModalFeature, ...]) -> int:
     """Reserve, with all that crosses to the core packed as it is on the way there; how much was cached."""
-    args = crossed((lease, tokens_of(4 * BLOCK), None, None, features))
+    args = crossed((lease, KeyedPrompt(tokens_of(4 * BLOCK), features=features)))
     answer = core_methods.answering(core_methods.reserve)(engine.core, *args)
     core_methods.give_up(engine.core, lease)
     found, error = answer.result(0)
@@ -279,6 +280,6 @@ def test_a_lease_is_extended_for_the_same_picture_only(engine: TinyEngine) -> No
     reserve(engine, "a", names(1.0))
     longer = tokens_of(5 * BLOCK)
     with pytest.raises(BadRequest):
-        core_methods.extend(engine.core, "a", longer, None, None, names(2.0))
-    core_methods.extend(engine.core, "a", longer, None, None, names(1.0))
+        core_methods.extend(engine.core, "a", KeyedPrompt(longer, features=names(2.0)))
+    core_methods.extend(engine.core, "a", KeyedPrompt(longer, features=names(1.0)))
     core_methods.release(engine.core, "a", 0)

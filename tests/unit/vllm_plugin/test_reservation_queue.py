@@ -9,6 +9,7 @@ import pytest
 
 from tercet.protocol import NoSpace, UnknownSequence
 from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 
 from .tiny_engine import BLOCK, TinyEngine, tokens_of
 
@@ -20,7 +21,7 @@ class Waits:
 
     def __init__(self, engine: TinyEngine, lease: str, tokens: list[int]) -> None:
         self.engine, self.lease, self.tokens = engine, lease, tokens
-        self.answer = core_methods.reserve(engine.core, lease, tokens, None)
+        self.answer = core_methods.reserve(engine.core, lease, KeyedPrompt(tokens))
 
     @property
     def ready(self) -> bool:

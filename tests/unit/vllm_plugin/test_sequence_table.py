@@ -14,6 +14,7 @@ from tercet.protocol.wire import MoveCall
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.core.core_methods import RequestInCore
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import sequence_table
 from tercet.vllm_plugin.edge.llm_requests import DecodingSequence, LLMRequest
 from tercet.vllm_plugin.edge.sequence_table import SequenceTable
@@ -23,7 +24,7 @@ from .tiny_engine import BLOCK, TinyEngine, tokens_of
 
 def sequence_of(seq_id: str, tokens: int) -> DecodingSequence:
     client: Any = None
-    request = LLMRequest(client, [1] * tokens, {}, TercetParams("token"), 0, None)
+    request = LLMRequest(client, KeyedPrompt([1] * tokens), {}, TercetParams("token"))
     return DecodingSequence(seq_id, 1, request, [1] * tokens, lambda cached: Usage(), lambda begun: None)
 
 

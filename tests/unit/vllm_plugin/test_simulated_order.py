@@ -23,6 +23,7 @@ from tercet.lab.sim import EngineOptions, Network, SimEngine, run_virtual
 from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import NoSpace, Request
 from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tests.unit.lab.sim.models import profile_of
 
 from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine
@@ -156,7 +157,7 @@ class Clocked:
         def reserve() -> None:
             part = tokens[: arrival.reserved]
             try:
-                waiting = core_methods.reserve(self.engine.core, lease, part, None)
+                waiting = core_methods.reserve(self.engine.core, lease, KeyedPrompt(part))
             except NoSpace:
                 waiting = Future[Any]()
                 waiting.set_exception(NoSpace(""))

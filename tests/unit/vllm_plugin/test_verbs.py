@@ -42,7 +42,7 @@ class Core(CoreCalls):
         self.asked.set()
         if self.hangs:
             await asyncio.Event().wait()
-        return [Push(args[2].send_id, 0, (1, 2, 3))] if self.cached else None
+        return [Push(args[1].send_id, 0, (1, 2, 3))] if self.cached else None
 
 
 class Client:
@@ -99,7 +99,7 @@ class Phase:
         assert await tasks.wait(10)
         assert len(self.core.ended) == 1
         assert self.agent.cancelled == self.core.ended, "before the blocks are unpinned"
-        assert not self.verbs._busy
+        assert not len(self.verbs._work)
         assert not self.verbs._reports._sends
         if self.client.generating.is_set():
             assert self.client.left

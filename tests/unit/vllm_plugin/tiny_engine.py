@@ -46,6 +46,7 @@ from tercet.vllm_plugin.core.connector_messages import (
     TercetParams,
     WorkerHandshake,
 )
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.adapters import Adapters
 
 # Of an engine that was started without LoRA.
@@ -197,7 +198,7 @@ class TinyEngine:
 
     def reserve(self, lease: str, tokens: list[int], salt: str | None = None) -> int:
         """Reserve now or not at all, and let the agent know, as the verbs do; the matched length."""
-        waiting = core_methods.reserve(self.core, lease, tokens, salt)
+        waiting = core_methods.reserve(self.core, lease, KeyedPrompt(tokens, salt))
         core_methods.give_up(self.core, lease)
         return self.granted(lease, tokens, waiting, salt)
 
@@ -212,7 +213,7 @@ class TinyEngine:
         return matched
 
     def extend(self, lease: str, tokens: list[int], salt: str | None = None) -> ReservedBlocks:
-        return core_methods.extend(self.core, lease, tokens, salt)
+        return core_methods.extend(self.core, lease, KeyedPrompt(tokens, salt))
 
     def commit(self, lease: str, valid_end: int, tokens: list[int] | None = None) -> None:
         """KV of the lease's first tokens, or of others, has arrived."""
@@ -224,7 +225,7 @@ class TinyEngine:
         return core_methods.release(self.core, lease, self.agent.do(RevokeLease(lease)))
 
     def push_cached(self, tokens: list[int], send: SendParams, salt: str | None = None) -> Push | None:
-        found = core_methods.push_cached(self.core, tokens, salt, send)
+        found = core_methods.push_cached(self.core, KeyedPrompt(tokens, salt), send)
         return None if found is None else found[0]
 
     def end_send(self, send_id: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.protocol import BadRequest
+from tercet.settings.extras import import_extra
 
 FORMATS = (".png", ".svg", ".pdf")
 DARK_SUFFIX = "-dark"
@@ -84,11 +85,7 @@ def require_drawing(file: Path, flag: str) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` when ``file`` cannot be drawn: its format, or no matplotlib."""
     if file.suffix.lower() not in FORMATS:
         raise BadRequest(f"{flag}: {file} must end with one of {', '.join(FORMATS)}", flag)
-    try:
-        import_module("matplotlib.figure")
-    except ImportError as error:
-        why = "needs matplotlib, which is not installed; install it with: pip install matplotlib"
-        raise BadRequest(f"{flag}: {file} {why}", flag) from error
+    import_extra("matplotlib.figure", f"{flag} {file}")
 
 
 @contextmanager

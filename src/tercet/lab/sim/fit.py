@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tercet.lab.sim.step_times import StepModel, StepTimes, pairs_of
 from tercet.protocol import BadRequest
+from tercet.settings.extras import import_extra
 
 Floats = NDArray[np.float64]
 
@@ -76,8 +77,7 @@ def _row(knots: Sequence[int], tokens: int, pairs: float, contexts: float, seque
 
 def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
     """``x >= 0`` that minimizes ``|matrix @ x - target|``."""
-    # Imported here: SciPy takes 0.4 s to load, which would delay every command of the CLI.
-    from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+    nnls = import_extra("scipy.optimize", "fitting a profile").nnls
 
     # Columns differ by ten orders of magnitude; a tolerance for one would be noise for another.
     scale = np.linalg.norm(matrix, axis=0)

@@ -1,1 +1,4 @@
-"""What runs in an engine's core, next to vLLM's scheduler: reservations, and which KV is sent or received in a step."""
+"""What runs in an engine's core, next to vLLM's scheduler: reservations, and which KV is sent or received in a step.
+
+Without an import of vLLM: ``keyed_prompt``, a record of tokens and their key, which API server and core exchange.
+"""

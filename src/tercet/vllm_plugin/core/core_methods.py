@@ -26,19 +26,16 @@ from tercet.protocol import (
     Content,
     EngineError,
     KVLayout,
-    MultiModalFeature,
     TercetError,
-    cache_key,
-    digest_of_features,
     from_wire,
 )
 from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.core.scheduler_side import SchedulerSide
-from tercet.vllm_plugin.edge.adapters import Adapter, digest_of
 from tercet.vllm_plugin.edge.block_tables import TablePlace
 from tercet.vllm_plugin.mm_features import to_specs
 
@@ -98,36 +95,20 @@ def describe(core: EngineCore) -> EngineDescription:
     )
 
 
-def reserve(
-    core: EngineCore,
-    lease: str,
-    tokens: list[int],
-    cache_salt: str | None,
-    adapter: Adapter | None = None,
-    features: tuple[MultiModalFeature, ...] = (),
-) -> Future[ReservedBlocks]:
-    """Reserve blocks for ``tokens`` in turn. Raises :class:`~tercet.protocol.NoSpace`."""
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
-    key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
-    return _side(core).queue.reserve(lease, owner, len(tokens), key)
+def reserve(core: EngineCore, lease: str, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
+    """Reserve blocks for all tokens of a prompt in turn. Raises :class:`~tercet.protocol.NoSpace`."""
+    owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
+    return _side(core).queue.reserve(lease, owner, prompt)
 
 
-def extend(
-    core: EngineCore,
-    lease: str,
-    tokens: list[int],
-    cache_salt: str | None,
-    adapter: Adapter | None = None,
-    features: tuple[MultiModalFeature, ...] = (),
-) -> ReservedBlocks:
-    """Reserve more blocks for an open lease, for more ``tokens`` of its sequence; returns all of them.
+def extend(core: EngineCore, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
+    """Reserve more blocks for an open lease, for more tokens of its sequence; returns all of them.
 
     Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
     :class:`~tercet.protocol.BadRequest`; the lease is unchanged then.
     """
-    owner = _probe(core, f"tercet-lease-{lease}", tokens, cache_salt, adapter, features)
-    key = cache_key(cache_salt, digest_of(adapter), digest_of_features(features))
-    return _side(core).queue.extend(lease, owner, len(tokens), key)
+    owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
+    return _side(core).queue.extend(lease, owner, prompt)
 
 
 def give_up(core: EngineCore, lease: str) -> None:
@@ -154,17 +135,10 @@ def release(core: EngineCore, lease: str, valid_end: int) -> int:
     return valid_end
 
 
-def push_cached(
-    core: EngineCore,
-    tokens: list[int],
-    cache_salt: str | None,
-    send: SendParams,
-    adapter: Adapter | None = None,
-    features: tuple[MultiModalFeature, ...] = (),
-) -> list[Push] | None:
+def push_cached(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
     """Pin KV that is fully cached; returns what to push."""
-    probe = _probe(core, f"tercet-probe-{send.send_id}", tokens, cache_salt, adapter, features)
-    return _side(core).sends.push_cached(probe, send)
+    sought = _placeholder(core, f"tercet-probe-{send.send_id}", prompt)
+    return _side(core).sends.push_cached(sought, send)
 
 
 def end_send(core: EngineCore, send_id: str) -> None:
@@ -248,23 +222,16 @@ def _side(core: EngineCore) -> SchedulerSide:
     return _connector(core).attach(_scheduler(core))
 
 
-def _probe(
-    core: EngineCore,
-    request_id: str,
-    tokens: list[int],
-    cache_salt: str | None,
-    adapter: Adapter | None,
-    features: tuple[MultiModalFeature, ...],
-) -> VLLMRequest:
+def _placeholder(core: EngineCore, request_id: str, prompt: KeyedPrompt) -> VLLMRequest:
     """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
     return VLLMRequest(
         request_id=request_id,
-        prompt_token_ids=[*tokens, FILLER_TOKEN],
+        prompt_token_ids=[*prompt.tokens, FILLER_TOKEN],
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
-        cache_salt=cache_salt,
-        lora_request=None if adapter is None else adapter.to_vllm(),
-        mm_features=to_specs(features, len(tokens)),
+        cache_salt=prompt.salt,
+        lora_request=None if prompt.adapter is None else prompt.adapter.to_vllm(),
+        mm_features=to_specs(prompt.features, len(prompt.tokens)),
         block_hasher=core.request_block_hasher,
     )
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tercet.protocol import NoSpace
 from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.core.reservations import Reservations
 
 if TYPE_CHECKING:
@@ -27,14 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Waiting:
-    """A waiting reservation, and the reason. ``key`` is the :func:`~tercet.protocol.cache_key` of its KV."""
+    """A waiting reservation for all tokens of a prompt, and the reason."""
 
     lease: str
     owner: VLLMRequest
-    end: int
-    key: str | None = None
+    prompt: KeyedPrompt
     why: NoSpace | None = None
     answer: Future[ReservedBlocks] = field(default_factory=Future)
+
+    @property
+    def end(self) -> int:
+        """Number of tokens to reserve blocks for."""
+        return len(self.prompt.tokens)
 
 
 class ReservationQueue:
@@ -48,24 +53,22 @@ class ReservationQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def reserve(
-        self, lease: str, owner: VLLMRequest, end: int, key: str | None = None
-    ) -> Future[ReservedBlocks]:  # fmt: skip
+    def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
         """As :meth:`Reservations.reserve`, when there is room; :meth:`give_up` ends the wait.
 
         Raises :class:`~tercet.protocol.NoSpace` for a reservation that can never fit, and
         :class:`~tercet.protocol.Conflict`.
         """
-        self._reservations.check(lease, end)
-        waiting = self._waiting[lease] = Waiting(lease, owner, end, key)
+        self._reservations.check(lease, len(prompt.tokens))
+        waiting = self._waiting[lease] = Waiting(lease, owner, prompt)
         self.admit()
         return waiting.answer
 
-    def extend(self, lease: str, owner: VLLMRequest, end: int, key: str | None = None) -> ReservedBlocks:
+    def extend(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> ReservedBlocks:
         """As :meth:`Reservations.extend`, with the blocks that all waiting requests leave."""
         if self._waiting:
             raise NoSpace("reservations that came before it wait for blocks")
-        return self._reservations.extend(lease, owner, end, self._needed(), key)
+        return self._reservations.extend(lease, owner, prompt, self._needed())
 
     def admit(self) -> None:
         """Give blocks to waiting reservations in order; call this when some may have become free."""
@@ -73,7 +76,7 @@ class ReservationQueue:
             first = next(iter(self._waiting.values()))
             try:
                 before = self._needed_before(first)
-                found = self._reservations.reserve(first.lease, first.owner, first.end, before, first.key)
+                found = self._reservations.reserve(first.lease, first.owner, first.prompt, before)
             except NoSpace as error:
                 first.why = error
                 return

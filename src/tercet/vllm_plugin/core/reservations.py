@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence, content_of, packed
+from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence
 from tercet.vllm_plugin.core.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, GroupTables
 from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.worker.drafters import tokens_of_a_step
 
 if TYPE_CHECKING:
@@ -26,21 +27,17 @@ FILLER_TOKEN = 0
 
 @dataclass
 class Held:
-    """One reservation: blocks for ``tokens``, of which ``[0, matched_len)`` were cached here.
-
-    ``key`` is the :func:`~tercet.protocol.cache_key` of its KV.
-    """
+    """One reservation: blocks for a prompt's tokens, of which ``[0, matched_len)`` were cached here."""
 
     owner: VLLMRequest
-    tokens: list[int]
+    prompt: KeyedPrompt
     matched_len: int
-    key: str | None = None
     num_blocks: int = 0
 
     @property
     def end(self) -> int:
         """Absolute end of the reserved range."""
-        return len(self.tokens)
+        return len(self.prompt.tokens)
 
     def valid_end(self, reported: int) -> int:
         """The valid end, given what agents have ``reported``; cached KV is valid in any case."""
@@ -82,19 +79,19 @@ class Reservations:
         return sum(held.num_blocks for held in self._held.values())
 
     def reserve(
-        self, lease: str, owner: VLLMRequest, end: int, needed_before: int, key: str | None = None
+        self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed_before: int
     ) -> ReservedBlocks:  # fmt: skip
-        """Reserve blocks for the first ``end`` tokens of ``owner``, if ``needed_before`` free blocks remain.
+        """Reserve blocks for a prompt, if ``needed_before`` free blocks remain.
 
-        ``owner`` is a vLLM request of ``end`` tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed. Raises
-        :class:`NoSpace`; then nothing stays taken.
+        ``owner`` is a vLLM request of the prompt's tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed.
+        Raises :class:`NoSpace`; then nothing stays taken.
         """
         try:
-            matched = self._allocate(owner, end, needed_before)
+            matched = self._allocate(owner, len(prompt.tokens), needed_before)
         except NoSpace:
             self._manager.free(owner)  # with windows or states, vLLM has entered it, without blocks
             raise
-        held = self._held[lease] = Held(owner, list(owner.all_token_ids)[:end], matched, key)
+        held = self._held[lease] = Held(owner, prompt, matched)
         return self._reserved(held)
 
     def _reserved(self, held: Held) -> ReservedBlocks:
@@ -173,22 +170,22 @@ class Reservations:
             raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to earlier requests")
 
     def extend(
-        self, lease: str, owner: VLLMRequest, end: int, needed_before: int, key: str | None = None
+        self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed_before: int
     ) -> ReservedBlocks:  # fmt: skip
         """Reserve more blocks for a lease, now or not at all, after its blocks. Returns all of them.
 
-        ``owner`` replaces the lease's request, whose id and first tokens it has. Raises :class:`NoSpace`,
+        ``owner`` and ``prompt`` replace the lease's, with whose tokens they begin. Raises :class:`NoSpace`,
         :class:`BadRequest` or :class:`UnknownSequence`; the lease is unchanged then.
         """
-        held = self._held.get(lease)
+        held, end = self._held.get(lease), len(prompt.tokens)
         if held is None:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
-        if list(owner.all_token_ids)[:end][: held.end] != held.tokens or key != held.key:
+        if prompt.tokens[: held.end] != held.prompt.tokens or prompt.key != held.prompt.key:
             raise BadRequest("prompt: does not begin with the tokens of the lease", "prompt")
         more = self._tables.missing(held.owner.request_id, end)
         if more > 0:
             self._allocate_more(owner, end, more, needed_before)
-        held.owner, held.tokens = owner, list(owner.all_token_ids)[:end]
+        held.owner, held.prompt = owner, prompt
         return self._reserved(held)
 
     def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
@@ -211,7 +208,7 @@ class Reservations:
         held = self._held.get(lease)
         if held is None:
             return
-        if content_of(packed(held.tokens), held.key, valid.end) != valid:
+        if held.prompt.content(valid.end) != valid:
             raise EngineError(f"lease {lease}: the agents report KV of other tokens than those of the lease")
         self._cache(held, held.owner, valid.end)
 
@@ -273,7 +270,7 @@ class Reservations:
             return False
         if request.skip_reading_prefix_cache:  # it needs every position computed here, for example for prompt_logprobs
             return False
-        if computed == 0 or list(request.all_token_ids)[:computed] != held.tokens[:computed]:
+        if computed == 0 or list(request.all_token_ids)[:computed] != held.prompt.tokens[:computed]:
             return False
         if not same_adapter(held.owner, request) or not same_features(held.owner, request, computed):
             return False

@@ -16,6 +16,7 @@ from tercet.protocol import TercetError
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.start import loading_stages
 
@@ -63,7 +64,7 @@ async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> 
 
 async def _practise(use: FirstUse, client: AsyncLLM, token: str) -> None:
     async def one() -> None:
-        async for _ in LLMRequest(client, PROMPT, use.params, TercetParams(token), 0, None).outputs():
+        async for _ in LLMRequest(client, KeyedPrompt(PROMPT), use.params, TercetParams(token)).outputs():
             pass
 
     try:

@@ -14,20 +14,17 @@ from tercet.protocol import (
     Content,
     EngineError,
     LeaseEnded,
-    MultiModalFeature,
     TercetError,
     UnknownSequence,
     Usage,
-    cache_key,
-    digest_of_features,
     packed,
 )
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
 from tercet.vllm_plugin.core.core_methods import CoreCalls
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import agent_metrics
-from tercet.vllm_plugin.edge.adapters import Adapter, digest_of
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 
 RELEASE_SECONDS = 3.0
@@ -38,7 +35,7 @@ ADOPT_SECONDS = 1.0
 
 @dataclass
 class EdgeLease:
-    """One lease, which ends by itself ``ttl`` seconds after the last activity.
+    """One lease for a prompt, which ends by itself ``ttl`` seconds after the last activity.
 
     ``filled`` has, for each rank that has reported, the valid end and content of its KV. ``closing`` is the lease's
     fence, once requested: done when no agent writes under it any more, with the valid end of the KV. ``group_begins``
@@ -47,12 +44,9 @@ class EdgeLease:
 
     lease: str
     seq_id: str
-    tokens: list[int]
-    salt: str | None
+    prompt: KeyedPrompt
     ttl: float
     timer: asyncio.TimerHandle
-    adapter: Adapter | None = None
-    features: tuple[MultiModalFeature, ...] = ()
     matched_len: int = 0
     group_begins: tuple[int, ...] = ()
     committed: int = 0
@@ -60,11 +54,6 @@ class EdgeLease:
     granted: bool = False
     extending: bool = False
     closing: asyncio.Task[int] | None = None
-
-    @property
-    def key(self) -> str | None:
-        """Key of everything except tokens that its KV depends on."""
-        return cache_key(self.salt, digest_of(self.adapter), digest_of_features(self.features))
 
 
 class LeaseTimers:
@@ -100,19 +89,10 @@ class LeaseTimers:
 
     def adapters(self) -> list[str]:
         """The names of the adapters of all leases."""
-        return [held.adapter.name for held in self._leases.values() if held.adapter is not None]
+        return [held.prompt.adapter.name for held in self._leases.values() if held.prompt.adapter is not None]
 
-    async def reserve(
-        self,
-        seq_id: str,
-        tokens: list[int],
-        cache_salt: str | None,
-        ttl: float,
-        notify: str,
-        adapter: Adapter | None = None,
-        features: tuple[MultiModalFeature, ...] = (),
-    ) -> EdgeLease:
-        """Reserve blocks for ``tokens`` until ``ttl`` seconds after the last activity; open them on every rank.
+    async def reserve(self, seq_id: str, prompt: KeyedPrompt, ttl: float, notify: str) -> EdgeLease:
+        """Reserve blocks for a prompt until ``ttl`` seconds after the last activity; open them on every rank.
 
         Agents report to ``notify``. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.LeaseEnded` if
         it has ended already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then no rank keeps
@@ -120,16 +100,16 @@ class LeaseTimers:
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
-        held = EdgeLease(lease, seq_id, tokens, cache_salt, ttl, timer, adapter, features)
+        held = EdgeLease(lease, seq_id, prompt, ttl, timer)
         self._leases[lease] = self._of_seq[seq_id] = held
         try:
             reserved = await self._reserved(held)
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
             if lease in self._leases:  # otherwise it has ended, and its blocks are being freed
                 held.granted = True
-                blocks, size, end = reserved.blocks, reserved.block_size, len(tokens)
+                blocks, size, tokens = reserved.blocks, reserved.block_size, prompt.tokens
                 await self._agents.grant(
-                    GrantLease(lease, blocks, held.matched_len, end, size, packed(tokens), held.key, notify)
+                    GrantLease(lease, blocks, held.matched_len, len(tokens), size, packed(tokens), prompt.key, notify)
                 )
         except BaseException as error:
             self._forget(lease)
@@ -140,16 +120,8 @@ class LeaseTimers:
             raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
         return held
 
-    async def extend(
-        self,
-        lease: str,
-        seq_id: str,
-        tokens: list[int],
-        cache_salt: str | None,
-        adapter: Adapter | None = None,
-        features: tuple[MultiModalFeature, ...] = (),
-    ) -> EdgeLease:
-        """Reserve more blocks for a lease, with whose tokens ``tokens`` begin, and open them on every rank.
+    async def extend(self, lease: str, seq_id: str, prompt: KeyedPrompt) -> EdgeLease:
+        """Reserve more blocks for a lease, with whose tokens ``prompt`` begins, and open them on every rank.
 
         Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it has ended,
         :class:`~tercet.protocol.BadRequest` for other tokens, :class:`~tercet.protocol.NoSpace`, or
@@ -159,23 +131,24 @@ class LeaseTimers:
         held = self._of_seq.get(seq_id)
         if held is None or held.lease != lease:
             raise UnknownSequence(f"lease {lease} is not held here for {seq_id}: released, expired or used", "lease")
-        _require_key(held, cache_salt, adapter, features)
-        _require_beginning(held, tokens)
+        _require_continued(held, prompt)
         if not held.granted or held.extending:
             raise Conflict(f"lease {lease} is being opened or extended already", "lease")
         self._renew(held)
         held.extending = True
         try:
-            reserved = await self._core.call(core_methods.extend, lease, tokens, cache_salt, adapter, features)
+            reserved = await self._core.call(core_methods.extend, lease, prompt)
             if held.lease in self._leases:  # otherwise it has ended: these blocks are freed with the others
-                blocks, begin, end, size = reserved.blocks, held.matched_len, len(tokens), reserved.block_size
-                await self._agents.grant(ExtendLease(lease, blocks, begin, end, size, packed(tokens), held.key))
+                blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
+                await self._agents.grant(
+                    ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
+                )
         finally:
             held.extending = False
         held.group_begins = reserved.group_begins()
         if held.lease not in self._leases:
             raise LeaseEnded(f"{seq_id} was aborted, or its lease ended, while it was being extended", "seq_id")
-        held.tokens = tokens
+        held.prompt = prompt
         return held
 
     async def _reserved(self, held: EdgeLease) -> ReservedBlocks:
@@ -184,30 +157,20 @@ class LeaseTimers:
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.call(
-                core_methods.reserve, held.lease, held.tokens, held.salt, held.adapter, held.features
-            )
+            return await self._core.call(core_methods.reserve, held.lease, held.prompt)
         finally:
             giving_up.cancel()
 
-    def claim(
-        self,
-        seq_id: str,
-        tokens: list[int],
-        cache_salt: str | None,
-        adapter: Adapter | None = None,
-        features: tuple[MultiModalFeature, ...] = (),
-    ) -> EdgeLease | None:
-        """Take the sequence's lease, if it has one, away from its timer: a request of ``tokens`` will adopt it.
+    def claim(self, seq_id: str, prompt: KeyedPrompt) -> EdgeLease | None:
+        """Take the sequence's lease, if it has one, away from its timer: a request of ``prompt`` will adopt it.
 
-        Its fence is in progress: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if they do not begin
-        with the reserved tokens, or salt, adapter or images differ.
+        Its fence is in progress: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if the prompt does not
+        begin with the reserved tokens, or salt, adapter or images differ.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
             return None
-        _require_beginning(held, tokens)
-        _require_key(held, cache_salt, adapter, features)
+        _require_continued(held, prompt)
         self._forget(held.lease)
         self._closing(held)
         return held
@@ -306,22 +269,17 @@ class LeaseTimers:
         return held
 
 
-def _require_beginning(held: EdgeLease, tokens: list[int]) -> None:
-    if tokens[: len(held.tokens)] != held.tokens:
-        pairs = enumerate(held.tokens)
-        differs = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
-        raise BadRequest(f"prompt: differs from the prompt of prep_recv, first at position {differs}", "prompt")
-
-
-def _require_key(
-    held: EdgeLease, cache_salt: str | None, adapter: Adapter | None, features: tuple[MultiModalFeature, ...]
-) -> None:
-    if digest_of_features(features) != digest_of_features(held.features):
-        raise BadRequest("mm_features: differ from those of prep_recv for this sequence", "mm_features")
-    if adapter != held.adapter:
-        raise BadRequest("adapter: differs from that of prep_recv for this sequence", "adapter")
-    if (cache_salt or None) != (held.salt or None):
-        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence", "cache_salt")
+def _require_continued(held: EdgeLease, prompt: KeyedPrompt) -> None:
+    """Refuse a prompt that does not begin with the lease's."""
+    field = prompt.difference(held.prompt)
+    if field:
+        differ = "differ from those" if field == "mm_features" else "differs from that"
+        raise BadRequest(f"{field}: {differ} of prep_recv for this sequence", field)
+    reserved, tokens = held.prompt.tokens, prompt.tokens
+    if tokens[: len(reserved)] != reserved:
+        pairs = enumerate(reserved)
+        at = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
+        raise BadRequest(f"prompt: differs from the prompt of prep_recv, first at position {at}", "prompt")
 
 
 def usage_of(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:

@@ -25,13 +25,12 @@ from tercet.protocol import (
     TercetError,
     TokenLogprob,
     Usage,
-    digest_of_features,
 )
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import StreamDestination
 from tercet.settings.verb_log import LoggedGeneration
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
-from tercet.vllm_plugin.edge.adapters import Adapter
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.sampling_params import first_token_only, reasoning_of, to_vllm
 from tercet.vllm_plugin.mm_features import to_prompt
 from tercet.wire.streams import RouterConnection, SequenceSender
@@ -43,15 +42,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LLMRequest:
-    """One request: its tokens, its parameters, and its output stream; ``request_id`` is our id for it."""
+    """One request: its prompt, its parameters, and its output stream; ``request_id`` is our id for it.
+
+    ``features`` are the prompt's with their data, until vLLM has them.
+    """
 
     client: AsyncLLM
-    tokens: list[int]
+    prompt: KeyedPrompt
     sampling_params: Mapping[str, Any]
     params: TercetParams
-    priority: int
-    cache_salt: str | None
-    adapter: Adapter | None = None
+    priority: int = 0
     features: Sequence[MultiModalFeature] = ()
     num_cached: int = field(default=0, init=False)
     request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
@@ -75,7 +75,7 @@ class LLMRequest:
             if output.finish_reason in ("abort", "error"):
                 raise EngineError(f"the engine ended the request: {output.finish_reason}")
             limit = self.client.vllm_config.model_config.max_model_len
-            goes_on = wanted != 1 and len(self.tokens) + 1 < limit
+            goes_on = wanted != 1 and len(self.prompt.tokens) + 1 < limit
             if output.finish_reason == "length" and goes_on:
                 return Output(output.token_ids, logprobs=output.logprobs, prompt_logprobs=output.prompt_logprobs)
             return output
@@ -132,22 +132,24 @@ class LLMRequest:
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
         """Prompt, parameters and other arguments for ``AsyncLLM``. Raises :class:`~tercet.protocol.BadRequest`."""
-        prompt = await self._prompt()
+        prompt = await self._prompt_for_vllm()
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
-        lora = None if self.adapter is None else self.adapter.to_vllm()
+        adapter = self.prompt.adapter
+        lora = None if adapter is None else adapter.to_vllm()
         return prompt, params, {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
 
-    async def _prompt(self) -> TokensPrompt:
+    async def _prompt_for_vllm(self) -> TokensPrompt:
+        tokens, salt = self.prompt.tokens, self.prompt.salt
         if self.features:
             dtype = self.client.vllm_config.model_config.dtype
             # Digests and casts of megabytes: in a thread, so that the event loop continues with others' tokens.
-            prompt = await asyncio.to_thread(to_prompt, self.tokens, self.features, self.cache_salt, dtype)
-            self.features = [feature.without_data() for feature in self.features]  # vLLM has the data from here on
+            prompt = await asyncio.to_thread(to_prompt, tokens, self.features, salt, dtype)
+            self.features = ()
             return prompt
-        prompt = TokensPrompt(prompt_token_ids=self.tokens)
-        if self.cache_salt is not None:
-            prompt["cache_salt"] = self.cache_salt
+        prompt = TokensPrompt(prompt_token_ids=tokens)
+        if salt is not None:
+            prompt["cache_salt"] = salt
         return prompt
 
     def _output_of(self, item: RequestOutput) -> Output:
@@ -210,20 +212,12 @@ class DecodingSequence:
         """Seconds since its arrival."""
         return time.monotonic() - self._logged.began
 
-    def begins_with(
-        self,
-        tokens: Sequence[int],
-        salt: str | None,
-        adapter: Adapter | None = None,
-        features: Sequence[MultiModalFeature] = (),
-    ) -> bool:
-        """Whether KV of its first tokens is KV of these."""
-        # vLLM's cache treats an empty salt as none. The last token distinguishes most sequences.
-        known, end = self.tokens, len(tokens)
+    def begins_with(self, prompt: KeyedPrompt) -> bool:
+        """Whether KV of its first tokens is KV of this prompt."""
+        known, tokens, end = self.tokens, prompt.tokens, len(prompt.tokens)
+        # The last token distinguishes most sequences.
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
-        alike = alike and (self.request.cache_salt or None) == (salt or None) and self.request.adapter == adapter
-        alike = alike and digest_of_features(self.request.features) == digest_of_features(features)
-        return alike and known[:end] == tokens
+        return alike and not prompt.difference(self.request.prompt) and known[:end] == tokens
 
     def told(self, output: Output) -> Output:
         """The output for callers."""

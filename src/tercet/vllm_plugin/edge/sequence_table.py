@@ -7,10 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from tercet.aio import TaskSet
-from tercet.protocol import MultiModalFeature, SequenceReport
+from tercet.protocol import SequenceReport
 from tercet.protocol.wire import MoveCall
 from tercet.vllm_plugin.core.core_methods import RequestInCore
-from tercet.vllm_plugin.edge.adapters import Adapter
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.llm_requests import DecodingSequence
 from tercet.wire.streams import propose_move
 
@@ -41,15 +41,9 @@ class SequenceTable:
         """Remove a sequence."""
         self._sequences.pop(sequence.request.request_id, None)
 
-    def beginning_with(
-        self,
-        tokens: list[int],
-        salt: str | None,
-        adapter: Adapter | None = None,
-        features: Sequence[MultiModalFeature] = (),
-    ) -> list[DecodingSequence]:
-        """Those that begin with these tokens, and have no other images among them."""
-        return [each for each in self._sequences.values() if each.begins_with(tokens, salt, adapter, features)]
+    def beginning_with(self, prompt: KeyedPrompt) -> list[DecodingSequence]:
+        """Those that begin with this prompt."""
+        return [each for each in self._sequences.values() if each.begins_with(prompt)]
 
     async def reports(self) -> list[SequenceReport]:
         """Every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""

@@ -39,7 +39,7 @@ def render_short_prompts_here(renderer: Any) -> None:
 
     def here(prompt: Any, params: Any) -> Any:
         ids = None
-        if encode is not None and prompt.keys() == TEXT and not params.return_token_offsets:
+        if encode is not None and _is_short_text(prompt) and not params.return_token_offsets:
             ids = _encoded(encode, prompt["prompt"], params.get_encode_kwargs())
         return as_vllm_does(prompt, params) if ids is None else {"prompt_token_ids": ids, **prompt}
 

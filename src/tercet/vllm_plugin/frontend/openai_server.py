@@ -15,7 +15,7 @@ import inspect
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,8 +24,7 @@ from starlette.types import ASGIApp
 from tercet.protocol import BadRequest
 from tercet.protocol.types import TextFingerprint
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
-from tercet.vllm_plugin.fast_path.fast_path import FastPath, fast_path
-from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
+from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path, render_short_prompts_here
 from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
 from tercet.vllm_plugin.frontend.server_options import keep_alive_seconds, require_served
@@ -55,7 +54,7 @@ class OpenAIServer:
 
 
 async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
-    """The server of ``engine_client``, under vLLM's options ``args``."""
+    """The server of ``engine_client``, under vLLM's options ``args``, without a fast path."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
@@ -67,7 +66,17 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
         tell_errors_of(messages)
     # vLLM's SageMaker layer may have closed the stack to further middleware.
     layers = app.middleware_stack or app.build_middleware_stack()
-    return OpenAIServer(app, layers, fast_path(layers, app.state, args, engine_client))
+    return OpenAIServer(app, layers, None)
+
+
+def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
+    """The same server, whose plain streams take the fast path, if vLLM's options allow it.
+
+    Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` if this vLLM is not as the fast path needs it.
+    """
+    require_hooks("fast path")
+    render_short_prompts_here(engine_client.renderer)
+    return replace(server, fast=fast_path(server.layers, server.app.state, args, engine_client))
 
 
 def text_of(engine_client: Any, args: argparse.Namespace) -> TextFingerprint:
@@ -166,7 +175,6 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     client.attach(engine_client.output_processor)
     keep_data_here(engine_client.renderer, model_config)
-    render_short_prompts_here(engine_client.renderer)
     start_one_by_one(engine_client)
     bound_texts(engine_client.renderer, model_config.max_model_len)
     return engine_client

@@ -279,7 +279,7 @@ STEPS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings().max_examples * 3 // 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, max_size=25))
 def test_whatever_happens_it_ends_with_what_the_server_has(steps: list[tuple[object, ...]]) -> None:
     asyncio.run(follow_through(steps))

@@ -138,14 +138,19 @@ async def _serve(routers: LiveRouters, membership: Membership, ready: threading.
     more = ("--enable-prompt-tokens-details",)
     args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
     client = vllm.engine_client_over(ServicePrograms(routers.service), args)
-    server = await vllm.openai_server(args, client)
+    stock = await vllm.openai_server(args, client)
+    assert stock.fast is None
+    server = vllm.with_fast_path(stock, args, client)
     admin.install(server.app, shared_over(routers.service, membership), ["m"])
     assert server.fast is not None
     gate = Gate(Limits(), routers.service.fleet, routers.metrics)
     routers.tokenizer, routers.processor = client.renderer.tokenizer, client.output_processor
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     with ExitStack() as stack:
-        for name, fast, protocol in (("fast", server.fast, StreamingProtocol), ("stock", None, HttpToolsProtocol)):
+        for name, fast, protocol in (
+            ("fast", server.fast, StreamingProtocol),
+            ("stock", stock.fast, HttpToolsProtocol),
+        ):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a client can fall behind
             sock.bind(("127.0.0.1", 0))

@@ -69,7 +69,7 @@ def test_what_is_more_than_plain_does_not(
     if more.keys() & {"n", "prompt", "logprobs"}:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        from tercet.vllm_plugin.fast_path.fast_path import is_plain_completion
+        from tercet.vllm_plugin.fast_path.entry import is_plain_completion
 
         assert not is_plain_completion(CompletionRequest.model_validate({**PLAIN, **more}))
         return

@@ -7,7 +7,6 @@ import time
 
 import msgspec
 import pytest
-from vllm import envs
 
 from tercet.protocol import EngineStatus
 from tercet.wire.client import HttpEngine, http_engine
@@ -46,7 +45,3 @@ async def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.
         for _ in range(3):
             await engine.abort("nobody")
             await asyncio.sleep(2 * IDLE_SECONDS)
-
-
-def test_connections_are_given_up_before_vllm_closes_them() -> None:
-    assert http_engine.KEEPALIVE_SECONDS < envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE

@@ -156,9 +156,9 @@ class MovingFleet:
             for member in fleet.members:
                 engine = self._engines[member.name]
                 if not engine.down:
-                    fleet.heard(member.name, engine.load().stalled_s)
+                    fleet.health.heard(member.name, engine.load().stalled_s)
                 member.reachable = not (engine.down or fleet.liveness.is_stuck(member.name))
-            fleet.stand_still(WATCH_SECONDS)
+            fleet.health.stand_still(WATCH_SECONDS)
             await asyncio.sleep(WATCH_SECONDS)
 
 

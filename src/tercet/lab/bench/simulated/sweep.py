@@ -261,8 +261,6 @@ def _require_known(base: Simulation, axes: Sequence[Axis]) -> None:
     arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
     known = [*OWN, *EngineOptions.__struct_fields__, *sorted(MOVING), *sorted(arguments - {"request", "fleet"})]
     for axis in axes:
-        if axis.name == "rate" and axis.name not in known:
-            raise BadRequest("--over: rate is now request-rate", "--over")
         if axis.name not in known:
             raise BadRequest(f"--over: there is no setting {axis.name}; {near(axis.name, known)}", "--over")
 

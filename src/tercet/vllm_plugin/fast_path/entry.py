@@ -26,12 +26,14 @@ from starlette.types import Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.vllm_plugin.fast_path.plain_stream import PlainStream, StreamPlan, StreamTools
+from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.sse_chunks import CHAT, COMPLETION, ChunkWriter
 from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
 from tercet.vllm_plugin.fast_path.token_texts import texts_of
 from tercet.wire.serving.client_connection import ClientConnection
 from tercet.wire.serving.request_context import RequestContext, current
 
+__all__ = ["FastPath", "fast_path", "render_short_prompts_here"]
 logger = logging.getLogger(__name__)
 START = {
     "type": "http.response.start",

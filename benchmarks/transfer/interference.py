@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 
 import aiohttp
 import msgspec
+from benchmarks.transfer.cases import MIB
+from benchmarks.transfer.unsignalled import start_unsignalled
 
-from tercet.lab.bench.transfer.cases import MIB
-from tercet.lab.bench.transfer.unsignalled import start_unsignalled
 from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
 from tercet.protocol.sse import DONE, read_events
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings

@@ -1,0 +1,113 @@
+"""Routes for the LoRA adapters of the fleet: Tercet's, and vLLM's for the whole fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tercet.fleet import EngineFleet
+from tercet.fleet.adapters import has
+from tercet.protocol import BadRequest
+from tercet.protocol.wire import LoadAdapterCall, Name, ReplaceAdapterCall, decode_call
+from tercet.router.admin.admin_route import AdminRoute, asked_by, fleet_of, json_answer, shared_of
+
+routes = APIRouter(route_class=AdminRoute)
+vllms = APIRouter(tags=["tercet"], route_class=AdminRoute)
+"""vLLM's own routes, for the whole fleet."""
+
+
+class VLLMLoadCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of vLLM's ``POST /v1/load_lora_adapter``, as far as a fleet does it."""
+
+    lora_name: Name
+    lora_path: Name
+    load_inplace: bool = False
+
+
+class VLLMUnloadCall(msgspec.Struct, frozen=True):
+    """Body of vLLM's ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: Name
+
+
+@routes.get("/adapters")
+async def adapters(request: Request) -> Response:
+    """The LoRA adapters of this fleet: name, path and digest, and which engines have each."""
+    return json_answer(_adapters(fleet_of(request)))
+
+
+@routes.post("/adapters")
+async def load_adapter(request: Request) -> Response:
+    """Serve a LoRA adapter, once every engine has loaded it from this path on its machine."""
+    call = decode_call(await request.body(), LoadAdapterCall)
+    return await _load_adapter(request, call.name, call.path)
+
+
+@routes.put("/adapters/{name:path}")
+async def replace_adapter(request: Request, name: str) -> Response:
+    """Have the name of a LoRA adapter stand for what is at this path now, on every engine, unless requests use it."""
+    call = decode_call(await request.body(), ReplaceAdapterCall)
+    return await _replace_adapter(request, name, call.path)
+
+
+@routes.delete("/adapters/{name:path}")
+async def unload_adapter(request: Request, name: str) -> Response:
+    """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
+    return await _unload_adapter(request, name)
+
+
+async def _load_adapter(request: Request, name: str, path: str) -> Response:
+    _require_free(request, name)
+    behind = await shared_of(request).load_adapter(name, path, asked_by(request))
+    return json_answer(_adapter(request, name), 201, behind)
+
+
+async def _replace_adapter(request: Request, name: str, path: str) -> Response:
+    _require_free(request, name)
+    behind = await shared_of(request).replace_adapter(name, path, asked_by(request))
+    return json_answer(_adapter(request, name), behind=behind)
+
+
+def _require_free(request: Request, name: str) -> None:
+    if name in request.app.state.tercet_models:
+        raise BadRequest(f"name: {name!r} is what the base model is called", "name")
+
+
+def _adapter(request: Request, name: str) -> dict[str, Any]:
+    return next(each for each in _adapters(fleet_of(request)) if each["name"] == name)
+
+
+async def _unload_adapter(request: Request, name: str) -> Response:
+    behind = await shared_of(request).unload_adapter(name, asked_by(request))
+    return json_answer({"name": name, "unloaded": True}, behind=behind)
+
+
+def _adapters(fleet: EngineFleet) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "path": adapter.path,
+            "digest": adapter.digest,
+            "engines": [member.name for member in fleet.members if has(member.adapters, adapter)],
+        }
+        for name, adapter in fleet.adapters.items()
+    ]
+
+
+@vllms.post("/v1/load_lora_adapter")
+async def load_lora_adapter(request: Request) -> Response:
+    """As vLLM's."""
+    call = decode_call(await request.body(), VLLMLoadCall)
+    change = _replace_adapter if call.load_inplace else _load_adapter
+    await change(request, call.lora_name, call.lora_path)
+    return Response(f"Success: LoRA adapter '{call.lora_name}' added successfully.")
+
+
+@vllms.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(request: Request) -> Response:
+    """As vLLM's."""
+    call = decode_call(await request.body(), VLLMUnloadCall)
+    await _unload_adapter(request, call.lora_name)
+    return Response(f"Success: LoRA adapter '{call.lora_name}' removed successfully.")

@@ -1,0 +1,70 @@
+"""Puts the routes of the router's administration into an application, and answers where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tercet.protocol import MethodNotAllowed, TercetError, UnknownPath
+from tercet.protocol.wire import API_PREFIX
+from tercet.router.admin import adapters, engines, programs, scheduling, sequences, status
+from tercet.router.admin.adapters import vllms
+from tercet.router.admin.admin_route import AdminRoute, json_answer
+from tercet.router.named_files import NamedFiles
+from tercet.router.shared_state import SharedState
+
+router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)
+for each in (status.routes, programs.routes, scheduling.routes, sequences.routes, adapters.routes, engines.routes):
+    router.include_router(each)
+
+
+def install(
+    app: FastAPI,
+    shared: SharedState,
+    models: Sequence[str],
+    loads_adapters: bool = False,
+    files: NamedFiles | None = None,
+) -> None:
+    """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``.
+
+    ``loads_adapters``: with vLLM's own routes for adapters, in the place of those that it has then. ``files`` are those
+    that they may name; none if not given.
+    """
+    app.state.tercet, app.state.tercet_models, app.state.tercet_files = shared, models, files or NamedFiles()
+    app.include_router(router)
+    if loads_adapters:
+        own = {route.path for route in vllms.routes if isinstance(route, Route)}
+        app.router.routes[:] = [each for each in app.routes if not (isinstance(each, Route) and each.path in own)]
+        app.include_router(vllms)
+    app.router.middleware_stack = _refusing(app.router.middleware_stack, app.routes)
+
+
+def _refusing(served: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
+    """What is ``served`` by ``routes``, with OpenAI's error JSON where there is none, as all else answers."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await served(scope, receive, send)
+        except HTTPException as refusal:  # of the router itself: those of routes are answered there
+            if scope["type"] != "http" or refusal.status_code not in (UnknownPath.status, MethodNotAllowed.status):
+                raise
+            await _without_route(scope, routes)(scope, receive, send)
+
+    return answer
+
+
+def _without_route(scope: Scope, routes: Sequence[BaseRoute]) -> Response:
+    method, path = scope["method"], scope["path"]
+    found = [route for route in routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
+    allowed = ", ".join(sorted({name for route in found for name in route.methods or ()}))
+    if not allowed:
+        error: TercetError = UnknownPath(f"there is nothing at {method} {path}; see /openapi.json")
+        return json_answer(error.to_wire(), error.status)
+    error = MethodNotAllowed(f"{path} is not for {method}; it takes {allowed}")
+    response = json_answer(error.to_wire(), error.status)
+    response.headers["Allow"] = allowed
+    return response

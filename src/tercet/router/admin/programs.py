@@ -1,0 +1,49 @@
+"""Routes for the programs that requests run under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tercet.protocol.wire import decode_call
+from tercet.router.admin.admin_route import AdminRoute, asked_by, files_of, json_answer, shared_of
+from tercet.router.metrics import Metrics
+from tercet.router.routing import Plan, Version
+from tercet.router.service import Service
+
+routes = APIRouter(route_class=AdminRoute)
+
+
+@routes.get("/program")
+async def program(request: Request) -> Response:
+    """The programs that requests run under, unless they name another one."""
+    return json_answer(programs_shown(shared_of(request).service))
+
+
+@routes.put("/program")
+async def set_program(request: Request) -> Response:
+    """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
+    shared = shared_of(request)
+    plan = decode_call(await request.body(), Plan)
+    behind = await shared.use_program(plan, asked_by(request), load_arm=files_of(request).load_arm)
+    return json_answer(programs_shown(shared.service), behind=behind)
+
+
+def programs_shown(service: Service[Metrics]) -> dict[str, Any]:
+    """The programs in use, their failures, and those before them."""
+    routing = service.routing
+    return {
+        **version_shown(routing.current),
+        "failures_in_a_row": dict(routing.failures),
+        "previous": None if routing.previous is None else version_shown(routing.previous),
+        "returned": routing.returned,
+    }
+
+
+def version_shown(version: Version) -> dict[str, Any]:
+    """One version of the programs in use."""
+    plan = version.plan
+    one = {} if plan.program is None else {"program": plan.program, "args": plan.args}
+    return {"version": version.number, **one, **msgspec.to_builtins(plan)}

@@ -1,0 +1,102 @@
+"""Routes for running sequences and contexts, and their moves between engines."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tercet import protocol
+from tercet.fleet import RunningSequence
+from tercet.programs import migrate_context
+from tercet.protocol import BadRequest, UnknownSequence
+from tercet.protocol.multimodal import MultiModalFeatures
+from tercet.protocol.wire import MoveCall, decode_call
+from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of
+from tercet.router.moves import MoveRecord
+from tercet.router.proposals import pass_on
+
+routes = APIRouter(route_class=AdminRoute)
+
+
+class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /tercet/v1/migrate_context``: token ids, and the names of two engines.
+
+    ``mm_features`` are as the verbs take them, with their data.
+    """
+
+    prompt: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+    source: str
+    destination: str
+    cache_salt: str | None = None
+    adapter: str | None = None
+    mm_features: MultiModalFeatures = ()
+
+
+@routes.post("/migrate_context")
+async def move_context(request: Request) -> Response:
+    """Have a prefix in another engine's cache; answers with what was sent, the range and the bytes."""
+    call = decode_call(await request.body(), MigrateCall)
+    seq_id = f"context-{uuid.uuid4().hex}"
+    prefix = protocol.Request(
+        seq_id=seq_id, prompt=call.prompt, cache_salt=call.cache_salt, adapter=call.adapter,
+        mm_features=call.mm_features,
+    )  # fmt: skip
+    sent = await migrate_context(fleet_of(request), prefix, call.source, call.destination)
+    if sent is None:
+        return json_answer({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
+    return json_answer({"begin": sent.begin, "end": sent.end, "bytes": sent.bytes})
+
+
+@routes.get("/sequences")
+async def sequences(request: Request) -> Response:
+    """What this process runs now; with ``?engine=NAME`` only what that engine generates."""
+    running, engine = shared_of(request).service.sequences, request.query_params.get("engine")
+    now = time.monotonic()
+    return json_answer([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
+
+
+@routes.post("/sequences/{seq_id:path}/move")
+async def move_sequence(request: Request, seq_id: str) -> Response:
+    """Have another engine go on with a running sequence; answers when it does, with how that went.
+
+    If another process runs it the proposal is passed on to that one, and 202 answers.
+    """
+    call, service = decode_call(await request.body(), MoveCall), shared_of(request).service
+    try:
+        sequence = service.sequences.named(seq_id)
+    except UnknownSequence:
+        await pass_on(service.fleet, seq_id, call.destination, call.reason)
+        return json_answer({"accepted": True}, 202)
+    return json_answer(move_shown(await service.moves.move(sequence, call.destination, call.reason)))
+
+
+@routes.get("/moves")
+async def moves(request: Request) -> Response:
+    """The moves of this process, oldest first; with ``?since=NUMBER`` those after that one."""
+    since = request.query_params.get("since", "0")
+    if not since.isdecimal():
+        raise BadRequest(f"since: {since!r} is not the number of a move", "since")
+    return json_answer([move_shown(move) for move in shared_of(request).service.moves.since(int(since))])
+
+
+def move_shown(move: MoveRecord) -> dict[str, Any]:
+    """A move, and the bytes of all its stages."""
+    return {**msgspec.to_builtins(move), "bytes": move.bytes}
+
+
+def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
+    return {
+        "seq_id": sequence.request.seq_id,
+        "program": sequence.program,
+        "engine": sequence.engine,
+        "state": sequence.state,
+        "attempt": sequence.attempt,
+        "moves": sequence.moves,
+        "prompt_tokens": sequence.request.num_tokens,
+        "tokens": len(sequence.tokens),
+        "seconds": now - sequence.began,
+    }

@@ -1,0 +1,29 @@
+"""The route that shows all of a router."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of
+from tercet.router.admin.engines import engine_shown
+from tercet.router.admin.programs import programs_shown
+from tercet.router.admin.sequences import move_shown
+
+routes = APIRouter(route_class=AdminRoute)
+
+
+@routes.get("/status")
+async def status(request: Request) -> Response:
+    """Whether this router serves, what and by which program, every engine, and the moves of this process."""
+    shared = shared_of(request)
+    refusal = shared.refusal()
+    return json_answer(
+        {
+            "serving": refusal is None,
+            "why": "" if refusal is None else refusal.message,
+            "models": request.app.state.tercet_models,
+            "program": programs_shown(shared.service),
+            "engines": [engine_shown(member, shared) for member in fleet_of(request).members],
+            "moves": [move_shown(move) for move in shared.service.moves.since(0) if move.outcome == "under_way"],
+        }
+    )

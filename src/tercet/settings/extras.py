@@ -1,0 +1,41 @@
+"""Packages that come with an extra of Tercet: a router and an engine run without them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Literal
+
+from tercet.protocol import BadRequest
+
+Extra = Literal["gateway", "lab"]
+EXTRAS: Mapping[Extra, Mapping[str, str]] = {
+    "gateway": {"grpc": "grpcio", "grpc_health": "grpcio-health-checking", "envoy": "xds-protos"},
+    "lab": {"matplotlib": "matplotlib", "scipy": "scipy"},
+}
+"""The packages of each extra, by the module that each of them brings."""
+
+
+def require_extra(extra: Extra, user: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` that tells how to install what ``user``, a command, needs."""
+    for module in EXTRAS[extra]:
+        import_extra(module, user)
+
+
+def import_extra(name: str, user: str) -> Any:
+    """A module of an extra's package, such as ``matplotlib.figure``, imported for ``user``, a flag or a command.
+
+    Raises :class:`~tercet.protocol.BadRequest` that tells how to install it.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        module = name.partition(".")[0]
+        of: Extra = next(extra for extra, packages in EXTRAS.items() if module in packages)
+        raise _lacking(of, module, user) from error
+
+
+def _lacking(extra: Extra, module: str, user: str) -> BadRequest:
+    return BadRequest(
+        f"{user}: {EXTRAS[extra][module]} is not installed; install it with: pip install 'tercet[{extra}]'", user
+    )

@@ -1,0 +1,50 @@
+"""Reads what a call names: the prompt's tokens, adapter and images, checked against this engine's model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tercet.protocol.wire import PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.edge.adapters import Adapters
+from tercet.vllm_plugin.edge.call_checks import limits_of
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Call = PrepRecvCall | RemoteSendCall | StartGenerateCall
+
+
+class CallReader:
+    """Reads calls for the engine behind ``client``. Raises :class:`~tercet.protocol.BadRequest` for invalid ones."""
+
+    def __init__(self, client: AsyncLLM, adapters: Adapters) -> None:
+        self._client = client
+        self._adapters = adapters
+        self.limits = limits_of(client)
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt, which may be text."""
+        tokens: list[int] = self._client.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.limits.check_prompt(tokens)
+        return tokens
+
+    async def keyed(self, call: Call, tokens: list[int]) -> KeyedPrompt:
+        """A call's prompt, of these :meth:`tokens`, with everything that its KV depends on.
+
+        Raises :class:`~tercet.protocol.UnknownAdapter`, also for an adapter with other contents here, and
+        :class:`~tercet.protocol.Conflict` if its files have changed.
+        """
+        adapter = await self._adapters.find(call.adapter, call.adapter_digest)
+        self.limits.check_features(tokens, call.mm_features, call.adapter)
+        features = tuple(feature.without_data() for feature in call.mm_features)
+        return KeyedPrompt(tokens, call.cache_salt, adapter, features)
+
+    def model_of(self, call: Call) -> str:
+        """The name of what serves a call: that of its LoRA adapter, or the model's."""
+        return call.adapter or self.served_name
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in vLLM's API."""
+        return str(self._client.vllm_config.model_config.served_model_name)
