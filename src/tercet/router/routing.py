@@ -186,6 +186,7 @@ class Routing:
         self._return_after = return_after
         self._before: list[Version] = []
         self.failures: Counter[str] = Counter()
+        self._chosen_by_name: dict[str, Chosen] = {}
 
     @property
     def previous(self) -> Version | None:
@@ -239,9 +240,14 @@ class Routing:
     def _use(self, version: Version) -> None:
         self.current = version
         self.failures = Counter()
+        self._chosen_by_name = {}
 
     def _chosen(self, name: str) -> Chosen:
-        return Chosen(self.current.number, name, self.current.programs[name])
+        chosen = self._chosen_by_name.get(name)
+        if chosen is None:
+            chosen = Chosen(self.current.number, name, self.current.programs[name])
+            self._chosen_by_name[name] = chosen
+        return chosen
 
 
 def _share(plan: Plan, draw: float) -> Share:

@@ -171,16 +171,6 @@ class Service(Generic[M]):
         for stream in tuple(self._streams):
             stream.give_up(error)
 
-    @contextmanager
-    def _may_be_given_up(self, stream: OutputStream) -> Generator[None]:
-        if self._given_up_by is not None:
-            raise self._given_up_by
-        self._streams.add(stream)
-        try:
-            yield
-        finally:
-            self._streams.discard(stream)
-
     async def _serve(
         self, request: Request, trace: Trace, model: str, began: float,
         on_sequence: Callable[[RunningSequence], object], stream: OutputStream,
@@ -194,26 +184,30 @@ class Service(Generic[M]):
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
-        with (
-            self._may_be_given_up(stream), self.sequences.running(sequence), self.metrics.sequence(),
-            self._deadline(began, stream),
-        ):  # fmt: skip
-            while (failure := await attempts.run(program)) is not None:
-                retry = self._next_attempt(chosen, failure, sequence, tried_at)
-                if retry is None:
-                    if _is_grammars_fault(failure, sequence):
-                        raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
-                    attempts.finish(_last_output(chosen, failure, request.seq_id))
-                    return
-                trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
-                await self._recovery.wait(retry)
-                tried_at = self._clock()
-                trace.program = sequence.program
-                program = partial(one_engine, retry.request, fleet, retry.output)
+        if self._given_up_by is not None:
+            raise self._given_up_by
+        self._streams.add(stream)
+        try:
+            with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
+                while (failure := await attempts.run(program)) is not None:
+                    retry = self._next_attempt(chosen, failure, sequence, tried_at)
+                    if retry is None:
+                        if _is_grammars_fault(failure, sequence):
+                            raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
+                        attempts.finish(_last_output(chosen, failure, request.seq_id))
+                        return
+                    trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
+                    await self._recovery.wait(retry)
+                    tried_at = self._clock()
+                    trace.program = sequence.program
+                    program = partial(one_engine, retry.request, fleet, retry.output)
+        finally:
+            self._streams.discard(stream)
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
         """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
-        task, timeout = asyncio.current_task(), self._request_timeout
+        timeout = self._request_timeout
+        task = asyncio.current_task() if timeout is not None else None
         return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
 
     def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace) -> None:
