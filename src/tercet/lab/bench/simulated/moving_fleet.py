@@ -14,7 +14,7 @@ import numpy as np
 from tercet.fleet import Trace
 from tercet.lab.sim import SimEngine
 from tercet.router.moves import MoveRecord
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.service import Service
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 
@@ -127,7 +127,7 @@ class MovingFleet:
         self._engines = engines
         self._interval = reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
-        rescheduler = Rescheduler(fleet, service.sequences, service.moves, reschedule)
+        rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), reschedule)
         if reschedule.policies or has_faults:
             fleet.knowledge.needed()
             self._work += [self._report(), rescheduler.run()]
