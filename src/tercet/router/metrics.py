@@ -25,7 +25,7 @@ class Metrics:
             "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
         )
         self._sequences = Counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
-        self.fallbacks = Counter(
+        self._fallbacks = Counter(
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
         )
         self._retries = Counter(
@@ -48,11 +48,11 @@ class Metrics:
             "tercet_queue_seconds", "How long requests waited at the gate, of those that had to.", buckets=SECONDS
         )
         self.refused = Counter("tercet_requests_refused", "HTTP requests that never came in, by reason.", ["reason"])
-        self.failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
+        self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
         self._returns = Counter(
             "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
         )
-        self.version = Gauge(
+        self._version = Gauge(
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
         self._state = Gauge(
@@ -114,6 +114,18 @@ class Metrics:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
         self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
 
+    def fell_back(self, program: str, code: str) -> None:
+        """The program failed, and one engine continues its sequence."""
+        self._fallbacks.labels(program, code).inc()
+
+    def program_failed(self, program: str) -> None:
+        """The program itself is the cause of a failure."""
+        self._failures.labels(program).inc()
+
+    def uses(self, version: int) -> None:
+        """Requests are served by this version of the programs from now on."""
+        self._version.set(version)
+
     def move(self) -> AbstractContextManager[object]:
         """One move under way."""
         return self._moves_running.track_inprogress()
@@ -145,7 +157,7 @@ class Metrics:
     def returned(self, program: str, to_version: int) -> None:
         """The router went back to a version because a program kept failing."""
         self._returns.labels(program).inc()
-        self.version.set(to_version)
+        self.uses(to_version)
 
     def _routed(self, trace: Trace) -> None:
         """How its route was chosen, and how far off the prediction was; one without a decision counts nowhere."""

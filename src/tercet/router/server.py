@@ -29,7 +29,7 @@ from tercet.router.named_files import NamedFiles
 from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
 from tercet.router.service import Service
@@ -95,7 +95,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(state.follow(), "state")
                 membership.promise = promise
                 background.spawn(membership.watch(), "membership")
-                rescheduler = Rescheduler(fleet, service.sequences, service.moves, config.reschedule)
+                own = OwnSequences(fleet, service.sequences, service.moves)
+                rescheduler = Rescheduler(fleet, own, config.reschedule)
                 background.spawn(rescheduler.run(), "rescheduler")
                 if config.missing_adapters == "load":
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")

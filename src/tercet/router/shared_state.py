@@ -24,6 +24,7 @@ from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError,
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
 from tercet.router.followers import EngineReport, FollowerReport, Followers
+from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
 from tercet.router.recovery import POLL_INTERVAL_S
 from tercet.router.routing import Plan
@@ -75,7 +76,7 @@ class SharedState:
         self,
         path: Path,
         membership: Membership,
-        service: Service,
+        service: Service[Metrics],
         shutdown: Shutdown | None = None,
         tells: bool = True,
     ) -> None:

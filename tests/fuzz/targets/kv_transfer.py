@@ -27,11 +27,11 @@ from tercet.transport.peer_messages import (
     Acknowledged,
     Challenge,
     Greeting,
+    MessageSplitter,
     ProtocolViolation,
     ReadDescriptors,
     ReadRequest,
     Refused,
-    Splitter,
     Welcome,
     framed,
     proof_of,
@@ -103,7 +103,7 @@ class SendersRoom:
         return Outcome(len(case), " | ".join(happened[:4]))
 
     def _converse(self, conversation: Conversation, case: Case) -> str:
-        receiving, splitter, random = self._receiving, Splitter(FROM_SENDER), random_of(case)
+        receiving, splitter, random = self._receiving, MessageSplitter(FROM_SENDER), random_of(case)
         session: SenderSession | None = None
         try:
             for item in case:
@@ -225,7 +225,7 @@ class AnswersRoom:
         return Outcome(len(case), happened)
 
     def _hear(self, peer: TransferPeer, case: Case) -> str:
-        splitter, greeting, random = Splitter(FROM_RECEIVER), None, random_of(case)
+        splitter, greeting, random = MessageSplitter(FROM_RECEIVER), None, random_of(case)
         challenge = Challenge(b"")
         welcomed = False
         try:

@@ -161,7 +161,7 @@ async def test_what_is_no_event_lists_again(server: ApiServer, line: bytes) -> N
 
 
 async def test_a_line_without_an_end_is_not_kept_forever(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.fleet.discovery.mirror.LineSplitter.__init__.__defaults__", (1000,))
+    monkeypatch.setattr("tercet.fleet.discovery.watching.LONGEST_LINE", 1000)
     async with watching(server) as seen:
         await watched(server)
         server.say(b"x" * 5000)

@@ -241,7 +241,7 @@ def test_a_program_that_fails_is_counted_not_hidden(tmp_path: Path) -> None:
         "        return\n"
     )
     summary = simulation(program=f"{file}:half").point(8).summary
-    assert (summary.completed, summary.failed, summary.errors) == (0, 90, {"engine_error": 90})
+    assert (summary.completed, summary.failed, summary.errors) == (0, 90, {"program_failed": 90})
 
 
 def test_the_program_is_the_one_that_production_runs() -> None:
