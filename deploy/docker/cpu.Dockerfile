@@ -1,5 +1,5 @@
 # Routers, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
-#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.1.0 .
+#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.3.0 .
 FROM python:3.11-slim-bookworm
 # A compiler, for what PyTorch compiles at run time; tini is process 1 and reaps what engines leave behind.
 RUN apt-get update \

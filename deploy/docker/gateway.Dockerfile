@@ -1,5 +1,5 @@
 # The endpoint picker, the rescheduler, and commands that talk to a router; without torch and vLLM.
-#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.1.0 .
+#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.3.0 .
 FROM python:3.11-slim-bookworm
 RUN apt-get update \
  && apt-get install -y --no-install-recommends tini \
