@@ -11,6 +11,7 @@ from tercet.cluster.engine_command import check_flags, gpu_memory_of, kv_transfe
 from tercet.protocol import BadRequest, Role
 from tercet.settings import RouterSettings, Setting
 from tercet.settings.declaration import NotNegative
+from tercet.settings.panels import ENGINES, MODEL, OBSERVABILITY, SERVER
 from tercet.settings.router_config import Port
 
 Count = Annotated[int, Meta(ge=0, le=1024)]
@@ -19,34 +20,41 @@ Count = Annotated[int, Meta(ge=0, le=1024)]
 class UpConfig(RouterSettings, frozen=True):
     """A local fleet: ``prefill``, ``decode`` and ``both`` engines, and a router with the settings of any."""
 
-    prefill: Annotated[Count, Setting("Prefill engines.")] = 1
-    decode: Annotated[Count, Setting("Decode engines.")] = 1
-    both: Annotated[Count, Setting("Engines for either role.")] = 0
-    port: Annotated[Port, Setting("The router's port; 0: any.", env="TERCET_HTTP_PORT")] = 8000
+    prefill: Annotated[Count, Setting("Prefill engines.", panel=ENGINES)] = 1
+    decode: Annotated[Count, Setting("Decode engines.", panel=ENGINES)] = 1
+    both: Annotated[Count, Setting("Engines for either role.", panel=ENGINES)] = 0
+    port: Annotated[Port, Setting("The router's port; 0: any.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
     dtype: Annotated[
         str | None,
         Setting(
             "Data type of weights and activations, as vLLM's `--dtype`. float32 for token-exact comparisons.",
             default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
+            panel=MODEL,
         ),
     ] = None
-    kv_cache_gib: Annotated[Annotated[int, Meta(ge=1)], Setting("KV memory of each CPU engine.", unit="GiB")] = 1
+    kv_cache_gib: Annotated[
+        Annotated[int, Meta(ge=1)], Setting("KV memory of each CPU engine.", unit="GiB", panel=ENGINES)
+    ] = 1
     engine_restarts: Annotated[
         NotNegative,
-        Setting("Most restarts of an engine that dies, in a row, without a minute of serving; 0: none."),
+        Setting("Most restarts of an engine that dies, in a row, without a minute of serving; 0: none.", panel=ENGINES),
     ] = 5
     detach: Annotated[
         bool,
-        Setting("Return once it is ready, and leave it in the background; see `tercet down`.", default="off"),
+        Setting(
+            "Return once it is ready, and leave it in the background; see `tercet down`.", default="off", panel=SERVER
+        ),
     ] = False
-    log_dir: Annotated[str | None, Setting("Directory for logs.", default="a new directory in the cache")] = None
+    log_dir: Annotated[
+        str | None, Setting("Directory for logs.", default="a new directory in the cache", panel=OBSERVABILITY)
+    ] = None
     simulate: Annotated[
         str | None,
-        Setting("Simulated engines, at the pace of a profile; the router is real.", metavar="PROFILE"),
+        Setting("Simulated engines, at the pace of a profile; the router is real.", metavar="PROFILE", panel=ENGINES),
     ] = None
     options: Annotated[
         Mapping[str, str],
-        Setting("With --simulate: an option of the simulated engines; repeatable.", flag="--option"),
+        Setting("With --simulate: an option of the simulated engines; repeatable.", flag="--option", panel=ENGINES),
     ] = {}
     engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; after `--`.", flag="")] = ()
 

@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import Setting, Settings
+from tercet.settings.panels import KUBERNETES
 
-KUBERNETES = "Kubernetes"
 TargetPort = Annotated[int, Meta(ge=1, le=65535)]
 POOL_GROUP, EARLIER_POOL_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
 """API groups of InferencePools: of v1, and of v1alpha2 before it."""
@@ -33,7 +33,7 @@ class DiscoverySettings(Settings, frozen=True):
         Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"],
         Setting(
             "The pool's API group: that of `v1`, or the earlier one of `v1alpha2`. InferenceObjectives of this pool "
-            "name the same one.", panel=KUBERNETES,
+            "name the same one.", metavar="GROUP", panel=KUBERNETES
         ),
     ] = POOL_GROUP  # fmt: skip
     endpoint_selector: Annotated[
@@ -46,7 +46,7 @@ class DiscoverySettings(Settings, frozen=True):
                 default="the pool's, or 8000", flag="--endpoint-target-ports", metavar="PORT", panel=KUBERNETES),
     ] = ()  # fmt: skip
     endpoint_scheme: Annotated[
-        Literal["http", "https"], Setting("URL scheme of engines in pods.", panel=KUBERNETES)
+        Literal["http", "https"], Setting("URL scheme of engines in pods.", panel=KUBERNETES, in_file=True)
     ] = "http"
     kubeconfig: Annotated[
         str | None,
