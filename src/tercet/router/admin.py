@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,11 +17,18 @@ from tercet import protocol
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.fleet.adapters import has
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, Forbidden, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
-from tercet.protocol.headers import BEHIND_HEADER
+from tercet.protocol import BadRequest, MethodNotAllowed, Role, TercetError, UnknownPath, UnknownSequence
 from tercet.protocol.multimodal import MultiModalFeatures
-from tercet.protocol.wire import API_PREFIX, LoadAdapterCall, MoveCall, Name, ReplaceAdapterCall, decode_call
-from tercet.router.admin_access import ADMITTED
+from tercet.protocol.wire import (
+    API_PREFIX,
+    LoadAdapterCall,
+    MoveCall,
+    Name,
+    ReplaceAdapterCall,
+    decode_call,
+)
+from tercet.router import member_routes
+from tercet.router.admin_answers import AdminRoute, json_answer, shared_of
 from tercet.router.fleet_state import FleetState
 from tercet.router.moves import MoveRecord
 from tercet.router.named_files import NamedFiles
@@ -91,6 +97,7 @@ def install(
     """
     app.state.tercet, app.state.tercet_models, app.state.tercet_files = shared, models, files or NamedFiles()
     app.include_router(router)
+    app.include_router(member_routes.router)
     if loads_adapters:
         own = {route.path for route in vllms.routes if isinstance(route, Route)}
         app.router.routes[:] = [each for each in app.routes if not (isinstance(each, Route) and each.path in own)]
@@ -118,36 +125,15 @@ def _without_route(scope: Scope, routes: Sequence[BaseRoute]) -> Response:
     allowed = ", ".join(sorted({name for route in found for name in route.methods or ()}))
     if not allowed:
         error: TercetError = UnknownPath(f"there is nothing at {method} {path}; see /openapi.json")
-        return _json(error.to_wire(), error.status)
+        return json_answer(error.to_wire(), error.status)
     error = MethodNotAllowed(f"{path} is not for {method}; it takes {allowed}")
-    response = _json(error.to_wire(), error.status)
+    response = json_answer(error.to_wire(), error.status)
     response.headers["Allow"] = allowed
     return response
 
 
-def _shared(request: Request) -> SharedState:
-    return request.app.state.tercet
-
-
 def _files(request: Request) -> NamedFiles:
     return request.app.state.tercet_files
-
-
-class _Route(APIRoute):
-    """Answers with our errors as they are; the application's own handlers would make them failures of the server."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                if ADMITTED not in request.scope:  # what the router has not looked at is not served
-                    raise Forbidden("this route answers through the router only")
-                return await handle(request)
-            except TercetError as error:
-                return _json(error.to_wire(), error.status)
-
-        return answer
 
 
 def _asked(request: Request) -> str:
@@ -156,19 +142,7 @@ def _asked(request: Request) -> str:
     return f"{request.method} {request.url.path} from {client}"
 
 
-router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=_Route)
-
-
-def _json(value: Any, status: int = 200, behind: Sequence[str] = ()) -> Response:
-    """``behind`` is what to say of processes that share the fleet and have not followed a change."""
-    headers = {BEHIND_HEADER: _one_line("; ".join(behind))} if behind else None
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
-
-
-def _one_line(text: str) -> str:
-    """As a header can carry it."""
-    printable = "".join(char if char.isprintable() else " " for char in text)
-    return " ".join(printable.split()).encode("ascii", "backslashreplace").decode()
+router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------
@@ -177,9 +151,9 @@ def _one_line(text: str) -> str:
 @router.get("/status")
 async def status(request: Request) -> Response:
     """Whether this router serves, what and by which program, every engine, and the moves of this process."""
-    shared = _shared(request)
+    shared = shared_of(request)
     refusal = shared.refusal()
-    return _json(
+    return json_answer(
         {
             "serving": refusal is None,
             "why": "" if refusal is None else refusal.message,
@@ -197,16 +171,16 @@ async def status(request: Request) -> Response:
 @router.get("/program")
 async def program(request: Request) -> Response:
     """The programs that requests run under, unless they name another one."""
-    return _json(_programs(_shared(request).service))
+    return json_answer(_programs(shared_of(request).service))
 
 
 @router.put("/program")
 async def set_program(request: Request) -> Response:
     """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
-    shared = _shared(request)
+    shared = shared_of(request)
     plan = decode_call(await request.body(), Plan)
     behind = await shared.use_program(plan, _asked(request), load_arm=_files(request).load_arm)
-    return _json(_programs(shared.service), behind=behind)
+    return json_answer(_programs(shared.service), behind=behind)
 
 
 def _programs(service: Service) -> dict[str, Any]:
@@ -231,18 +205,18 @@ def _version(version: Version) -> dict[str, Any]:
 @router.get("/scheduling")
 async def scheduling(request: Request) -> Response:
     """The scheduling file in use, and the profiles in it."""
-    return _json(_scheduling(_shared(request)))
+    return json_answer(_scheduling(shared_of(request)))
 
 
 @router.put("/scheduling")
 async def set_scheduling(request: Request) -> Response:
     """Another scheduling file for picks from now on, or the same one again."""
-    shared = _shared(request)
+    shared = shared_of(request)
     call = decode_call(await request.body(), SchedulingCall)
     behind = await shared.use_scheduling(
         call.file, _asked(request), content=call.content, load=_files(request).load_scheduling
     )
-    return _json(_scheduling(shared), behind=behind)
+    return json_answer(_scheduling(shared), behind=behind)
 
 
 def _scheduling(shared: SharedState) -> dict[str, Any]:
@@ -277,8 +251,8 @@ async def move_context(request: Request) -> Response:
     )  # fmt: skip
     sent = await migrate_context(_fleet(request), prefix, call.source, call.destination)
     if sent is None:
-        return _json({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
-    return _json({"begin": sent.begin, "end": sent.end, "bytes": sent.bytes})
+        return json_answer({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
+    return json_answer({"begin": sent.begin, "end": sent.end, "bytes": sent.bytes})
 
 
 # ---- sequences -----------------------------------------------------------------------------------------------
@@ -287,9 +261,9 @@ async def move_context(request: Request) -> Response:
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
     """What this process runs now; with ``?engine=NAME`` only what that engine generates."""
-    running, engine = _shared(request).service.sequences, request.query_params.get("engine")
+    running, engine = shared_of(request).service.sequences, request.query_params.get("engine")
     now = time.monotonic()
-    return _json([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
+    return json_answer([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
 
 
 @router.post("/sequences/{seq_id:path}/move")
@@ -298,13 +272,13 @@ async def move_sequence(request: Request, seq_id: str) -> Response:
 
     If another process runs it the proposal is passed on to that one, and 202 answers.
     """
-    call, service = decode_call(await request.body(), MoveCall), _shared(request).service
+    call, service = decode_call(await request.body(), MoveCall), shared_of(request).service
     try:
         sequence = service.sequences.named(seq_id)
     except UnknownSequence:
         await pass_on(service.fleet, seq_id, call.destination, call.reason)
-        return _json({"accepted": True}, 202)
-    return _json(_move(await service.moves.move(sequence, call.destination, call.reason)))
+        return json_answer({"accepted": True}, 202)
+    return json_answer(_move(await service.moves.move(sequence, call.destination, call.reason)))
 
 
 @router.get("/moves")
@@ -313,7 +287,7 @@ async def moves(request: Request) -> Response:
     since = request.query_params.get("since", "0")
     if not since.isdecimal():
         raise BadRequest(f"since: {since!r} is not the number of a move", "since")
-    return _json([_move(move) for move in _shared(request).service.moves.since(int(since))])
+    return json_answer([_move(move) for move in shared_of(request).service.moves.since(int(since))])
 
 
 def _move(move: MoveRecord) -> dict[str, Any]:
@@ -340,7 +314,7 @@ def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
 @router.get("/adapters")
 async def adapters(request: Request) -> Response:
     """The LoRA adapters of this fleet: name, path and digest, and which engines have each."""
-    return _json(_adapters(_fleet(request)))
+    return json_answer(_adapters(_fleet(request)))
 
 
 @router.post("/adapters")
@@ -365,14 +339,14 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 async def _load_adapter(request: Request, name: str, path: str) -> Response:
     _require_free(request, name)
-    behind = await _shared(request).load_adapter(name, path, _asked(request))
-    return _json(_adapter(request, name), 201, behind)
+    behind = await shared_of(request).load_adapter(name, path, _asked(request))
+    return json_answer(_adapter(request, name), 201, behind)
 
 
 async def _replace_adapter(request: Request, name: str, path: str) -> Response:
     _require_free(request, name)
-    behind = await _shared(request).replace_adapter(name, path, _asked(request))
-    return _json(_adapter(request, name), behind=behind)
+    behind = await shared_of(request).replace_adapter(name, path, _asked(request))
+    return json_answer(_adapter(request, name), behind=behind)
 
 
 def _require_free(request: Request, name: str) -> None:
@@ -385,8 +359,8 @@ def _adapter(request: Request, name: str) -> dict[str, Any]:
 
 
 async def _unload_adapter(request: Request, name: str) -> Response:
-    behind = await _shared(request).unload_adapter(name, _asked(request))
-    return _json({"name": name, "unloaded": True}, behind=behind)
+    behind = await shared_of(request).unload_adapter(name, _asked(request))
+    return json_answer({"name": name, "unloaded": True}, behind=behind)
 
 
 def _adapters(fleet: EngineFleet) -> list[dict[str, Any]]:
@@ -402,7 +376,7 @@ def _adapters(fleet: EngineFleet) -> list[dict[str, Any]]:
 
 
 # vLLM's own routes, for the whole fleet.
-vllms = APIRouter(tags=["tercet"], route_class=_Route)
+vllms = APIRouter(tags=["tercet"], route_class=AdminRoute)
 
 
 @vllms.post("/v1/load_lora_adapter")
@@ -428,23 +402,23 @@ async def unload_lora_adapter(request: Request) -> Response:
 @router.get("/engines")
 async def engines(request: Request) -> Response:
     """Every engine: name, url, role, what runs on it, and its last report with the age in seconds."""
-    return _json([_engine(member, _shared(request)) for member in _fleet(request).members])
+    return json_answer([_engine(member, shared_of(request)) for member in _fleet(request).members])
 
 
 @router.post("/engines")
 async def add_engine(request: Request) -> Response:
     """One more engine, once it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
-    behind = await _shared(request).add(address, _asked(request))
+    behind = await shared_of(request).add(address, _asked(request))
     return _one(request, address.name, behind, 201)
 
 
 @router.delete("/engines/{name}")
 async def remove_engine(request: Request, name: str) -> Response:
     """Forget an engine; what runs on it finishes."""
-    shared = _shared(request)
+    shared = shared_of(request)
     gone = _engine(_fleet(request).member(name), shared)
-    return _json(gone, behind=await shared.change(lambda state: state.without_member(name), _asked(request)))
+    return json_answer(gone, behind=await shared.change(lambda state: state.without_member(name), _asked(request)))
 
 
 @router.post("/engines/{name}/drain")
@@ -467,15 +441,15 @@ async def set_role(request: Request, name: str) -> Response:
 
 
 def _fleet(request: Request) -> EngineFleet:
-    return _shared(request).service.fleet
+    return shared_of(request).service.fleet
 
 
 async def _changed(request: Request, name: str, change: Callable[[FleetState], FleetState]) -> Response:
-    return _one(request, name, await _shared(request).change(change, _asked(request)))
+    return _one(request, name, await shared_of(request).change(change, _asked(request)))
 
 
 def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) -> Response:
-    return _json(_engine(_fleet(request).member(name), _shared(request)), status, behind)
+    return json_answer(_engine(_fleet(request).member(name), shared_of(request)), status, behind)
 
 
 def _engine(member: Member, shared: SharedState) -> dict[str, Any]:
