@@ -396,7 +396,7 @@ def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySetting
     """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found, and for two of one name or URL."""
     if not engines and not discovery.is_wanted:
         raise BadRequest(
-            "engines: at least one is needed, or --endpoint-selector or --pool-name to find some", "engines"
+            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some", "engines"
         )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:
