@@ -54,7 +54,9 @@ def test_each_base_may_be_fixed_by_its_digest(file: Path) -> None:
     told = instructions(file)
     assert [rest for word, rest in told if word == "FROM"] == ["${BASE}"], "one stage, of the image that BASE names"
     before = [rest for word, rest in told[: [word for word, _ in told].index("FROM")] if word == "ARG"]
-    assert [re.fullmatch(r"BASE=[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})", rest) is not None for rest in before] == [True]
+    assert [re.fullmatch(r"BASE=[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})", rest) is not None for rest in before] == [
+        True
+    ]
 
 
 @EACH
