@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -105,9 +105,9 @@ async def _accept(
         serving.cancel()
 
 
-async def _shut_down(shutdown: Shutdown, run: partial[object]) -> None:
+async def _shut_down(shutdown: Shutdown, run: Callable[[], Awaitable[None]]) -> None:
     with signals_to(shutdown.begin, shutdown.hurry):
-        await run()  # type: ignore[misc]
+        await run()
 
 
 def _listening(config: RouterConfig) -> socket.socket:
