@@ -113,7 +113,7 @@ class UpConfig(RouterSettings, frozen=True):
     def roles(self) -> list[tuple[str, Role]]:
         """Name and role of every engine, in the order of their starts."""
         if self.max_instances is not None:
-            order = launch_order(self.max_instances, ratio_of(self.pd_ratio))
+            order: list[Role] = [*launch_order(self.max_instances, ratio_of(self.pd_ratio))]
         else:
             counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
             order = [role for role, engines in counts.items() for _ in range(engines)]

@@ -27,6 +27,8 @@ from tercet.wire.serving.server_access import SET_A_SECRET
 ADMITTED = "tercet.admitted"
 # The digest that the body of an engine's call must have.
 PROVED = "tercet.proved"
+# In a scope of a request that came by the admin address.
+AT_ADMIN = "tercet.at_admin"
 # vLLM's own routes that change what every client is answered.
 _VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ENGINES = f"this route asks for the fleet's secret ({SECRET_VARIABLE})"
@@ -95,7 +97,8 @@ class AdminAccess:
             raise Unauthorized(f"{_REFUSAL}; a client's key is none", "authorization")
 
     def _require_this_machine(self, scope: Scope, headers: ShownHeaders) -> None:
-        if self._clients:
+        by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
+        if self._clients and not by_file:  # its file opens to its owner alone
             raise Unauthorized(f"this router has keys for clients, and no admin key; {_SET_ONE}", "authorization")
         client = scope.get("client")  # of a socket file there is none
         if client is not None and not is_loopback_address(client[0]):

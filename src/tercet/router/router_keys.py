@@ -12,7 +12,8 @@ from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.router.admin_access import AdminAccess
 from tercet.settings import RouterSettings
 from tercet.settings.key_files import KeyFile
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.settings.router_config import AdminAddress
+from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.router")
@@ -50,6 +51,15 @@ class RouterKeys:
                 f"host: other machines reach {host or 'any address'}, and clients need no key; give --api-key after "
                 f"--, {API_KEY_VARIABLE} or --api-key-file, or insist with --open-to-all",
                 "host",
+            )
+
+    def require_private_admin(self, address: AdminAddress | None) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach the admin address without an admin key."""
+        if address is not None and not address.path and not self.admins and not is_loopback(address.host):
+            raise BadRequest(
+                f"admin-listen: other machines reach {address}, and there is no admin key; set {ADMIN_KEY_VARIABLE} or "
+                "--admin-key-file, or listen at 127.0.0.1",
+                "admin-listen",
             )
 
     async def follow(self) -> None:

@@ -21,6 +21,7 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
+from tercet.router.admin_server import admin_served, tls_options
 from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
@@ -168,6 +169,7 @@ async def _serve_openai(
     keys = RouterKeys(config, api_keys(args))
     if not args.uds:
         keys.require_private(config.host, config)
+    keys.require_private_admin(config.admin_address)
     # The router asks for keys, of websockets as well: vLLM's own check would not know those of files.
     args.api_key = None
     os.environ.pop(API_KEY_VARIABLE, None)
@@ -186,9 +188,9 @@ async def _serve_openai(
         server.app.middleware_stack = RouterApp(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
+            config.admin_listen is not None,
         )  # fmt: skip
         following.spawn(keys.follow(), "keys")
-        await state.serving()
 
         async def shut_down() -> None:
             # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
@@ -197,7 +199,11 @@ async def _serve_openai(
 
         ready = partial(tell_ready, config) if shared is None else shared.serving
         loads = None if shared is None else (shared.loads, shared.index)
-        await vllm.accept(server.app, args, sock, shut_down, loads, ready)
+        # Of several workers the first one serves administrators: all follow the state that they change.
+        own = config.admin_address if shared is None or not shared.index else None
+        async with admin_served(server.app, own, **tls_options(args)):
+            await state.serving()
+            await vllm.accept(server.app, args, sock, shut_down, loads, ready)
     finally:
         await following.close()
         engine_client.shutdown()

@@ -19,6 +19,7 @@ class ServicePrograms:
         self._service = service
 
     def run(self, request: Request, context: RequestContext) -> TracedRun:
+        context.prepared()
         return TracedRun(self._service, request, context)
 
     @property

@@ -27,6 +27,9 @@ from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+LAST_PORT = 65535
+FILE_PREFIX = "unix:"
+LONGEST_SOCKET_PATH = 107
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -74,6 +77,39 @@ def engine_address(given: str, index: int) -> EngineAddress:
         raise BadRequest(f"--engine: {error.message}", "--engine") from None
 
 
+class AdminAddress(msgspec.Struct, frozen=True):
+    """Where `/tercet/v1` alone is served: a ``host`` and a ``port``, or the ``path`` of a socket's file."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"{FILE_PREFIX}{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def of(cls, text: str) -> AdminAddress:
+        """From ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; raises :class:`~tercet.protocol.BadRequest`."""
+        if text.startswith(FILE_PREFIX):
+            path = text.removeprefix(FILE_PREFIX)
+            if path.startswith("/") and len(path.encode()) <= LONGEST_SOCKET_PATH:
+                return cls(path=path)
+        else:
+            host, _, port = text.rpartition(":")
+            bracketed = host.startswith("[") and host.endswith("]")
+            bare = host[1:-1] if bracketed else host
+            is_host = ":" in bare if bracketed else bool(bare) and not set(bare) & set(":[]/ ")
+            if is_host and port.isascii() and port.isdigit() and 0 < int(port) <= LAST_PORT:
+                return cls(bare, int(port))
+        raise BadRequest(
+            f"admin-listen: must be HOST:PORT, [IPv6]:PORT or unix:/PATH of at most {LONGEST_SOCKET_PATH} bytes, is "
+            f"{text[:200]!r}",
+            "admin-listen",
+        )
+
+
 class RetryBudget(Settings, frozen=True):
     """How much is done for one sequence before its client gets the error."""
 
@@ -96,7 +132,8 @@ class Limits(Settings, frozen=True):
 
     ``in_flight`` counts sequences, of which a request has one for each prompt and choice, and at least one; ``tokens``
     the prompt tokens of sequences on engines, each engine's own; the ones ``per_engine`` are multiplied by the engines
-    that decode and can be picked. ``sequences``, ``at_once`` and ``items`` are one request's: no fleet is full by them.
+    that decode and can be picked. ``sequences``, ``at_once`` and ``items`` are one request's, ``long_queued``
+    one client's: no fleet is full by them.
     """
 
     in_flight: Annotated[
@@ -144,6 +181,14 @@ class Limits(Settings, frozen=True):
             in_file=True,
         ),
     ] = msgspec.field(default=4096, name="max-request-items")
+    long_queued: Annotated[
+        NotNegative,
+        Setting(
+            "Long bodies of one client that wait while one of them is prepared; more get 429.",
+            panel=LIMITS,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=64, name="max-long-queued")
 
     @property
     def any(self) -> bool:
@@ -383,6 +428,13 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
             metavar="FILE", default="of this router alone", panel=ENGINES,
         ),
     ] = None  # fmt: skip
+    admin_listen: Annotated[
+        str | None,
+        Setting(
+            "Serve `/tercet/v1` at this address alone, and no longer at the port for clients.",
+            metavar="HOST:PORT|unix:PATH", default="the port for clients", panel=ACCESS,
+        ),
+    ] = None  # fmt: skip
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 
@@ -390,6 +442,16 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         super().__post_init__()
         require_unlike(self.engines, self.discovery)
         self.require_stream_ports_beside(self.port)
+        address = self.admin_address
+        if address is not None and address.port == self.port:
+            raise BadRequest(f"admin-listen: clients come to the port {self.port}; choose another one", "admin-listen")
+        if address is not None and self.stream_port and 0 <= address.port - self.stream_port < self.workers:
+            raise BadRequest("admin-listen: a token stream has this port; choose another one", "admin-listen")
+
+    @property
+    def admin_address(self) -> AdminAddress | None:
+        """Where admin routes are served, if apart from the port for clients."""
+        return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
 
 
 def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings) -> None:

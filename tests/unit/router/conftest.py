@@ -15,6 +15,7 @@ import httpx
 import prometheus_client
 import pytest
 from fastapi import FastAPI
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
@@ -214,6 +215,17 @@ def programs(tmp_path: Path) -> str:
     """A file of programs; ``programs + ":raises"`` is one of them."""
     (tmp_path / "programs.py").write_text(PROGRAMS)
     return str(tmp_path / "programs.py")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of which there is a tokenizer alone, of 500 words."""
+    directory = tmp_path_factory.mktemp("words")
+    words = {word: number for number, word in enumerate(["?", *(f"w{number}" for number in range(500)), ":"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
 
 
 @pytest.fixture

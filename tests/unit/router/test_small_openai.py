@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.cluster.local import router_config
 from tercet.cluster.model import resolve_tokenizer
@@ -31,16 +30,6 @@ from tercet.settings import EngineAddress, Limits, RouterConfig
 from .conftest import LiveRouter
 
 LENGTH = 1000
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("words")
-    words = {word: number for number, word in enumerate(["?", *(f"w{number}" for number in range(500)), ":"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 @pytest.fixture
