@@ -17,6 +17,7 @@ from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness, Stuck
 from tercet.fleet.members import COUNTS, Counted, Member
 from tercet.fleet.picking import Picking
+from tercet.fleet.prefix_hits import PrefixHits
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
     AdapterReport,
@@ -81,6 +82,7 @@ class EngineFleet:
         self.knowledge = FleetKnowledge(clock, stale_after)
         self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
         self.costs = Costs(clock, random)
+        self.hits = PrefixHits()
         for member in members:
             self._follow(member)
         self._reopen()
@@ -271,6 +273,7 @@ class EngineFleet:
         self.knowledge.remove(name)
         self.liveness.forget(name)
         self.costs.forget(name)
+        self.hits.forget(name)
         self._lost.discard(name)
         self._agree_on_adapters()
         self._reopen()
@@ -348,25 +351,29 @@ class EngineFleet:
         self._trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
             stack.enter_context(self.costs.promised(request, decision, matched))
-            decode = stack.enter_context(self._counted(self.member(chosen.decode), request))
+            predicted = matched.get(chosen.decode, 0)
+            decode = stack.enter_context(self._counted(self.member(chosen.decode), request, predicted))
             prefill = None
             if chosen.prefill:
-                prefill = stack.enter_context(self._counted(self.member(chosen.prefill), request))
+                predicted = matched.get(chosen.prefill, 0)
+                prefill = stack.enter_context(self._counted(self.member(chosen.prefill), request, predicted))
             self._picking.note_routed(request, [chosen.decode, chosen.prefill])
             yield Route(decode, prefill, chosen.split)
 
     @contextmanager
-    def _counted(self, member: Member, request: Request | None) -> Generator[Engine]:
+    def _counted(self, member: Member, request: Request | None, predicted: int | None = None) -> Generator[Engine]:
         counted = Counted(member, request.num_tokens if request is not None else 0)
+        if predicted is None and request is not None:
+            predicted = self._picking.believed.get((request.seq_id, member.name))
         try:
-            yield TracedEngine(member, counted, self._tracing())
+            yield TracedEngine(member, counted, self._tracing(), predicted)
         finally:
             counted.end()
             if request is not None:
                 self._picking.believed.pop((request.seq_id, member.name), None)
 
     def _tracing(self) -> Tracing:
-        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of)
+        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of, self.hits)
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
         """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""
