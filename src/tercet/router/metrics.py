@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager
 from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.fleet import Trace
-from tercet.protocol.trace import FALLBACK, RETRY
+from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.moves import MoveRecord
+from tercet.wire.metric_buckets import SECONDS
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 # The reason of a move is text of the caller.
 MOST_REASONS = 32
 OTHER_REASONS = "other"
+# Pairs of engines that are counted by their names: 64 that prefill times 64 that decode.
+MOST_PAIRS = 4096
+OTHER_ENGINES = "other"
 
 
 class Metrics:
@@ -33,6 +36,9 @@ class Metrics:
         )
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
+        self._tpot = Histogram(
+            "tercet_tpot_seconds", "Time per output token after the first, by program.", ["program"], buckets=SECONDS
+        )
         self._verb = Histogram(
             "tercet_verb_seconds", "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS
         )
@@ -66,7 +72,11 @@ class Metrics:
             "tercet_pooling_server_up", "Whether the server of a pooling model answers.", ["server"],
             multiprocess_mode="livemin",
         )  # fmt: skip
-        self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
+        self._bytes = Counter(
+            "tercet_kv_sent_bytes", f"KV sent between engines; beyond {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
+            ["engine", "to"],
+        )  # fmt: skip
+        self._pairs: set[tuple[str, str]] = set()
         self._moves_running = Gauge(
             "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
         )
@@ -88,6 +98,20 @@ class Metrics:
             "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
         )
 
+        compared = ["program", "engine"]
+        self._predicted = Counter(
+            "tercet_prefix_predicted_tokens",
+            "Prompt tokens that picks expected in the engine's cache.",
+            compared,
+        )
+        self._delivered = Counter(
+            "tercet_prefix_delivered_tokens", "Prompt tokens that the engine found there, of picks that predicted.",
+            compared,
+        )  # fmt: skip
+        self._missing = Counter(
+            "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
+        )
+
     def fleet_state(self, version: int, failed: bool) -> None:
         """The version of the fleet's state in use here, and whether a later one cannot be applied."""
         self._state.set(version)
@@ -103,12 +127,16 @@ class Metrics:
         self._routed(trace)
         if trace.ttft is not None:
             self._ttft.labels(trace.program).observe(trace.ttft)
+        if trace.tpot is not None:
+            self._tpot.labels(trace.program).observe(trace.tpot)
         for event in trace.events:
             if event.verb in (FALLBACK, RETRY):
                 continue
             self._verb.labels(event.verb, event.engine).observe(event.seconds)
+            if event.predicted is not None:
+                self._compared(trace.program, event, event.predicted)
             if event.bytes:
-                self._bytes.labels(event.engine, event.to).inc(event.bytes)
+                self._bytes.labels(event.engine, self._counted_as(event.engine, event.to)).inc(event.bytes)
 
     def retried(self, code: str, answered: bool) -> None:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
@@ -158,6 +186,19 @@ class Metrics:
         """The router went back to a version because a program kept failing."""
         self._returns.labels(program).inc()
         self.uses(to_version)
+
+    def _counted_as(self, engine: str, to: str) -> str:
+        """The receiver's name as its label."""
+        pair = engine, to
+        if len(self._pairs) < MOST_PAIRS:
+            self._pairs.add(pair)
+        return to if pair in self._pairs else OTHER_ENGINES
+
+    def _compared(self, program: str, event: TraceEvent, predicted: int) -> None:
+        """Count what a pick predicted of an engine's cache, and what the engine found."""
+        self._predicted.labels(program, event.engine).inc(predicted)
+        self._delivered.labels(program, event.engine).inc(event.cached)
+        self._missing.labels(program, event.engine).inc(max(0, predicted - event.cached))
 
     def _routed(self, trace: Trace) -> None:
         """How its route was chosen, and how far off the prediction was; one without a decision counts nowhere."""

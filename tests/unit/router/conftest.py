@@ -239,3 +239,9 @@ async def router(metrics: Metrics) -> AsyncIterator[LiveRouter]:
 
 def counted(name: str, **labels: str) -> float:
     return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def series() -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Every series of Tercet's in this process."""
+    samples = (sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples)
+    return {(each.name, tuple(sorted(each.labels.items()))) for each in samples if each.name.startswith("tercet_")}
