@@ -1,5 +1,5 @@
 # Routers, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
-#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.1.0 .
+#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.3.0 .
 # A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}

@@ -1,5 +1,5 @@
 # The endpoint picker, the rescheduler, and commands that talk to a router; without torch and vLLM.
-#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.1.0 .
+#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.3.0 .
 # A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import psutil
 import pytest
 from scripts import quick, run_tests, types_of_src
 from scripts.run_tests import Outcome, Part, judge, report
+
+from tests.conftest import NotInCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,6 +110,15 @@ def test_types_are_checked_again_when_a_file_differs_or_they_failed(
         (tmp_path / changed).write_text(text)
         assert [types_of_src.main() for _ in range(2)] == [0, 0]
     assert len(ran) == 5
+
+
+def test_make_check_imports_no_vllm_and_still_knows_that_it_is_there() -> None:
+    refuses = NotInCheck()
+    assert refuses.find_spec("json", None) is None
+    found = refuses.find_spec("vllm", None)
+    assert found is not None
+    with pytest.raises(RuntimeError, match="mark the test `vllm`"):
+        found.loader.exec_module(importlib.util.module_from_spec(found))  # type: ignore[union-attr]
 
 
 def pins(name: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -179,7 +180,9 @@ def sim(
         _write_out(result_filename, report.to_json())
         if plot is not None:
             plot_sweep(report, plot)
-        title, titles, lines = f"{program}; starred by {x} and {y}", headings(report), rows(report)
+        at = float(report.arguments["rate"])
+        load = "all at once" if math.isinf(at) else f"{at:g} requests/s"
+        title, titles, lines = f"{program}, {load}; starred by {x} and {y}", headings(report), rows(report)
     else:
         rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
         found = simulation.report(rates, label or program, note)

@@ -98,22 +98,32 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+JOINED = "joined:"
+"""Begins the uid of an engine that has joined by itself."""
+
+
 class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine of a fleet, and whether new picks leave it out.
 
-    ``draining`` is set by its operator. ``pod`` is the uid of the pod that it was discovered as, empty for an engine
-    that was named; ``withheld`` is the reason why nothing new may begin in that pod, or empty.
+    ``draining`` is set by its operator. ``uid`` is that of the pod or of the roster's entry that it was found as, or of
+    the start that joined by itself; empty for an engine that was named. ``withheld`` is the reason why nothing new may
+    begin there, or empty.
     """
 
     address: EngineAddress
     draining: bool = False
-    pod: str = ""
+    uid: str = msgspec.field(default="", name="pod")
     withheld: str = ""
 
     @property
     def leaving(self) -> bool:
         """Whether nothing new may begin there, and its sequences should move elsewhere."""
         return self.draining or bool(self.withheld)
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member by its own will, and leaves by itself."""
+        return self.uid.startswith(JOINED)
 
 
 class Membership:

@@ -13,7 +13,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery import discovery_of, follow_pods, until_known
+from tercet.fleet.discovery import discovery_of, follow_found, until_known
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
@@ -86,8 +86,8 @@ async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, ba
         background.spawn(_follow(config, membership), "engines")
         return config.url
     discovery, known = discovery_of(config.discovery), asyncio.Event()
-    background.spawn(follow_pods(discovery, membership, (), known), "pods")
-    await until_known(known)
+    background.spawn(follow_found(discovery, membership, (), known), "pods")
+    await until_known(known, discovery.source)
     return discovery.source
 
 

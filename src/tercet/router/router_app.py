@@ -27,7 +27,7 @@ from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.access_log import access_logged
-from tercet.router.admin_access import AdminAccess, is_admin_path
+from tercet.router.admin_access import AdminAccess, is_admin_path, path_of
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
@@ -248,12 +248,7 @@ def _request_id(scope: Scope) -> str:
 def context_of(scope: Scope) -> RequestContext:
     """What is known of a request before its body."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return RequestContext(_path_of(scope), headers, connection=scope.get(CONNECTION))
-
-
-def _path_of(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    return RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
 
 
 def _target(scope: Scope, path: str) -> bytes:
@@ -381,7 +376,7 @@ _ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Aske
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, in the form of the API that is asked."""
     error: TercetError = scope[ERROR]
-    await _answer(send, error.status, error_body(_path_of(scope), error), error_headers(error))
+    await _answer(send, error.status, error_body(path_of(scope), error), error_headers(error))
 
 
 def fault_of(error: BaseException) -> TercetError:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.router.admin_access import AdminAccess
 from tercet.settings import RouterSettings
 from tercet.settings.key_files import KeyFile
@@ -27,6 +28,7 @@ class RouterKeys:
         self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
         self._read = {name: file.first() for name, file in self._files.items()}
         self._failed: dict[str, str] = {}
+        self._engines = Callers(secrets_of(config.secret))
         self.clients, self.admins = (self._keys(name) for name in paths)
         if self.admins.shares_with(self.clients):
             raise BadRequest(
@@ -39,7 +41,7 @@ class RouterKeys:
     @property
     def access(self) -> AdminAccess:
         """Who may call the router's own routes."""
-        return AdminAccess(self.admins, self.clients)
+        return AdminAccess(self.admins, self.clients, self._engines)
 
     def require_private(self, host: str, config: RouterSettings) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and clients need no key."""

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
-from tercet.aio.importing import without_collections
+from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
@@ -24,9 +24,10 @@ from tercet.router import admin
 from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
+from tercet.router.found_members import follow_found
+from tercet.router.joined_members import remove_gone
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
-from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.rescheduler import OwnSequences, Rescheduler
@@ -84,7 +85,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 await state.start(FleetState.of(config))
                 if config.discovery.is_wanted:
                     if tells:
-                        background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
+                        background.spawn(follow_found(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
                 if not config.serves_without_vllm:
                     _import_vllm(config)  # seconds, well spent while engines are still loading
@@ -95,6 +96,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(state.follow(), "state")
                 membership.promise = promise
                 background.spawn(membership.watch(), "membership")
+                if tells:
+                    background.spawn(remove_gone(state), "gone engines")
                 own = OwnSequences(fleet, service.sequences, service.moves)
                 rescheduler = Rescheduler(fleet, own, config.reschedule)
                 background.spawn(rescheduler.run(), "rescheduler")
@@ -136,7 +139,9 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 def _import_vllm(config: RouterConfig) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
     from tercet.vllm_plugin.start.log_noise import errors_only
+    from tercet.vllm_plugin.start.server import RESAMPLING
 
+    import_late(RESAMPLING)
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     with without_collections():
         from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags

@@ -21,13 +21,12 @@ from tercet.settings.declaration import (
 )
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
+from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, OBSERVABILITY, PLACEMENT, SERVER
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-LIMITS = "Limits"
-ACCESS = "Access"
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -79,13 +78,15 @@ class RetryBudget(Settings, frozen=True):
     """How much is done for one sequence before its client gets the error."""
 
     retries: Annotated[
-        NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.")
+        NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.", panel=FAILURES)
     ] = 2
     within_s: Annotated[
         Seconds,
         Setting(
             "Stop retrying this long after the last token that the client got, or after the request if it got none.",
             unit="seconds",
+            in_file=True,
+            panel=FAILURES,
         ),
     ] = msgspec.field(default=600.0, name="retry-within")
 
@@ -126,17 +127,21 @@ class Limits(Settings, frozen=True):
     ] = msgspec.field(default=30.0, name="queue-timeout")
 
     sequences: Annotated[
-        AtLeastOne, Setting("Sequences of one request, prompts times `n`; more get 400.", panel=LIMITS)
+        AtLeastOne, Setting("Sequences of one request, prompts times `n`; more get 400.", panel=LIMITS, in_file=True)
     ] = msgspec.field(default=512, name="max-sequences")
     at_once: Annotated[
         AtLeastOne,
-        Setting("Sequences of one request under way at once; the others follow as these end.", panel=LIMITS),
+        Setting(
+            "Sequences of one request under way at once; the others follow as these end.", panel=LIMITS, in_file=True
+        ),
     ] = msgspec.field(default=128, name="max-sequences-at-once")
 
     items: Annotated[
         AtLeastOne,
         Setting(
-            "Lists and objects in a request's body, such as messages, parts and tools; more get 400.", panel=LIMITS
+            "Lists and objects in a request's body, such as messages, parts and tools; more get 400.",
+            panel=LIMITS,
+            in_file=True,
         ),
     ] = msgspec.field(default=4096, name="max-request-items")
 
@@ -153,31 +158,42 @@ class RouterSettings(Settings, frozen=True):
     tokenizer and the chat template; the engines must serve the same one.
     """
 
-    model: Annotated[str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")] = (
-        "smollm2"
-    )
+    model: Annotated[
+        str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.", panel=MODEL)
+    ] = "smollm2"
     served_model_name: Annotated[
-        str | None, Setting("The model's name in the OpenAI API.", default="the model's")
+        str | None, Setting("The model's name in the OpenAI API.", default="the model's", panel=MODEL)
     ] = None  # fmt: skip
     model_aliases: Annotated[
         tuple[str, ...],
-        Setting("One more name of the model, that rules may go by; repeatable.", flag="--model-alias"),
+        Setting(
+            "One more name of the model, that rules may go by; repeatable.",
+            flag="--model-alias",
+            in_file=True,
+            panel=MODEL,
+        ),
     ] = ()
-    host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Setting("Address to listen on.", panel=SERVER)] = "127.0.0.1"
     program: Annotated[
-        str, Setting("A built-in program (such as `data_parallel`), or your own: `file.py:function`.")
+        str, Setting("A built-in program (such as `data_parallel`), or your own: `file.py:function`.", panel=PLACEMENT)
     ] = "disaggregated"
     program_args: Annotated[
-        Mapping[str, str], Setting("A parameter of the program; repeatable.", flag="--program-arg")
+        Mapping[str, str], Setting("A parameter of the program; repeatable.", flag="--program-arg", panel=PLACEMENT)
     ] = {}
     return_after: Annotated[
-        NotNegative, Setting("Failures of a program in a row before the one before it is used again; 0: never.")
+        NotNegative,
+        Setting(
+            "Failures of a program in a row before the one before it is used again; 0: never.",
+            in_file=True,
+            panel=PLACEMENT,
+        ),
     ] = 5
     dev: Annotated[
         bool,
         Setting(
             "Reload the program or the scheduling file when its file changes; traces show what a program raised.",
             default="off",
+            panel=PLACEMENT,
         ),
     ] = False
     fast_path: Annotated[
@@ -190,11 +206,14 @@ class RouterSettings(Settings, frozen=True):
         Setting(
             "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
             default="off",
+            panel=OBSERVABILITY,
         ),
     ] = False
     scheduling: Annotated[
         str | None,
-        Setting("A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none"),
+        Setting(
+            "A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none", panel=PLACEMENT
+        ),
     ] = None
     lora_modules: Annotated[
         Mapping[str, str],
@@ -202,11 +221,16 @@ class RouterSettings(Settings, frozen=True):
             "A LoRA adapter that engines are to have, and where its files are on them; repeatable.",
             flag="--lora-modules",
             metavar="NAME=PATH",
+            panel=MODEL,
         ),
     ] = {}
     missing_adapters: Annotated[
         Literal["load", "leave"],
-        Setting("`load` one of these on an engine that lacks it, or `leave` the engine out of requests for it."),
+        Setting(
+            "`load` one of these on an engine that lacks it, or `leave` the engine out of requests for it.",
+            in_file=True,
+            panel=MODEL,
+        ),
     ] = "load"
     retries: RetryBudget = RetryBudget()
     stuck_after_s: Annotated[
@@ -215,16 +239,24 @@ class RouterSettings(Settings, frozen=True):
             "Time without progress after which an engine's sequences continue on other engines; must exceed its "
             "longest step.",
             unit="seconds",
+            panel=FAILURES,
         ),
     ] = msgspec.field(default=5.0, name="stuck-after")
     wait_for_engine_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("When no engine answers, how long a sequence waits for one before it is tried again.", unit="seconds"),
+        Setting(
+            "When no engine answers, how long a sequence waits for one before it is tried again.",
+            unit="seconds",
+            in_file=True,
+            panel=FAILURES,
+        ),
     ] = msgspec.field(default=30.0, name="wait-for-engine")
     without_role: Annotated[
         WithoutRole,
         Setting(
-            "While no engine of a role can be picked: `serve` on those that are left, or `refuse` what needs it (503)."
+            "While no engine of a role can be picked: `serve` on those that are left, or `refuse` what needs it (503).",
+            in_file=True,
+            panel=PLACEMENT,
         ),
     ] = "serve"
     limits: Limits = Limits()
@@ -236,26 +268,29 @@ class RouterSettings(Settings, frozen=True):
     ] = msgspec.field(default=None, name="request-timeout")
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("Longest time that running requests may continue after a signal to stop.", unit="seconds"),
+        Setting(
+            "Longest time that running requests may continue after a signal to stop.", unit="seconds", panel=SERVER
+        ),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
     ] = MAX_REQUEST_BYTES
     workers: Annotated[
-        Annotated[int, Meta(ge=1, le=256)], Setting("Router processes that share the port.")
+        Annotated[int, Meta(ge=1, le=256)], Setting("Router processes that share the port.", panel=SERVER)
     ] = 1  # fmt: skip
     stream_port: Annotated[
         Port,
         Setting(
             "Port to which engines connect their token streams; each further worker takes the next one.",
             default="any free one",
+            panel=SERVER,
         ),
     ] = 0
     pooling_servers: Annotated[
         tuple[str, ...],
         Setting(
             "A vLLM server of a pooling model, to which embeddings, scores and reranking go. Repeatable.",
-            flag="--pooling-server", metavar="URL",
+            flag="--pooling-server", metavar="URL", panel=MODEL,
         ),
     ] = ()  # fmt: skip
     pooling_key: Annotated[
@@ -270,7 +305,8 @@ class RouterSettings(Settings, frozen=True):
         Literal["auto", "vllm", "small"],
         Setting(
             "OpenAI API: vLLM's, or a small one (completions and chat as text) that needs neither vLLM nor torch; "
-            "auto: small before engines of `tercet up --simulate`, else vLLM's."
+            "auto: small before engines of `tercet up --simulate`, else vLLM's.",
+            panel=MODEL,
         ),
     ] = "auto"
     admin_key: AdminKey = ""
@@ -294,7 +330,8 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = ()  # fmt: skip
     vllm_args: Annotated[
-        tuple[str, ...], Setting("Flags of the router's vLLM layer; with `tercet router` after `--`.", flag="")
+        tuple[str, ...],
+        Setting("Flags of the router's vLLM layer; with `tercet router` after `--`.", flag="", panel=MODEL),
     ] = msgspec.field(default=(), name="router-args")
 
     def __post_init__(self) -> None:
@@ -331,19 +368,19 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         tuple[EngineAddress, ...],
         Setting(
             "An engine; role is prefill, decode or both, labels are for scheduling. Repeatable.", flag="--engine",
-            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
+            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields, panel=ENGINES,
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
     # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
     port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
+        Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT", panel=SERVER)
     ] = 8000
     state: Annotated[
         str | None,
         Setting(
             "File that keeps engines, programs and scheduling; routers with the same file share them.",
-            metavar="FILE", default="of this router alone",
+            metavar="FILE", default="of this router alone", panel=ENGINES,
         ),
     ] = None  # fmt: skip
     engine_tls: EngineTLS = EngineTLS()
@@ -359,7 +396,7 @@ def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySetting
     """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found, and for two of one name or URL."""
     if not engines and not discovery.is_wanted:
         raise BadRequest(
-            "engines: at least one is needed, or --endpoint-selector or --pool-name to find some", "engines"
+            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some", "engines"
         )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:

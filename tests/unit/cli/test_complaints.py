@@ -17,6 +17,7 @@ FILES = {
     "empty.json": "{}",
     "text.json": "nonsense",
     "mine.py": "async def p(request, fleet, *, share: float = 0.5):\n    yield\ndef no(request, fleet):\n    pass\n",
+    "role.yaml": "without-role: maybe\n",
     "syntax.py": "def (\n",
 }
 SIMULATED = "--simulate llama-3.1-8b-h100-tp1 --port 0"
@@ -92,7 +93,10 @@ WRONG = [
     (f"up {SIMULATED} -- --max-num-seqs 1", "vLLM flags after --: "),
     ("up --option a=1", "--option: "),
     ("up --log-format xml", "--log-format: "),
-    ("up --without-role maybe", "--without-role: "),
+    ("up --openai-layer maybe", "--openai-layer: "),
+    ("up --config role.yaml", "--config role.yaml: without-role: "),
+    ("up --without-role refuse", "No such option: --without-role; write `without-role: serve` into the file"),
+    ("router --model-alias a", "No such option: --model-alias; write `model-aliases: [TEXT]` into the file"),
     ("up --workers 1000", "--workers: "),
     ("up --reschedule nothing --port 0", "--reschedule: there is no policy"),
     ("up --scheduling nofile.yaml --port 0", "--scheduling: nofile.yaml: "),

@@ -398,7 +398,7 @@ def three_at_once(house: House) -> Iterator[None]:
 async def test_a_request_of_too_many_sequences_is_refused(house: House, path: str, fields: dict[str, Any]) -> None:
     async with house.client() as client:
         answer = await client.post(path, json={"model": "m", "max_tokens": 2, **fields})
-    assert (answer.status_code, "--max-sequences" in answer.text) == (400, True)
+    assert (answer.status_code, "max-sequences" in answer.text) == (400, True)
     assert house.is_empty
 
 

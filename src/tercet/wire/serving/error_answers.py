@@ -15,6 +15,7 @@ import msgspec
 
 from tercet.aio.incoming import Breach
 from tercet.protocol import HeadTooLarge, RequestTimeout, ShuttingDown, TercetError, UnknownModel
+from tercet.protocol.call_proofs import CHALLENGE_HEADER
 from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import UNREADABLE
@@ -36,6 +37,8 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
     headers = [(b"content-type", JSON)]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
+    if error.challenge is not None:
+        headers.append((CHALLENGE_HEADER.encode(), error.challenge.encode()))
     if isinstance(error, ShuttingDown):
         headers.append((b"connection", b"close"))  # the next request must find another router
     return headers
