@@ -14,7 +14,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
-from tercet.fleet.kv_events import follow_cache
+from tercet.fleet.kv_events import cache_followed
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
 from tercet.protocol.types import TextFingerprint
 from tercet.settings import EngineAddress
@@ -50,15 +50,11 @@ def connecting(
             anew.set()
 
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
-        async with HttpEngine(
-            name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up
-        ) as engine:
-            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge, anew))
-            try:
-                yield engine
-            finally:
-                following.cancel()
-                await asyncio.wait({following})
+        async with (
+            HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, anew),
+        ):
+            yield engine
 
     return connect
 
