@@ -240,7 +240,7 @@ def test_the_key(
             assert app._run([*line, "--admin-key", wrong]) == 2
             assert capsys.readouterr().err.startswith("tercet: --admin-key: ")
         assert app._run([*line, "--api-key", "secret"]) == 2
-        assert "it is now --admin-key" in capsys.readouterr().err
+        assert "did you mean --admin-key?" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
