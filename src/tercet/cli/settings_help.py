@@ -69,7 +69,7 @@ def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
         panels.setdefault(option.rich_help_panel or OTHERS, []).append((name, told if everything else _short(told)))
     yield from _listed(panels, width)
     if everything:
-        yield from ["", "Only in the file of --config, or as a variable TERCET_KEY:"]
+        yield from ["", "Only in the file of --config, or as variables (`TERCET_` and the key):"]
         yield from _listed(_of_the_file(declared(kind_of(command))), width)
     else:
         left_out = sum(1 for each in declared(kind_of(command)) if each.setting.in_file)

@@ -1,4 +1,4 @@
-"""A listening address of its own for those who run the fleet, apart from the port of clients.
+"""A separate listening address for those who run the fleet, apart from the clients' port.
 
 Its requests take the same way through the router's application as those of clients, with a mark in their scope, by
 which :class:`~tercet.router.router_app.RouterApp` tells them apart.
@@ -110,7 +110,7 @@ def _bind_file(sock: socket.socket, path: Path) -> None:
     if path.is_socket() and not _is_served(path):
         path.unlink()
     sock.bind(str(path))
-    path.chmod(OWNER_ALONE)  # before it listens: nobody can have connected
+    path.chmod(OWNER_ALONE)  # before it listens: no client can have connected
 
 
 def _is_served(path: Path) -> bool:

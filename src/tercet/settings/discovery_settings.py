@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import Setting, Settings
-from tercet.settings.panels import KUBERNETES
+from tercet.settings.panels import ENGINES, KUBERNETES
 
 TargetPort = Annotated[int, Meta(ge=1, le=65535)]
 POOL_GROUP, EARLIER_POOL_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
@@ -27,9 +27,8 @@ class DiscoverySettings(Settings, frozen=True):
     roster: Annotated[
         str | None,
         Setting("A JSON list of engines, read again when it changes; Ray's follower writes one, a Slurm job may.",
-                metavar="FILE", default="none"),
+                metavar="FILE", default="none", panel=ENGINES),
     ] = None  # fmt: skip
-
     pool_name: Annotated[
         str | None,
         Setting("An InferencePool, whose selector and ports say which pods are engines.", default="none",

@@ -243,7 +243,7 @@ class RouterSettings(Settings, frozen=True):
     ] = False
     fast_path: Annotated[
         Literal["on", "off"],
-        Setting("`off`: vLLM's own code writes plain streams too, with the same bytes, at a higher cost per token."),
+        Setting("`off`: vLLM's own code writes plain streams too, at a higher cost per token.", panel=SERVER),
     ] = "on"
     log_format: LogLines = "text"
     access_log: Annotated[
@@ -431,10 +431,9 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
     admin_listen: Annotated[
         str | None,
         Setting(
-            "Serve `/tercet/v1` at this address alone, and no longer at the port for clients.",
-            metavar="HOST:PORT|unix:PATH", default="the port for clients", panel=ACCESS,
+            "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
         ),
-    ] = None  # fmt: skip
+    ] = None
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 
