@@ -85,9 +85,7 @@ class Rescheduler:
         """Begin the moves that may begin now; what is over a limit is proposed again next time."""
         now, held_back = self._fleet.costs.clock(), 0
         self._rescheduling.begins(now)
-        views: Mapping[str, Sequence[SequenceView]] = {}
-        if self._has_work:
-            views = await self._source.views(self._may_move, now)
+        views: Views = await self._source.views(self._may_move, now) if self._has_work else {}
         movable = {each.seq_id for found in views.values() for each in found}
         members = {member.name for member in self._fleet.members}
         for wanted in self._wanted(views) if movable else ():
