@@ -169,7 +169,10 @@ def sim(
     """
     require_folder(result_filename, "--result-filename")
     given = locals()
-    _refuse(context, SWEPT, "goes with --over") if not over else _refuse(context, NOT_SWEPT, "goes without --over")
+    if over:
+        _refuse(context, NOT_SWEPT, "goes without --over")
+    else:
+        _refuse(context, SWEPT, "goes with --over")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
