@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -182,7 +183,8 @@ def sim(
         _write_out(result_filename, report.to_json())
         if plot is not None:
             plot_sweep(report, plot)
-        title, titles, lines = f"{program}; starred by {x} and {y}", headings(report), rows(report)
+        title = f"{program}, {_load_of(request_rate)}; starred by {x} and {y}"
+        titles, lines = headings(report), rows(report)
     else:
         rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
         found = simulation.report(rates, label or program, note)
@@ -199,6 +201,11 @@ def _sweep(
     if len(rates) > 1:
         raise BadRequest("--request-rate: one with --over; several are --over request-rate=R,R", "--request-rate")
     return sweep(simulation, rates[0], [parse_axis(each) for each in over], x, y, seeds, note)
+
+
+def _load_of(request_rate: str | None) -> str:
+    (rate,) = rates_of(request_rate or DEFAULT_RATE)
+    return "all at once" if math.isinf(rate) else f"{rate:g} requests/s"
 
 
 def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
