@@ -58,7 +58,7 @@ def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
         yield from textwrap.wrap(_plain(paragraph), width)
     shown = _plain(examples).strip().splitlines()
     yield from ["", _heading("Examples"), *shown[: None if everything else 2]]
-    settings = {each.flag: each for each in declared(kind_of(command)) if each.flag}
+    settings = {each.flag: each for each in _settings_of(command) if each.flag}
     options = [each for each in command.get_params(ctx) if each.param_type_name == "option"]
     panels: dict[str, list[tuple[str, str]]] = {}
     for option in options:
@@ -70,11 +70,16 @@ def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
     yield from _listed(panels, width)
     if everything:
         yield from ["", "Only in the file of --config, or as variables (`TERCET_` and the key):"]
-        yield from _listed(_of_the_file(declared(kind_of(command))), width)
+        yield from _listed(_of_the_file(_settings_of(command)), width)
     else:
-        left_out = sum(1 for each in declared(kind_of(command)) if each.setting.in_file)
+        left_out = sum(1 for each in _settings_of(command) if each.setting.in_file)
         told = f", {left_out} more settings of the file" if left_out else ""
         yield from ["", f"{ctx.command_path} --help-all has all examples{told}."]
+
+
+def _settings_of(command: Any) -> tuple[Declared, ...]:
+    kind = kind_of(command)
+    return () if kind is None else declared(kind)
 
 
 def _of_the_file(settings: Sequence[Declared]) -> dict[str, list[tuple[str, str]]]:

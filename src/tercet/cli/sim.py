@@ -170,7 +170,10 @@ def sim(
     """
     require_folder(result_filename, "--result-filename")
     given = locals()
-    _refuse(context, SWEPT, "goes with --over") if not over else _refuse(context, NOT_SWEPT, "goes without --over")
+    if over:
+        _refuse(context, NOT_SWEPT, "goes without --over")
+    else:
+        _refuse(context, SWEPT, "goes with --over")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
@@ -180,9 +183,8 @@ def sim(
         _write_out(result_filename, report.to_json())
         if plot is not None:
             plot_sweep(report, plot)
-        at = float(report.arguments["rate"])
-        load = "all at once" if math.isinf(at) else f"{at:g} requests/s"
-        title, titles, lines = f"{program}, {load}; starred by {x} and {y}", headings(report), rows(report)
+        title = f"{program}, {_load_of(request_rate)}; starred by {x} and {y}"
+        titles, lines = headings(report), rows(report)
     else:
         rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
         found = simulation.report(rates, label or program, note)
@@ -199,6 +201,11 @@ def _sweep(
     if len(rates) > 1:
         raise BadRequest("--request-rate: one with --over; several are --over request-rate=R,R", "--request-rate")
     return sweep(simulation, rates[0], [parse_axis(each) for each in over], x, y, seeds, note)
+
+
+def _load_of(request_rate: str | None) -> str:
+    (rate,) = rates_of(request_rate or DEFAULT_RATE)
+    return "all at once" if math.isinf(rate) else f"{rate:g} requests/s"
 
 
 def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
