@@ -1,4 +1,4 @@
-"""Small files that other processes replace: read as they are at one moment, and written so that nobody sees a part."""
+"""Small files that other processes replace: read at one moment, and written so that no reader sees a part."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class CoreClaims:
         self._held: dict[int, int] = {}
 
     def claim(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` cores, of those that this process may use: first those that nobody has claimed."""
+        """Return ``count`` cores, of those that this process may use: first those without a claim."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = sorted(os.sched_getaffinity(0))
         free = [core for core in mine if len(self._held) < count and self._take(core)]

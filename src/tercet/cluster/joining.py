@@ -86,7 +86,7 @@ async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: O
             await membership.join(engine.call())
             state = "is a member of the router's fleet"
         except TercetError as error:
-            state = f"is no member: {error.message}"
+            state = f"is not a member: {error.message}"
         if state != said:
             on_event(engine.name, state)
             said = state
@@ -94,7 +94,7 @@ async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: O
 
 
 async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
-    """Nothing new begins at the engine, what runs there moves or finishes; then it is no member any more."""
+    """Nothing new begins at the engine, what runs there moves or finishes; then it leaves."""
     try:
         async with asyncio.timeout(seconds + LEAVE_SECONDS):
             await _empty(engine, membership, seconds, on_event)

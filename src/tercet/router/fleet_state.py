@@ -150,7 +150,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self if after == before else self._with(before, after)
 
     def without_joined(self, name: str, uid: str) -> FleetState:
-        """This start of an engine has left; one that is no member is fine."""
+        """This start of an engine has left; one that is not a member is fine."""
         left = tuple(each for each in self.members if (each.address.name, each.uid) != (name, JOINED + uid))
         return self if left == self.members else msgspec.structs.replace(self, members=left)
 

@@ -127,7 +127,7 @@ async def test_a_wrong_secret_is_said_and_refused(url: str) -> None:
     try:
         assert process.stdout is not None
         async with asyncio.timeout(SECONDS):
-            while "is no member" not in (line := (await asyncio.to_thread(process.stdout.readline)).decode()):
+            while "is not a member" not in (line := (await asyncio.to_thread(process.stdout.readline)).decode()):
                 assert process.poll() is None, line
         assert "fleet's secret" in line
         assert (await members(url)).keys() == {"engine-0"}

@@ -1,4 +1,4 @@
-"""A guarded process that is no child of this one and ends with it, whatever ends it: a node's death, SIGKILL, Ray."""
+"""A guarded process that is not a child of this one, and ends with it, whatever ends it: SIGKILL, Ray, a node's end."""
 
 from __future__ import annotations
 

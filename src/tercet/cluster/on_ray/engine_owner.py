@@ -30,7 +30,7 @@ OUT_OF_RESTARTS = 1
 class EngineOwner:
     """Owns the engine that ``wanted`` describes, as JSON. ``cores`` are those that it asked Ray for.
 
-    When the engine has ended too often, the actor's process ends as well, and Ray starts the actor anew, perhaps on
+    When the engine has ended too often, the actor's process ends as well, and Ray starts the actor again, perhaps on
     another machine. When this process ends in whatever way, so does the engine.
     """
 

@@ -21,7 +21,7 @@ STOP_SECONDS = 60.0
 class FleetKeeper:
     """Keeps the fleet that ``wanted`` describes, as JSON of a :class:`~tercet.cluster.on_ray.wanted.WantedFleet`.
 
-    Ray starts it anew, elsewhere, when its machine is lost; then it finds its owners by their names.
+    Ray starts it again, elsewhere, when its machine is lost; then it finds its owners by their names.
     """
 
     def __init__(self, wanted: bytes) -> None:

@@ -70,7 +70,7 @@ def follow(wanted: WantedFleet, roster: Path) -> None:
                 entries = after
             _, said = msgspec.json.decode(ray.get(keeper.reports.remote(), timeout=ANSWER_SECONDS))
         except ray.exceptions.ActorDiedError:
-            keeper, said = keeper_of(ray, wanted), "the keeper is started anew"
+            keeper, said = keeper_of(ray, wanted), "the keeper is started again"
         except (ray.exceptions.RayError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
         if said != failure:

@@ -1,4 +1,4 @@
-"""Starts a guarded command that is no child of its caller: ``python forked_guard.py LOG GUARD...``, a pipe as stdin.
+"""Starts a guarded command that is not a child of its caller: ``python forked_guard.py LOG GUARD...``, a pipe as stdin.
 
 Ray kills the children of a worker that it ends at once, the guard among them, before it could end its engine. So the
 guard is a grandchild: this process forks it and ends. Standard output gets the guard's process id. It needs only the

@@ -37,7 +37,7 @@ def merged(
 ) -> list[RosterEntry]:
     """The roster after ``before``: an engine of which nothing is known now stays as it was.
 
-    That is so while its owner begins anew, or the keeper, which then knows of none.
+    That is so while its owner restarts, or the keeper, which then knows of none.
     """
     found = {each.name: each for each in (*before, *now)}
     return [found[each.spec.name] for each in wanted if each.spec.name in found]
