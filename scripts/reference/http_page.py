@@ -13,7 +13,7 @@ from tercet.gateway import exchange
 from tercet.gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 from tercet.protocol import TercetError
 from tercet.protocol.headers import HEADERS
-from tercet.router import admin
+from tercet.router import admin, member_routes
 from tercet.vllm_plugin import endpoint
 
 HEAD = """# HTTP: routes, headers, errors
@@ -33,7 +33,7 @@ def http_page() -> str:
         [
             HEAD.strip(),
             "## Routes of a router",
-            _routes(admin.router),
+            _routes(admin.router, member_routes.router),
             "## Routes of an engine\n\n[The verbs](../verbs.md) has their bodies and answers, and so has `GET /openapi.json`.",
             _routes(endpoint.router),
             "## Headers",
@@ -60,8 +60,8 @@ def _of_the_gateway() -> Iterable[tuple[str, str]]:
     return ((" or ".join(code(each) for each in names.split(" or ")), meaning) for names, meaning in told.items())
 
 
-def _routes(router: APIRouter) -> str:
-    routes = (each for each in router.routes if isinstance(each, APIRoute))
+def _routes(*routers: APIRouter) -> str:
+    routes = (each for router in routers for each in router.routes if isinstance(each, APIRoute))
     rows = ((code(" ".join(sorted(each.methods))), code(_path(each)), _does(each.endpoint)) for each in routes)
     return table(("method", "path", ""), rows)
 

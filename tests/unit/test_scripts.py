@@ -131,7 +131,7 @@ def normal(pinned: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def test_what_is_locked_is_what_is_pinned() -> None:
-    lists = ("cpu", "docs", "envoy", "kubernetes", "transport")
+    lists = ("cpu", "docs", "envoy", "kubernetes", "ray", "transport")
     wanted = normal(pin for each in lists for pin in pins(each).items())
     torch = wanted.pop("torch")
     assert normal(pins("locked").items()) == wanted, "make lock"

@@ -1,4 +1,4 @@
-"""Small files that other processes replace: read whole, and written so that no reader sees a part."""
+"""Small files that other processes replace: read at one moment, and written so that no reader sees a part."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from tercet.cli.terminal import announce
 from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets
 from tercet.cluster.log_directories import log_directory
+from tercet.cluster.on_ray.ray_fleet import STOP_SECONDS as RAY_STOP_SECONDS
+from tercet.cluster.on_ray.ray_fleet import RayFleet
 from tercet.cluster.ports import require_free
 from tercet.cluster.process_start import own_start
 from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
@@ -107,9 +109,11 @@ def _serve(config: UpConfig) -> None:
         run_fleet(config, lambda fleet: _announce(config, fleet))
 
 
-async def _announce(config: UpConfig, fleet: RunningFleet) -> None:
+async def _announce(config: UpConfig, fleet: RunningFleet | RayFleet) -> None:
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = config.shutdown_timeout_s + 3 * GRACE_SECONDS
+    if config.on is not None:
+        stop_seconds += RAY_STOP_SECONDS
     with announced(DetachedFleet(own_start(), port, fleet.url, str(fleet.log_dir), stop_seconds)):
         await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
 

@@ -18,6 +18,8 @@ from tercet.cluster.local import local_fleet
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
+from tercet.cluster.on_ray.ray_access import require_ray
+from tercet.cluster.on_ray.ray_fleet import RayFleet, ray_fleet
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
@@ -26,8 +28,10 @@ from tercet.decisions.scheduling import load_scheduling
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
 
+StartedFleet = RunningFleet | RayFleet
 
-def run_fleet(config: UpConfig, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+
+def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
     """Start the fleet, run ``then``, stop the fleet; Ctrl-C and SIGTERM stop it at any moment, twice at once.
 
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
@@ -57,7 +61,7 @@ def require_usable(config: UpConfig) -> str:
     return model
 
 
-async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]]) -> None:
+async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
     hurried = asyncio.Event()
     task = asyncio.ensure_future(_fleet(config, model, then, hurried))
 
@@ -77,9 +81,10 @@ async def _run(config: UpConfig, model: str, then: Callable[[RunningFleet], Awai
 
 
 async def _fleet(
-    config: UpConfig, model: str, then: Callable[[RunningFleet], Awaitable[None]], hurry: asyncio.Event
+    config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]], hurry: asyncio.Event
 ) -> None:
-    async with FleetProgress() as progress, local_fleet(config, model, progress, hurry) as fleet:
+    started = local_fleet if config.on is None else ray_fleet
+    async with FleetProgress() as progress, started(config, model, progress, hurry) as fleet:
         progress.close()
         await then(fleet)
 
@@ -96,6 +101,7 @@ def up(config: UpConfig) -> None:
     - `tercet up --program mine.py:split --program-arg share=0.8 -- --max-num-seqs 32`
     - `tercet up --program mine.py:split --dev`
     - `tercet up --simulate llama-3.1-8b-h100-tp1 --prefill 2 --decode 6`
+    - `tercet up --on ray --max-instances 8 --pd-ratio 1:3 --engine-gpus 1 --host 10.0.0.9`
     - `tercet up --detach`, then `tercet status`, and in the end `tercet down`
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
@@ -104,6 +110,8 @@ def up(config: UpConfig) -> None:
     if config.simulate is not None:
         load_profile(config.simulate)
         options_from(EngineOptions(), config.options)
+    if config.on is not None:
+        require_ray()
     if config.detach:
         require_usable(config)
         detach(config)
@@ -111,7 +119,7 @@ def up(config: UpConfig) -> None:
     run_fleet(config, lambda fleet: _stay(config, fleet))
 
 
-async def _stay(config: UpConfig, fleet: RunningFleet) -> None:
+async def _stay(config: UpConfig, fleet: StartedFleet) -> None:
     messages = [{"role": "user", "content": "Say hello."}]
     body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
     width = max(len(engine.name) for engine in fleet.engines)

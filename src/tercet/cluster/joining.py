@@ -94,7 +94,7 @@ async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: O
 
 
 async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
-    """Nothing new begins at the engine, what runs there moves or finishes; then it has left the fleet."""
+    """Nothing new begins at the engine, what runs there moves or finishes; then it leaves."""
     try:
         async with asyncio.timeout(seconds + LEAVE_SECONDS):
             await _empty(engine, membership, seconds, on_event)

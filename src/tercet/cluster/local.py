@@ -25,12 +25,13 @@ from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
-from tercet.settings import EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
+from tercet.settings import DiscoverySettings, EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
 from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
 # Engines serve the router only, and their control endpoints need no password.
 ENGINE_HOST = "127.0.0.1"
+NOTHING_TO_FIND = DiscoverySettings()
 TOLD = frozenset({"secret", "access-log", "log-format"})
 
 
@@ -186,7 +187,13 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
     return ("--enable-lora", "--lora-modules", *modules) if modules else ()
 
 
-def router_config(config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress]) -> RouterConfig:
+def router_config(
+    config: UpConfig,
+    model: str,
+    port: int,
+    engines: Sequence[EngineAddress],
+    discovery: DiscoverySettings = NOTHING_TO_FIND,
+) -> RouterConfig:
     """The router's settings: those of ``config`` that every router has, and those of this fleet."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in RouterSettings.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
@@ -195,6 +202,7 @@ def router_config(config: UpConfig, model: str, port: int, engines: Sequence[Eng
         config.secret or value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
     )
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
+    fields["discovery"] = discovery
     return RouterConfig(**fields)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tercet.cluster.engine_command import check_flags, gpu_memory_of, kv_transfer_config, ranks_of
+from tercet.cluster.replicas import is_group
 from tercet.decisions.launch import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
 from tercet.settings import RouterSettings, Setting
@@ -16,6 +18,8 @@ from tercet.settings.declaration import NotNegative
 from tercet.settings.panels import ENGINES, MODEL, OBSERVABILITY, SERVER
 from tercet.settings.router_config import Port
 
+RAY = "Ray"
+_RAY = re.compile(r"ray(:[^\s/]+:[0-9]{1,5})?")
 Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
@@ -42,6 +46,29 @@ class UpConfig(RouterSettings, frozen=True):
         ),
     ] = "1:1"
     port: Annotated[Port, Setting("The router's port; 0: any.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
+    on: Annotated[
+        str | None,
+        Setting("Where engines run: `ray`, or `ray:HOST:PORT` of its head; the router runs here.",
+                metavar="ray[:ADDRESS]", default="this machine", panel=RAY),
+    ] = None  # fmt: skip
+    fleet_name: Annotated[
+        str | None, Setting("With --on: the fleet's name there, by which it is found again.", default="tercet-PORT",
+                            panel=RAY)
+    ] = None  # fmt: skip
+    engine_cpus: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Setting("With --on: CPUs that an engine asks Ray for.", default="one for each rank; simulated, 0.1", panel=RAY),
+    ] = None
+    engine_gpus: Annotated[
+        Annotated[int, Meta(ge=0, le=64)], Setting("With --on: GPUs that each rank asks Ray for.", panel=RAY)
+    ] = 0
+    engine_memory_gib: Annotated[
+        Annotated[float, Meta(ge=0)],
+        Setting("With --on: memory that an engine asks Ray for.", unit="GiB", panel=RAY),
+    ] = 0.0
+    engines_on_head: Annotated[
+        bool, Setting("With --on: the machine of Ray's head may have engines.", default="off", panel=RAY)
+    ] = False
     dtype: Annotated[
         str | None,
         Setting(
@@ -90,6 +117,7 @@ class UpConfig(RouterSettings, frozen=True):
         if self.openai_layer == "small" and self.simulate is None:
             raise BadRequest("openai-layer: small requires simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_beside(self.port)
+        self._require_ray()
         check_flags(self.engine_args, "engine-args")
         for read in (ranks_of, gpu_memory_of, kv_transfer_config):
             read(self.engine_args)
@@ -102,6 +130,21 @@ class UpConfig(RouterSettings, frozen=True):
         if self.max_instances is not None and (self.prefill, self.decode, self.both) != (1, 1, 0):
             raise BadRequest("max-instances: is split by pd-ratio; leave prefill, decode and both out", "max-instances")
 
+    def _require_ray(self) -> None:
+        if self.on is None:
+            given = (self.fleet_name, self.engine_cpus, self.engine_gpus, self.engine_memory_gib, self.engines_on_head)
+            if any(given):
+                raise BadRequest("on: fleet-name and what an engine asks Ray for require it", "on")
+        elif _RAY.fullmatch(self.on) is None:
+            raise BadRequest(f"on: {self.on!r} is neither ray nor ray:HOST:PORT", "on")
+        elif is_group(self.engine_args):
+            raise BadRequest("on: engines that are data-parallel ranks of one group run on one machine", "on")
+
+    @property
+    def ray_address(self) -> str:
+        """The address of Ray's head; ``auto`` for the cluster of this machine."""
+        return (self.on or "").removeprefix("ray").removeprefix(":") or "auto"
+
     @property
     def serves_without_vllm(self) -> bool:
         """Whether vLLM is not needed: for simulated engines, unless the router's layer of vLLM is requested."""
@@ -112,10 +155,9 @@ class UpConfig(RouterSettings, frozen=True):
     @property
     def roles(self) -> list[tuple[str, Role]]:
         """Name and role of every engine, in the order of their starts."""
+        counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        order: list[Role] = [role for role, engines in counts.items() for _ in range(engines)]
         if self.max_instances is not None:
-            order: list[Role] = [*launch_order(self.max_instances, ratio_of(self.pd_ratio))]
-        else:
-            counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
-            order = [role for role, engines in counts.items() for _ in range(engines)]
+            order = launch_order(self.max_instances, ratio_of(self.pd_ratio))
         numbers: dict[Role, Iterator[int]] = {role: count() for role in order}
         return [(f"{'engine' if role == 'both' else role}-{next(numbers[role])}", role) for role in order]

@@ -32,7 +32,7 @@ AT_ADMIN = "tercet.at_admin"
 # vLLM's own routes that change what every client is answered.
 _VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ENGINES = f"this route asks for the fleet's secret ({SECRET_VARIABLE})"
-_WITHOUT_SECRET = "only engines of this machine may join a router that has no fleet's secret"
+_WITHOUT_SECRET = "a router without its fleet's secret lets only engines on its machine join"
 _REFUSAL = f"this route asks for the router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
 _SET_ONE = f"set {ADMIN_KEY_VARIABLE}, or --admin-key-file"
 

@@ -37,7 +37,7 @@ async def join(state: SharedState, name: str, call: JoinCall) -> Joined:
 
 
 async def leave(state: SharedState, name: str, uid: str) -> Joined:
-    """This start of the engine leaves the fleet; what runs on it continues."""
+    """This start of the engine leaves; what runs on it goes on."""
     left = Joined(_in_flight(state, name))
     await state.change(lambda now: now.without_joined(name, uid), "it has left")
     return left

@@ -174,4 +174,4 @@ async def test_without_a_secret_engines_of_this_machine_join(world: LiveRouter) 
     remote = httpx.ASGITransport(world.application(), client=("10.0.0.8", 4000))
     async with httpx.AsyncClient(transport=remote, base_url="http://localhost/tercet/v1", headers=JSON) as client:
         answer = await client.put("/members/f", json={"url": "http://f", "uid": "1"})
-    assert (answer.status_code, "its own machine" in answer.text) == (403, True)
+    assert (answer.status_code, "on its machine" in answer.text) == (403, True)

@@ -46,7 +46,7 @@ class RosterFile:
 
     async def _look(self) -> Sequence[FoundEngine] | None:
         """The engines of a file that has changed; None for the same file, and for one that cannot be used."""
-        stamp = self._stamp
+        stamp: object = None
         try:
             stamp = await self._files.run(stamp_of, self._path)
             if stamp is not None and stamp == self._stamp:

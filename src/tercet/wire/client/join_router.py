@@ -46,7 +46,7 @@ class RouterMembership:
         return await self._ask("PUT", "", msgspec.json.encode(call))
 
     async def leave(self, uid: str) -> Joined:
-        """Be no member any more, with this start."""
+        """Leave, with this start."""
         return await self._ask("DELETE", f"/{uid}", None)
 
     async def _ask(self, method: str, rest: str, body: bytes | None) -> Joined:

@@ -1,0 +1,85 @@
+"""A guarded process that is not a child of this one, and ends with it, whatever ends it: SIGKILL, Ray, a node's end."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tercet.cluster import guard
+from tercet.cluster.child_process import GRACE_SECONDS
+from tercet.cluster.on_ray import forked_guard
+from tercet.protocol import EngineError
+
+START_SECONDS = 30.0
+
+
+class DetachedProcess:
+    """One start of a command. Its methods may be called by several threads, except :meth:`start`.
+
+    The pipe whose other end the guard reads is its only tie to this process.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path, grace: float = GRACE_SECONDS) -> None:
+        self._argv = argv
+        self._env = env
+        self._log = log
+        self._grace = grace
+        self._lifeline = -1
+        self._pidfd = -1
+        self._sockets = ""
+        self.pid = 0
+
+    def start(self) -> None:
+        """Start it. Raises :class:`~tercet.protocol.EngineError` if it cannot be started."""
+        guards_end, self._lifeline = os.pipe()
+        self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
+        python = [sys.executable, "-I", "-S"]
+        command = [*python, guard.__file__, str(self._grace), *self._argv]
+        try:
+            started = subprocess.run(
+                [*python, forked_guard.__file__, str(self._log), *command],
+                stdin=guards_end, capture_output=True, timeout=START_SECONDS, check=True,
+                env={**os.environ, guard.SOCKETS: self._sockets, **self._env},
+            )  # fmt: skip
+            self.pid = int(started.stdout)
+            self._pidfd = os.pidfd_open(self.pid)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self.close()
+            raise EngineError(f"the engine's process cannot be started: {error}") from error
+        finally:
+            os.close(guards_end)
+
+    def ended_within(self, seconds: float) -> bool:
+        """Whether the guard, and so the command, has ended, or does within ``seconds``."""
+        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], seconds)[0])
+
+    def terminate(self) -> None:
+        """Ask the command's group to end."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it: SIGTERM, and SIGKILL to its whole group after the grace period."""
+        self.terminate()
+        self.ended_within(self._grace)
+        if self.pid:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """Cut the tie: a guard that still runs ends its group."""
+        for descriptor in (self._lifeline, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lifeline = self._pidfd = -1
+        shutil.rmtree(self._sockets, ignore_errors=True)

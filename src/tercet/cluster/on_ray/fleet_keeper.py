@@ -1,0 +1,112 @@
+"""The actor that keeps a fleet on Ray as it is wanted: it has an owner for each engine, and knows their reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tercet.cluster.on_ray.engine_owner import EngineOwner
+from tercet.cluster.on_ray.ray_access import draining_nodes, head_node, named_actors, the_ray
+from tercet.cluster.on_ray.reconcile import roster_of, unwanted
+from tercet.cluster.on_ray.wanted import NAMESPACE, OwnerReport, WantedEngine, WantedFleet, actor_options
+from tercet.fleet.discovery.roster import write_roster
+
+LOOK_SECONDS = 1.0
+STOP_SECONDS = 60.0
+
+
+class FleetKeeper:
+    """Keeps the fleet that ``wanted`` describes, as JSON of a :class:`~tercet.cluster.on_ray.wanted.WantedFleet`.
+
+    Ray starts it again, elsewhere, when its machine is lost; then it finds its owners by their names.
+    """
+
+    def __init__(self, wanted: bytes) -> None:
+        self._ray = the_ray()
+        self._content = wanted
+        self._wanted = msgspec.json.decode(wanted, type=WantedFleet)
+        self._owners: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}
+        self._reports: dict[str, OwnerReport] = {}
+        self._draining: set[str] = set()
+        self._failure = ""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tercet-keeper", daemon=True)
+        self._thread.start()
+
+    def roster(self) -> bytes:
+        """The engines of which something is known; see :mod:`tercet.fleet.discovery.roster`."""
+        return write_roster(roster_of(self._wanted.engines, self._reports, self._draining))
+
+    def wanted(self) -> bytes:
+        """What it was started with."""
+        return self._content
+
+    def reports(self) -> bytes:
+        """The newest report of each engine by name, and why the fleet cannot be kept, empty if it is."""
+        return msgspec.json.encode((self._reports, self._failure))
+
+    def stop(self) -> None:
+        """Have every engine end, then every owner; returns when they have."""
+        self._stopping.set()
+        self._thread.join()
+        owners = [self._ray.get_actor(name, namespace=NAMESPACE) for name in self._actors(())]
+        ending = [owner.stop.remote() for owner in owners]
+        if ending:
+            self._ray.wait(ending, num_returns=len(ending), timeout=STOP_SECONDS)
+        for owner in owners:
+            self._ray.kill(owner, no_restart=True)
+
+    def _keep(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._look()
+                self._failure = ""
+            except Exception as error:  # Ray's head is away, or it has no room: the next look may find it better
+                self._failure = f"{type(error).__name__}: {error}"
+            self._stopping.wait(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        for engine in self._wanted.engines:
+            name = engine.spec.name
+            if name not in self._asked:
+                self._asked[name] = self._owner(engine).report.remote()
+        names = {ref: name for name, ref in self._asked.items()}
+        answered, _ = self._ray.wait(list(names), num_returns=len(names), timeout=LOOK_SECONDS)
+        for ref in answered:
+            name = names[ref]
+            del self._asked[name]
+            self._take(name, ref)
+        self._draining = draining_nodes(self._ray)
+        self._end_unwanted()
+
+    def _take(self, name: str, ref: Any) -> None:
+        """An owner's report. One that has died for good is forgotten, and another one is made."""
+        try:
+            report = msgspec.json.decode(self._ray.get(ref), type=OwnerReport)
+        except self._ray.exceptions.ActorUnavailableError:
+            return
+        except self._ray.exceptions.RayActorError:
+            self._owners.pop(name, None)
+            return
+        self._reports[name] = report
+
+    def _owner(self, engine: WantedEngine) -> Any:
+        name = engine.spec.name
+        if name not in self._owners:
+            resources = self._wanted.resources
+            options = actor_options(self._wanted.owner(name), resources, head_node(self._ray))
+            kind = self._ray.remote(EngineOwner).options(**options)
+            self._owners[name] = kind.remote(msgspec.json.encode(engine), max(1, int(resources.cpus)))
+        return self._owners[name]
+
+    def _end_unwanted(self) -> None:
+        for name in self._actors(self._wanted.engines):
+            self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+
+    def _actors(self, but: Sequence[WantedEngine]) -> list[str]:
+        """Names of this fleet's owners, but for those of these engines."""
+        return unwanted(self._wanted.name, but, named_actors(), self._wanted.keeper)

@@ -1,0 +1,117 @@
+"""The process that follows a fleet on Ray: it has the fleet kept, and writes the roster that the router follows.
+
+``python -m tercet.cluster.on_ray.follower FLEET ROSTER``. Ray ends it when its head is away for long; then it is begun
+again, and meanwhile the roster, and the router, stay as they are. ``... follower FLEET`` alone ends the fleet.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tercet.aio.whole_files import read_whole, write_whole
+from tercet.cluster.on_ray.fleet_keeper import FleetKeeper
+from tercet.cluster.on_ray.ray_access import connect
+from tercet.cluster.on_ray.reconcile import merged
+from tercet.cluster.on_ray.wanted import NAMESPACE, WantedFleet
+from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, write_roster
+from tercet.protocol import BadRequest, TercetError
+from tercet.settings.log_lines import log_to_stderr
+
+logger = logging.getLogger("tercet.ray")
+LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 10.0
+STOP_SECONDS = 90.0
+
+
+def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
+    """The fleet's keeper, which is started if there is none.
+
+    Raises :class:`~tercet.protocol.BadRequest` if a fleet of this name is another one.
+    """
+    content = msgspec.json.encode(wanted)
+    options: dict[str, Any] = {
+        "name": wanted.keeper, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True,
+        "max_restarts": -1, "max_concurrency": 8, "num_cpus": 0,
+    }  # fmt: skip
+    keeper = ray.remote(FleetKeeper).options(**options).remote(content)
+    if _comparable(ray.get(keeper.wanted.remote(), timeout=ANSWER_SECONDS * 6)) != _comparable(content):
+        raise BadRequest(
+            f"--on: a fleet called {wanted.name} runs on {wanted.address} with other settings; stop it with `tercet "
+            "down`, or choose another --fleet-name",
+            "on",
+        )
+    return keeper
+
+
+def _comparable(content: bytes) -> WantedFleet:
+    """Without what differs at each start of the command."""
+    fleet = msgspec.json.decode(content, type=WantedFleet)
+    engines = tuple(msgspec.structs.replace(each, log_dir=None) for each in fleet.engines)
+    return msgspec.structs.replace(fleet, address="", engines=engines)
+
+
+def follow(wanted: WantedFleet, roster: Path) -> None:
+    """Write the roster each time that it changes, for ever."""
+    ray = connect(wanted.address)
+    keeper = keeper_of(ray, wanted)
+    entries, failure = _entries_of(roster), ""
+    while True:
+        try:
+            found = msgspec.json.decode(ray.get(keeper.roster.remote(), timeout=ANSWER_SECONDS), type=list[RosterEntry])
+            after = merged(wanted.engines, entries, found)
+            if after != entries:
+                write_whole(roster, write_roster(after))
+                entries = after
+            _, said = msgspec.json.decode(ray.get(keeper.reports.remote(), timeout=ANSWER_SECONDS))
+        except ray.exceptions.ActorDiedError:
+            keeper, said = keeper_of(ray, wanted), "the keeper is started again"
+        except (ray.exceptions.RayError, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
+        if said != failure:
+            (logger.warning if said else logger.info)("the fleet on Ray: %.500s", said or "is kept again")
+            failure = said
+        time.sleep(LOOK_SECONDS)
+
+
+def _entries_of(roster: Path) -> list[RosterEntry]:
+    """What an earlier follower of this fleet has written; nothing if it has not."""
+    try:
+        return msgspec.json.decode(read_whole(roster, MOST_BYTES), type=list[RosterEntry])
+    except FileNotFoundError:
+        return []
+
+
+def stop(wanted: WantedFleet) -> None:
+    """End the fleet's engines, their owners and the keeper; a fleet that is not there is fine."""
+    ray = connect(wanted.address)
+    try:
+        keeper = ray.get_actor(wanted.keeper, namespace=NAMESPACE)
+    except ValueError:
+        return
+    ray.get(keeper.stop.remote(), timeout=STOP_SECONDS)
+    ray.kill(keeper, no_restart=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Follow or end the fleet that a file describes; returns the exit code."""
+    log_to_stderr("info", "text")
+    wanted = msgspec.json.decode(read_whole(Path(arguments[0])), type=WantedFleet)
+    try:
+        if len(arguments) > 1:
+            follow(wanted, Path(arguments[1]))
+        else:
+            stop(wanted)
+    except TercetError as error:
+        print(f"tercet: {error.message}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

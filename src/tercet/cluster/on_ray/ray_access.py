@@ -1,0 +1,96 @@
+"""The one place where Ray is imported and connected to, and what a head that is away asks of Ray's settings."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import ipaddress
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tercet.cluster.on_ray.wanted import NAMESPACE
+from tercet.protocol import BadRequest, EngineUnreachable
+
+AUTO = "auto"
+HEAD_AWAY_SECONDS = 600
+
+
+def head_settings(storage: str) -> Mapping[str, str]:
+    """Ray's variables for every node of a cluster whose head may be away for :data:`HEAD_AWAY_SECONDS`.
+
+    ``storage`` is a directory that outlives the head's processes. A node that is lost is noticed within 2 s, one that
+    stands still within 6 s.
+    """
+    return {
+        "RAY_gcs_storage": "rocksdb",
+        "RAY_gcs_storage_path": storage,
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_SECONDS),
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_timeout_ms": "1000",
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_failure_threshold": "4",
+    }
+
+
+def require_ray() -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` without the extra; nothing is imported."""
+    if importlib.util.find_spec("ray") is None:
+        raise BadRequest("on: Ray is not installed here; pip install 'tercet[ray]'", "on")
+
+
+def the_ray() -> Any:
+    """The module."""
+    require_ray()
+    import ray
+
+    return ray
+
+
+def connect(address: str) -> Any:
+    """Connect this process, which Ray ends when its head is away for long. Returns the module.
+
+    Raises :class:`~tercet.protocol.EngineUnreachable` if no cluster answers at ``address``.
+    """
+    ray = the_ray()
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    host = address.rpartition(":")[0]
+    if _is_loopback(host):  # Ray would look for the node at this machine's outward address
+        options["_node_ip_address"] = host
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise EngineUnreachable(f"--on: no Ray cluster answers at {address}: {error}", "on") from error
+    return ray
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def head_node(ray: Any) -> str:
+    """Ray's id of the head's node; empty if the head is not told from others."""
+    heads = [node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]]
+    return heads[0]["NodeID"] if heads else ""
+
+
+def here(ray: Any) -> tuple[str, str]:
+    """The address of this actor's machine, and Ray's id of it."""
+    util: Any = importlib.import_module("ray.util")
+    return str(util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
+
+
+def named_actors() -> list[str]:
+    """Names of Tercet's actors that have not ended for good."""
+    util: Any = importlib.import_module("ray.util")
+    found: list[dict[str, str]] = util.list_named_actors(all_namespaces=True)
+    return [each["name"] for each in found if each["namespace"] == NAMESPACE]
+
+
+def draining_nodes(ray: Any) -> set[str]:
+    """Ids of nodes that Ray is about to take away."""
+    client = ray._private.worker.global_worker.gcs_client
+    return {node.hex() if isinstance(node, bytes) else str(node) for node in client.get_draining_nodes()}

@@ -1,0 +1,206 @@
+"""A fleet whose engines are on Ray and whose router is here: started together and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tercet.aio.whole_files import read_whole, write_whole
+from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, describe_exit
+from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
+from tercet.cluster.local import lora_flags, router_argv, router_config, router_env, shared_environment
+from tercet.cluster.log_directories import log_directory
+from tercet.cluster.log_rotation import rotate_logs
+from tercet.cluster.model import BUILT_IN
+from tercet.cluster.on_ray import follower as follower_module
+from tercet.cluster.on_ray.wanted import Resources, WantedEngine, WantedFleet
+from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.running_fleet import LOADING, READY_SECONDS, OnEvent, read_events, until_ready
+from tercet.cluster.up_config import UpConfig
+from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
+from tercet.settings import DiscoverySettings, EngineAddress
+
+ASK_SECONDS = 0.5
+AGAIN_SECONDS = 1.0
+STOP_SECONDS = 240.0
+REMEDY = "the same command takes them over, and its end ends them"
+
+
+@dataclass(frozen=True)
+class RayFleet:
+    """A fleet whose router answers at ``url``; ``engines`` are those that were ready at its start."""
+
+    url: str
+    engines: Sequence[EngineAddress]
+    router: Process
+    follower: Follower
+    log_dir: Path
+
+    async def until_broken(self, on_event: OnEvent) -> None:
+        """Keep the follower alive until the router ends; raise :class:`StartFailed` then."""
+        router = asyncio.create_task(self.router.ended())
+        beside = [
+            asyncio.create_task(each)
+            for each in (
+                self.follower.keep(on_event),
+                read_events(self.router.log, partial(on_event, self.router.name)),
+                rotate_logs(lambda: [self.router.log, self.follower.process.log]),
+            )
+        ]
+        try:
+            raise self.router.failure(describe_exit(await router))
+        finally:
+            for task in (router, *beside):
+                task.cancel()
+            await asyncio.gather(router, *beside, return_exceptions=True)
+
+
+class Follower:
+    """The process that has the engines kept and writes the roster; it may end, and is started again."""
+
+    def __init__(self, fleet: Path, roster: Path, log_dir: Path) -> None:
+        self._fleet = fleet
+        self.roster = roster
+        argv = [sys.executable, "-m", follower_module.__name__, str(fleet)]
+        self.process = Process("ray", [*argv, str(roster)], {}, log_dir / "ray.log")
+        self._stopping = Process("ray", argv, {}, log_dir / "ray-down.log")
+
+    async def keep(self, on_event: OnEvent) -> None:
+        """Start it again when it ends, until cancelled."""
+        while True:
+            how = describe_exit(await self.process.ended())
+            on_event("ray", f"the follower {how}; engines stay as they are, and it is started again")
+            await asyncio.sleep(AGAIN_SECONDS)
+            dead, self.process = self.process, self.process.again(self.process.log)
+            await dead.stop()
+            await self.process.start()
+
+    async def until_ready(self, names: Sequence[str], on_event: OnEvent) -> Sequence[EngineAddress]:
+        """Wait until the roster has all of these engines, ready. Raises :class:`StartFailed`."""
+        said: dict[str, str] = {}
+        deadline = asyncio.get_running_loop().time() + READY_SECONDS
+        while asyncio.get_running_loop().time() < deadline:
+            if self.process.returncode is not None:
+                raise self.process.failure(describe_exit(self.process.returncode))
+            with contextlib.suppress(FileNotFoundError):
+                found = {each.address.name: each for each in read_roster(read_whole(self.roster, MOST_BYTES))}
+                for name, engine in found.items():
+                    state = f"ready at {engine.address.url}" if engine.serves else LOADING
+                    if said.get(name) != state:
+                        said[name] = state
+                        on_event(name, state)
+                if all(name in found and found[name].serves for name in names):
+                    return [found[name].address for name in names]
+            await asyncio.sleep(ASK_SECONDS)
+        late = ", ".join(name for name in names if not said.get(name, "").startswith("ready"))
+        raise self.process.failure(f"has no ready engines after {READY_SECONDS:.0f} s: {late}; has Ray room for them?")
+
+    async def stop_all(self, on_event: OnEvent) -> None:
+        """End the follower, then the engines and everything else of the fleet on Ray."""
+        await self.process.stop()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._stopping.start()
+                code = await self._stopping.ended()
+            if code:
+                on_event("ray", f"engines may still run there; {REMEDY}: {self._stopping.tail()}")
+        except TimeoutError:
+            on_event("ray", f"engines may still run there: Ray has not answered for {STOP_SECONDS:.0f} s; {REMEDY}")
+        finally:
+            await self._stopping.stop()
+
+
+@asynccontextmanager
+async def ray_fleet(
+    config: UpConfig, model: str, on_event: OnEvent, hurry: asyncio.Event | None = None
+) -> AsyncGenerator[RayFleet]:
+    """Start the fleet that ``config`` describes, engines on Ray; stop all of it on exit.
+
+    As :func:`tercet.cluster.local.local_fleet`. Engines of this fleet that run already, as after an end of this process
+    by SIGKILL, are taken over.
+    """
+    if config.port:
+        require_free(config.host, config.port)
+    log_dir = log_directory(config.log_dir)
+    roster, file = log_dir / "roster.json", log_dir / "ray-fleet.json"
+    port = config.port or free_ports(config.host, 1)[0]
+    wanted = wanted_fleet(config, model, port)
+    await asyncio.to_thread(write_whole, file, msgspec.json.encode(wanted))
+    await asyncio.to_thread(roster.unlink, missing_ok=True)
+    follower = Follower(file, roster, log_dir)
+    router = router_of(config, model, port, roster, log_dir)
+    url = url_of(config.host, port)
+    if value_of(config.vllm_args, "--ssl-certfile") is not None:
+        url = url.replace("http://", "https://", 1)
+    try:
+        await follower.process.start()
+        await router.start()
+        on_event(router.name, LOADING)
+        names = [each.spec.name for each in wanted.engines]
+        async with asyncio.TaskGroup() as group:
+            ready = group.create_task(follower.until_ready(names, on_event))
+            group.create_task(until_ready(router, url, on_event))
+        yield RayFleet(url, ready.result(), router, follower, log_dir)
+    except* StartFailed as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        await asyncio.shield(_stop(router, follower, on_event, hurry or asyncio.Event()))
+
+
+async def _stop(router: Process, follower: Follower, on_event: OnEvent, hurry: asyncio.Event) -> None:
+    async def hurried() -> None:
+        await hurry.wait()
+        await router.hurry()
+
+    hurrying = asyncio.create_task(hurried())
+    try:
+        await router.stop()
+    finally:
+        hurrying.cancel()
+        await follower.stop_all(on_event)
+
+
+def wanted_fleet(config: UpConfig, model: str, port: int) -> WantedFleet:
+    """What is asked of Ray: every engine alike, but for name and role."""
+    simulated = config.simulate is not None
+    ranks = ranks_of(config.engine_args)
+    cpus = config.engine_cpus if config.engine_cpus is not None else 0.1 if simulated else float(ranks)
+    resources = Resources(cpus, config.engine_gpus * ranks, config.engine_memory_gib, config.engines_on_head)
+    environment = {key: value for key, value in shared_environment(config).items() if value}
+    engines = tuple(
+        WantedEngine(_spec(config, model, name), role, environment, config.engine_restarts, config.log_dir)
+        for name, role in config.roles
+    )
+    name = config.fleet_name or f"tercet-{port}"
+    return WantedFleet(name, config.ray_address, engines, resources)
+
+
+def _spec(config: UpConfig, model: str, name: str) -> EngineSpec:
+    return EngineSpec(
+        name=name,
+        model=model,
+        served_model_name=config.public_name,
+        host="",
+        port=0,
+        dtype=config.dtype,
+        built_in=config.model == BUILT_IN,
+        kv_cache_gib=config.kv_cache_gib,
+        extra_args=(*lora_flags(config), *config.engine_args),
+        simulate=config.simulate,
+        options=config.options,
+    )
+
+
+def router_of(config: UpConfig, model: str, port: int, roster: Path, log_dir: Path) -> Process:
+    """The router, an ordinary process that follows the roster."""
+    told = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)))
+    grace = config.shutdown_timeout_s + GRACE_SECONDS
+    return Process("router", router_argv(told, log_dir), router_env(model), log_dir / "router.log", grace=grace)

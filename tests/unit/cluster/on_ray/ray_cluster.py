@@ -1,0 +1,133 @@
+"""A Ray cluster of several "machines" on one: each node has a loopback address of its own. It ends by process ids."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tercet.cluster.on_ray.ray_access import head_settings
+
+START_SECONDS = 300.0
+STARTED = "Ray runtime started"
+# More than the least that Ray accepts, for objects that no test makes.
+OBJECTS = 80_000_000
+
+
+class Node:
+    """One node at ``host``, whose processes are all that descend from the one that ``ray start --block`` is."""
+
+    def __init__(self, host: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        self.host = host
+        self._log = log
+        self._command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+            f"--node-ip-address={host}", f"--object-store-memory={OBJECTS}", *arguments,
+        ]  # fmt: skip
+        self._environment = environment
+        self._started: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("wb") as log:
+            self._started = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, **self._environment},
+            )  # fmt: skip
+
+    def until_started(self) -> None:
+        """Wait for Ray's word. On a busy machine it gives up after half a minute, and is started again."""
+        deadline = time.monotonic() + START_SECONDS
+        while STARTED not in self.said():
+            assert time.monotonic() < deadline, f"Ray does not start: {self.said()}"
+            if self._started is None or self._started.poll() is not None:
+                self.start()
+            time.sleep(0.1)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the node's processes now; not what has left the tree, such as a guarded engine."""
+        if self._started is None:
+            return []
+        try:
+            root = psutil.Process(self._started.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def signal(self, number: int, name: str = "") -> None:
+        """Send a signal to all of its processes, or to those whose command contains ``name``."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if self._started is not None:
+            self._started.wait()
+
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+class RayCluster:
+    """A head without CPUs, and nodes with two each."""
+
+    def __init__(self, place: Path, nodes: int) -> None:
+        self.port = free_port("127.0.0.2")
+        self.address = f"127.0.0.2:{self.port}"
+        self.place = place
+        environment = {**head_settings(str(place / "gcs")), "RAY_memory_monitor_refresh_ms": "0"}
+        (place / "gcs").mkdir()
+        head = ["--head", f"--port={self.port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={place}/r"]
+        self.head = Node("127.0.0.2", head, environment, place / "head.log")
+        joining = [f"--address={self.address}"]
+        self.nodes = [
+            Node(
+                f"127.0.0.{index + 3}",
+                [*joining, "--num-cpus=2"],
+                environment,
+                place / f"{index}.log",
+            )
+            for index in range(nodes)
+        ]
+
+    def start(self) -> None:
+        self.head.start()
+        self.head.until_started()
+        for node in self.nodes:
+            node.start()
+        for node in self.nodes:
+            node.until_started()
+
+    def end(self) -> None:
+        for node in [*self.nodes, self.head]:
+            node.kill()
+
+
+@contextmanager
+def ray_cluster(nodes: int = 2) -> Generator[RayCluster]:
+    """Run one while entered."""
+    place = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need short paths
+    cluster = RayCluster(place, nodes)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
