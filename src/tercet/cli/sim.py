@@ -29,6 +29,7 @@ sim = typer.Typer(name="sim", rich_markup_mode="markdown")
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 MOVING = MovingSettings()
+MOST_SEEDS = 10_000
 DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
 Fleet = Annotated[
@@ -190,7 +191,9 @@ def sweep_command(
         Path | None, typer.Option(help="Draw the trials here (.png, .svg, .pdf); needs matplotlib.")
     ] = None,
     seed: Seed = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting, with seeds from --seed on.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=MOST_SEEDS, help="Runs of each setting, with seeds from --seed on.")
+    ] = 1,
     result_filename: ResultFilename = None,
     moving: MovingSettings = MOVING,
 ) -> None:

@@ -72,7 +72,7 @@ def _read_as_python_does(content: bytes, error: Exception) -> Any:
 
 
 def _whole_number(digits: str) -> float:
-    """The number; infinity for one of so many digits that reading it takes long, and which nothing asks for."""
+    """The number; infinity for one with more digits than any field accepts, since reading it takes long."""
     return int(digits) if len(digits) <= MOST_DIGITS else math.inf
 
 
