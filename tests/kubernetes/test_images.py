@@ -10,8 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
-from .chart import ROOT
+from .chart import CHART, ROOT
 
 DOCKER = ROOT / "deploy" / "docker"
 FILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -56,6 +57,14 @@ def test_each_base_may_be_fixed_by_its_digest(file: Path) -> None:
     before = [rest for word, rest in told[: [word for word, _ in told].index("FROM")] if word == "ARG"]
     form = r"BASE=[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})"
     assert [re.fullmatch(form, rest) is not None for rest in before] == [True]
+
+
+@pytest.mark.parametrize("path", ["router", "rescheduler", "epp", "engineDefaults.sidecar"])
+def test_what_holds_bodies_of_clients_has_a_limit_of_memory(path: str) -> None:
+    found = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in path.split("."):
+        found = found[name]
+    assert re.fullmatch(r"[1-9][0-9]*Gi", found["resources"]["limits"]["memory"])
 
 
 @EACH

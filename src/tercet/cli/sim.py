@@ -27,6 +27,7 @@ from tercet.settings.declaration import complaint
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 MOVING = MovingSettings()
+MOST_SEEDS = 10_000
 DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
 Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
 Fleet = Annotated[
@@ -105,7 +106,9 @@ Y = Annotated[str, typer.Option("--y", help="The other metric.")]
 Plot = Annotated[
     Path | None, typer.Option(help="With --over: draw the trials here (.png, .svg, .pdf); needs the extra `lab`.")
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="With --over: runs of each setting, with seeds from --seed on.")]
+Seeds = Annotated[
+    int, typer.Option(min=1, max=MOST_SEEDS, help="With --over: runs of each setting, with seeds from --seed on.")
+]
 
 # By which names things are checked where they are used.
 NAMES = {

@@ -72,7 +72,7 @@ def _read_as_python_does(content: bytes, error: Exception) -> Any:
 
 
 def _whole_number(digits: str) -> float:
-    """The number; infinity for a number with thousands of digits, which takes long to read and which no field needs."""
+    """The number; infinity for one with more digits than any field accepts, since reading it takes long."""
     return int(digits) if len(digits) <= MOST_DIGITS else math.inf
 
 

@@ -1,4 +1,4 @@
-"""A separate listening address for those who run the fleet, apart from the clients' port.
+"""A separate listening address for those who run the fleet, apart from the port of clients.
 
 Its requests take the same way through the router's application as those of clients, with a mark in their scope, by
 which :class:`~tercet.router.router_app.RouterApp` tells them apart.
@@ -36,7 +36,7 @@ class QuietServer(uvicorn.Server):
         yield
 
     async def started_by(self, serving: asyncio.Future[None]) -> bool:
-        """Wait until connections are accepted; False if ``serving``, its own task, ends before that."""
+        """Wait until connections are accepted; False if the task ``serving`` ends before that."""
         while not self.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(STARTED_POLL_S)
         return self.started
@@ -82,7 +82,7 @@ def _marked(app: ASGIApp) -> ASGIApp:
 
 @contextmanager
 def _listening(address: AdminAddress) -> Generator[socket.socket]:
-    """A socket that listens there; a socket's file is its owner's alone, and goes at the end."""
+    """A socket that listens there; only the owner of a socket's file may open it, and it is removed at the end."""
     family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:

@@ -73,7 +73,7 @@ class RouterApp:
     ``shutdown`` counts every request, and refuses all once it has begun; without one this router does not stop.
     ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
     ``keys`` are those of clients, ``admins`` says who may call the router's own routes. ``admin_apart``: these are
-    served at a separate address, and not here.
+    served at a separate address, and nowhere else.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ async def receive_body(context: RequestContext, receive: Receive, limit: int, ke
 async def read_body(context: RequestContext, body: ReceivedBody, most_items: int) -> None:
     """Read what ``context`` goes by in a body of JSON, which is in UTF-8 afterwards, whatever encoding it came in.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a body that is not JSON, or that takes too long to work on.
+    Raises :class:`~tercet.protocol.BadRequest` for content that is not valid JSON, and for JSON that takes too long.
     """
     content = in_utf8(body.content)
     if content is not body.content:

@@ -15,6 +15,8 @@ from typing import Literal
 
 from tercet.protocol import BadRequest
 
+LONGEST_S = 1e7
+"""Longest time in which requests arrive, in seconds: a fleet polls its engines each second, in virtual time too."""
 Arrival = Literal["poisson", "gamma", "constant", "closed", "trace"]
 
 
@@ -24,6 +26,7 @@ def gaps(count: int, rate: float, burstiness: float, rng: Random) -> list[float]
     _require(burstiness > 0 and not math.isnan(burstiness), "burstiness", burstiness)
     if math.isinf(rate):
         return [0.0] * count
+    _require_short(count / rate)
     if math.isinf(burstiness):
         return [1.0 / rate] * count
     scale = 1.0 / (rate * burstiness)
@@ -46,6 +49,7 @@ def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float
         return []
     first = min(recorded)
     times = [at - first for at in sorted(recorded)]
+    _require_short(times[-1])
     if rate is None:
         return times
     _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
@@ -53,6 +57,7 @@ def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float
         return [0.0] * len(times)
     if times[-1] <= 0:
         raise BadRequest("request-rate: every request of the trace has the same time, no rate fits it", "request-rate")
+    _require_short((len(times) - 1) / rate)
     factor = (len(times) - 1) / rate / times[-1]
     return [at * factor for at in times]
 
@@ -62,6 +67,15 @@ def burstiness_of(arrival: Arrival, burstiness: float) -> float:
     if arrival == "gamma":
         return burstiness
     return math.inf if arrival == "constant" else 1.0
+
+
+def _require_short(seconds: float) -> None:
+    if not seconds <= LONGEST_S:
+        raise BadRequest(
+            f"request-rate: the last request would arrive after {seconds:.3g} s, and at most {LONGEST_S:.0e} s are "
+            "taken; give a higher rate or fewer requests",
+            "request-rate",
+        )
 
 
 def _require(fine: bool, field: str, value: float) -> None:

@@ -81,6 +81,20 @@ def test_a_trace_without_extent_fits_no_rate() -> None:
         replayed([3.0, 3.0], 1.0)
 
 
+@pytest.mark.parametrize("rate", [1e-300, 1e-9, 5e-324])
+@pytest.mark.parametrize("burstiness", [1.0, math.inf])
+def test_a_rate_at_which_a_run_would_not_end_is_refused(rate: float, burstiness: float) -> None:
+    with pytest.raises(BadRequest, match="higher rate") as caught:
+        arrival_times(6, rate, burstiness, Random(0))
+    assert caught.value.param == "request-rate"
+
+
+@pytest.mark.parametrize(("recorded", "rate"), [([0.0, 1e300], None), ([0.0, 1e8], 1.0), ([0.0, 1.0], 1e-300)])
+def test_a_trace_in_which_a_run_would_not_end_is_refused(recorded: list[float], rate: float | None) -> None:
+    with pytest.raises(BadRequest, match="higher rate"):
+        replayed(recorded, rate)
+
+
 @pytest.mark.parametrize(
     ("rate", "burstiness", "field"),
     [(0, 1, "request-rate"), (-1, 1, "request-rate"), (math.nan, 1, "request-rate"), (1, 0, "burstiness")],
