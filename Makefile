@@ -43,8 +43,9 @@ docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, su
 	$(MANUAL)
 	@echo docs/_build/html/README.html
 
-reference: setup ## write docs/reference anew from what the code declares
+reference: setup ## write docs/reference and deploy/grafana anew from what the code declares
 	$(BIN)/python -m scripts.reference
+	$(BIN)/python -m scripts.dashboards
 
 # A test whose own limit was swallowed, or that does not come back from it, ends its process, and its stacks are shown.
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
