@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from tercet.aio import run_in_thread
+from tercet.decisions.objectives import Attainment
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
@@ -32,6 +33,7 @@ from tercet.router.proposals import Proposals
 from tercet.router.recovery import Recovery
 from tercet.router.routing import Arm, Chosen, Plan, Routing, Version
 from tercet.settings import MoveSettings, RetryBudget, log_events
+from tercet.settings.role_settings import Objectives
 
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0
@@ -39,6 +41,7 @@ LoadArm = Callable[[Arm], Program]
 RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
+OBJECTIVES = Objectives()
 
 GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
 
@@ -50,7 +53,8 @@ class Service:
     ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
     is ``wait_for_engine``: while no engine answers, a sequence waits at most that long for one before a retry, and
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
-    programs raised; otherwise the log alone has it.
+    programs raised; otherwise the log alone has it. ``attainment`` counts
+    the requests that end, by whether they met the ``objectives``.
     """
 
     def __init__(
@@ -65,10 +69,12 @@ class Service:
         wait_for_engine: float = 0.0,
         moves: MoveSettings = MOVES,
         tells_faults: bool = False,
+        objectives: Objectives = OBJECTIVES,
     ) -> None:
         self.fleet = fleet
         self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
+        self.attainment = Attainment(objectives)
         self.moves = Moves(fleet, metrics, moves)
         fleet.on_proposal = Proposals(self.sequences, self.moves).heard
         self._retries = retries
@@ -162,6 +168,7 @@ class Service:
                 if retry is None:
                     if _is_grammars_fault(failure, sequence):
                         raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
+                    self._note_failed(chosen, failure)
                     attempts.finish(_last_output(chosen, failure, request.seq_id))
                     return
                 trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
@@ -199,6 +206,15 @@ class Service:
             self.routing.succeeded(chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         self.metrics.finished(trace)
+        if self.attainment.objectives.any:
+            self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
+
+    def _note_failed(self, chosen: Chosen, error: BaseException) -> None:
+        """What its client did wrong counts nowhere."""
+        refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
+        if self.attainment.objectives.any and not refused:
+            self.attainment.failed()
+            self.metrics.objectives(met=False)
 
     def _next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, tried_at: float

@@ -12,20 +12,29 @@ import msgspec
 import numpy as np
 
 from tercet.fleet import EngineFleet, RunningSequences
+from tercet.lab.bench.simulated.virtual_roles import VirtualRoles
 from tercet.lab.sim import SimEngine
 from tercet.router.moves import MoveRecord, Moves
 from tercet.router.rescheduler import Rescheduler
+from tercet.router.roles import with_roles_followed
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
+from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 
 # The interval of the router's watch for stuck engines.
 WATCH_SECONDS = 0.5
 
 
 class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` for moves."""
+    """The settings of ``tercet router`` for moves, objectives and roles."""
 
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
+    objectives: Objectives = Objectives()
+    roles: RolesBy = "fixed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_objectives(self.roles, self.objectives)
 
 
 class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,8 +118,13 @@ class MovingFleet:
         self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
         moves = Moves(fleet, self.counts, settings.moves)
-        rescheduler = Rescheduler(fleet, self.sequences, moves, settings.reschedule)
-        if settings.reschedule.policies or has_faults:
+        by_itself = settings.roles == "auto"
+        policies = with_roles_followed(settings.reschedule) if by_itself else settings.reschedule
+        rescheduler = Rescheduler(fleet, self.sequences, moves, policies)
+        self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
+        if self.roles is not None:
+            self._work.append(self.roles.run())
+        if policies.policies or has_faults:
             fleet.knowledge.needed()
             self._work += [self._report(), rescheduler.run()]
         if has_faults:

@@ -22,6 +22,7 @@ from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalanc
 from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingFleet, MovingSettings, alongside
 from tercet.lab.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
+from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
 from tercet.lab.bench.summary import Samples
 from tercet.lab.sim import (
     EngineOptions,
@@ -66,6 +67,7 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict[str, int])
     moves: MoveTotals = field(default_factory=MoveTotals)
     imbalance: KVImbalance | None = None
+    flips: list[VirtualFlip] = field(default_factory=list[VirtualFlip])
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
         """Record a request; ``first`` is NaN if it failed."""
@@ -412,3 +414,4 @@ def _collect(built: _Fleet, outcome: Outcome) -> None:
         totals["evicted_blocks"] += counters.evicted
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
     outcome.moves = built.moving.counts.totals()
+    outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []
