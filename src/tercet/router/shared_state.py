@@ -401,7 +401,9 @@ class SharedState:
 
     def _own_report(self) -> FollowerReport:
         engines = {
-            each.name: EngineReport(each.in_flight, each.reachable, *prefill_line(self._fleet, each.name))
+            each.name: EngineReport(
+                each.in_flight, each.reachable, *(prefill_line(self._fleet, each.name) if self.role_keeper else ())
+            )
             for each in self._fleet.members
         }
         left = self._shutdown.requests if self._shutdown.has_begun else 0

@@ -84,7 +84,7 @@ class FleetHistory:
     def observe(self, now: float, engines: Sequence[ObservedEngine]) -> Demand | None:
         """Add a look; None while there is nothing to compare it with."""
         self._learn_steps(now, engines)
-        decoding = [each for each in engines if each.role == "decode"]
+        decoding = [each for each in engines if each.role == "decode" and each.able]
         newest = _Sample(
             at=now,
             busy={each.name: each.busy_s for each in engines},
