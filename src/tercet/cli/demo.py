@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from tercet.cli.terminal import console, say
-from tercet.cli.up import run_fleet
-from tercet.cluster.local import RunningFleet
+from tercet.cli.up import StartedFleet, run_fleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
@@ -54,7 +53,7 @@ def demo(
     run_fleet(UpConfig(port=0), lambda fleet: _show(fleet, max_tokens))
 
 
-async def _show(fleet: RunningFleet, max_tokens: int) -> None:
+async def _show(fleet: StartedFleet, max_tokens: int) -> None:
     console.print(f"\n[dim]{PASSAGE}[/dim]\n[bold]{QUESTION}[/bold]\n")
     _report(await _ask(fleet, max_tokens), "What happened")
     say("\nThe same question again:\n")
@@ -62,7 +61,7 @@ async def _show(fleet: RunningFleet, max_tokens: int) -> None:
     say("\nStopping. Your own: tercet up --help")
 
 
-async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
+async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
     """Stream one answer to the screen; returns its trace. Raises :class:`~tercet.protocol.EngineError`."""
     body = {
         "model": "smollm2", "stream": True, "max_tokens": max_tokens, "temperature": 0,

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 
 from tercet.cli.given_names import given_as
+from tercet.cli.roles_in_words import roles_in_words
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, EngineUnreachable, Role
 from tercet.protocol.bearer import key_of
@@ -152,6 +153,12 @@ def set_role(
     changed = ask(url, admin_key, "PUT", f"{_path(name)}/role", {"role": role})
     with understood():
         say(engine_in_words(changed))
+
+
+@engines.command("roles")
+def explain_roles(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
+    """Show the objectives, how many requests met them, and why roles change or stay (`--roles auto`)."""
+    show_answer(ask(url, admin_key, "GET", "/roles"), as_json, roles_in_words)
 
 
 def _path(name: str) -> str:

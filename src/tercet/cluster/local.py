@@ -96,7 +96,7 @@ def fleet_of(
     """The fleet to start."""
     environment = shared_environment(config)
     engines: list[RunningEngine] = []
-    for spec, (_, role) in zip(specs, config.roles, strict=True):
+    for spec, (_, role) in zip(specs, config.engine_roles, strict=True):
         argv, log = engine_argv(spec), log_dir / f"{spec.name}.log"
         forks = warm if can_fork(argv) else None
         process = Process(spec.name, argv, {**engine_env(spec), **environment}, log, warm=forks)
@@ -150,7 +150,7 @@ async def _until_all_ready(queue: Sequence[RunningEngine], on_event: OnEvent) ->
 
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
     """Every engine's description: on CPUs each gets cores, on GPUs devices or a share of one, simulated, nothing."""
-    count = len(config.roles)
+    count = len(config.engine_roles)
     ports = free_ports(ENGINE_HOST, count)
     nothing: list[tuple[()]] = [()] * count
     computes = config.simulate is None
@@ -177,7 +177,7 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
             simulate=config.simulate,
             options=config.options,
         )
-        for index, (name, _) in enumerate(config.roles)
+        for index, (name, _) in enumerate(config.engine_roles)
     ]
 
 

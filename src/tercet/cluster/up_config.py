@@ -153,7 +153,7 @@ class UpConfig(RouterSettings, frozen=True):
         )
 
     @property
-    def roles(self) -> list[tuple[str, Role]]:
+    def engine_roles(self) -> list[tuple[str, Role]]:
         """Name and role of every engine, in the order of their starts."""
         counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
         order: list[Role] = [role for role, engines in counts.items() for _ in range(engines)]

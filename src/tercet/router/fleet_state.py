@@ -165,6 +165,20 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         address = msgspec.structs.replace(member.address, role=role)
         return self._with(member, msgspec.structs.replace(member, address=address))
 
+    def with_flip(self, names: Sequence[str], role: Role) -> FleetState:
+        """The role of several engines at once; the same state if one has left, or the role of one is another by now.
+
+        An operator's change is not undone by a decision that was made before it.
+        """
+        expected = "decode" if role == "prefill" else "prefill"
+        here = {each.address.name: each.address.role for each in self.members}
+        if any(here.get(name) != expected for name in names):
+            return self
+        state = self
+        for name in names:
+            state = state.with_role(name, role)
+        return state
+
     def with_draining(self, name: str, draining: bool) -> FleetState:
         """An engine is picked for nothing new, or again. Raises :class:`~tercet.protocol.UnknownEngine`."""
         member = self._member(name)

@@ -27,17 +27,22 @@ ALIVE, REPORT, MOVES = ".alive", ".json", ".moves"
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """An engine, as one process sees it."""
+    """An engine, as one process sees it: ``waiting_s`` and ``busy_s`` are its prefills there.
+
+    See :class:`~tercet.fleet.observed_roles.PrefillLine`.
+    """
 
     in_flight: int
     reachable: bool
+    waiting_s: float = 0.0
+    busy_s: float = 0.0
 
 
 class FollowerReport(msgspec.Struct, frozen=True):
     """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so.
 
     One that is not ``serving`` yet will have caught up when it is. ``requests_left`` counts those under way in one that
-    shuts down.
+    shuts down. ``ended`` requests counted for the objectives, and ``met`` of them met these.
     """
 
     pid: int
@@ -46,6 +51,8 @@ class FollowerReport(msgspec.Struct, frozen=True):
     failure: str = ""
     engines: dict[str, EngineReport] = {}
     requests_left: int = 0
+    ended: int = 0
+    met: int = 0
 
 
 class Followers:

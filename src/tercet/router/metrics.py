@@ -34,6 +34,16 @@ class Metrics:
         self._retries = Counter(
             "tercet_retries", "Further attempts, by what failed and whether the client had a token.", ["code", "stage"]
         )
+        self._objectives = Counter(
+            "tercet_objective_requests",
+            "Requests that ended, by whether they met the objectives; the rate of `met` is the goodput.",
+            ["result"],
+        )
+        self._flips = Counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
+        self._pressure = Gauge(
+            "tercet_role_pressure", "Pressure of a role, where roles follow the load; 1 is the objective's limit.",
+            ["role"], multiprocess_mode="livemostrecent",
+        )  # fmt: skip
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
         self._tpot = Histogram(
@@ -111,6 +121,19 @@ class Metrics:
         self._missing = Counter(
             "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
         )
+
+    def objectives(self, met: bool) -> None:
+        """A request ended, and met its objectives or did not."""
+        self._objectives.labels("met" if met else "missed").inc()
+
+    def flipped(self, role: str, engines: int) -> None:
+        """Engines have this role from now on, without an operator."""
+        self._flips.labels(role).inc(engines)
+
+    def pressures(self, prefill: float, decode: float) -> None:
+        """The pressure of each role now."""
+        self._pressure.labels("prefill").set(prefill)
+        self._pressure.labels("decode").set(decode)
 
     def fleet_state(self, version: int, failed: bool) -> None:
         """The version of the fleet's state in use here, and whether a later one cannot be applied."""

@@ -32,6 +32,8 @@ from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.rescheduler import OwnSequences, Rescheduler
+from tercet.router.role_keeper import RoleKeeper
+from tercet.router.roles import with_roles_followed
 from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
 from tercet.router.service import Service
@@ -76,6 +78,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
             config.request_timeout_s, config.wait_for_engine_s, config.moves, config.dev,
+            objectives=config.objectives,
         )  # fmt: skip
         with state_path(config) as path:
             tells = shared is None or not shared.index
@@ -99,8 +102,13 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 background.spawn(membership.watch(), "membership")
                 if tells:
                     background.spawn(remove_gone(state), "gone engines")
+                policies = config.reschedule
+                if config.roles == "auto":
+                    policies = with_roles_followed(policies)
+                    state.role_keeper = RoleKeeper(state, path, config.objectives)
+                    background.spawn(state.role_keeper.run(), "roles")
                 own = OwnSequences(fleet, service.sequences, service.moves)
-                rescheduler = Rescheduler(fleet, own, config.reschedule)
+                rescheduler = Rescheduler(fleet, own, policies)
                 background.spawn(rescheduler.run(), "rescheduler")
                 if config.missing_adapters == "load":
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from tercet.aio import run_in_thread
+from tercet.decisions.objectives import Attainment
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
@@ -32,6 +33,7 @@ from tercet.router.proposals import Proposals
 from tercet.router.recovery import Recovery
 from tercet.router.routing import Arm, Chosen, Plan, Routing, Version
 from tercet.settings import MoveSettings, RetryBudget, log_events
+from tercet.settings.role_settings import Objectives
 
 # The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
 NO_VERSION = 0
@@ -40,6 +42,7 @@ RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
 _NO_DEADLINE = nullcontext()
+OBJECTIVES = Objectives()
 
 GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
 
@@ -75,6 +78,10 @@ class ServiceMetrics(MoveMetrics, Protocol):
         """A version was replaced by the one before it, because a program failed repeatedly."""
         ...
 
+    def objectives(self, met: bool) -> None:
+        """A request ended, and met its objectives or did not."""
+        ...
+
 
 M = TypeVar("M", bound=ServiceMetrics)
 
@@ -88,7 +95,7 @@ class Service(Generic[M]):
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
-    loads the first program.
+    loads the first program. ``attainment`` counts the requests that end, by whether they met the ``objectives``.
     """
 
     def __init__(
@@ -105,10 +112,12 @@ class Service(Generic[M]):
         tells_faults: bool = False,
         retries_faults: bool = True,
         load_arm: LoadArm = load_anywhere,
+        objectives: Objectives = OBJECTIVES,
     ) -> None:
         self.fleet = fleet
         self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
+        self.attainment = Attainment(objectives)
         self.moves = Moves(fleet, metrics, moves)
         fleet.on_proposal = Proposals(self.sequences, self.moves).heard
         self._retries = retries
@@ -194,6 +203,7 @@ class Service(Generic[M]):
                     if retry is None:
                         if _is_grammars_fault(failure, sequence):
                             raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
+                        self._note_failed(chosen, failure)
                         attempts.finish(_last_output(chosen, failure, request.seq_id))
                         return
                     trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
@@ -215,6 +225,15 @@ class Service(Generic[M]):
             self.routing.succeeded(chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         self.metrics.finished(trace)
+        if self.attainment.objectives.any:
+            self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
+
+    def _note_failed(self, chosen: Chosen, error: BaseException) -> None:
+        """What its client did wrong counts nowhere."""
+        refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
+        if self.attainment.objectives.any and not refused:
+            self.attainment.failed()
+            self.metrics.objectives(met=False)
 
     def _next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, tried_at: float

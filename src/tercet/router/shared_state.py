@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tercet.aio import TaskSet, run_in_thread
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
@@ -20,6 +20,7 @@ from tercet.aio.whole_files import stamp_of
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
+from tercet.fleet.observed_roles import prefill_line
 from tercet.programs import Program
 from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError, UnknownAdapter
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
@@ -33,6 +34,9 @@ from tercet.router.service import LoadArm, Service
 from tercet.router.shutdown import Shutdown
 from tercet.router.state_changes import because, changes_with_reasons
 from tercet.settings import EngineAddress, log_events
+
+if TYPE_CHECKING:
+    from tercet.router.role_keeper import RoleKeeper
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
@@ -99,6 +103,7 @@ class SharedState:
         self._serving = False
         self._silence = ""  # what was said of a file system that hangs; the state is read again once it answers
         self._failure = ""
+        self.role_keeper: RoleKeeper | None = None  # where roles follow the load
         self._applying = TaskSet()
         self._unreported = False
         self._found: FleetState  # the newest that was read, whether it could be applied or not
@@ -391,13 +396,25 @@ class SharedState:
                 if name in found:
                     own = found[name]
                     reachable = own.reachable and (other.reachable or not report.serving)
-                    found[name] = EngineReport(own.in_flight + other.in_flight, reachable)
+                    waiting, busy = own.waiting_s + other.waiting_s, own.busy_s + other.busy_s
+                    found[name] = EngineReport(own.in_flight + other.in_flight, reachable, waiting, busy)
         return found
 
+    def attainment(self) -> tuple[int, int]:
+        """Requests that ended in all processes that follow, and how many of them met the objectives."""
+        reports = [self._own_report(), *self._followers.others()]
+        return sum(each.ended for each in reports), sum(each.met for each in reports)
+
     def _own_report(self) -> FollowerReport:
-        engines = {each.name: EngineReport(each.in_flight, each.reachable) for each in self._fleet.members}
+        engines = {
+            each.name: EngineReport(
+                each.in_flight, each.reachable, *(prefill_line(self._fleet, each.name) if self.role_keeper else ())
+            )
+            for each in self._fleet.members
+        }
         left = self._shutdown.requests if self._shutdown.has_begun else 0
-        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left)
+        ended, met = self.service.attainment.ended, self.service.attainment.met
+        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left, ended, met)
 
     async def _report(self) -> None:
         """A report that cannot be written does not fail what it reports; the write is retried."""

@@ -23,6 +23,7 @@ from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, OBSERVABILITY, PLACEMENT, SERVER
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
@@ -199,8 +200,8 @@ class Limits(Settings, frozen=True):
 class RouterSettings(Settings, frozen=True):
     """What every router can be told.
 
-    ``retries``, ``limits``, ``moves`` and ``reschedule`` are groups; limits are one worker's own. ``model`` gives the
-    tokenizer and the chat template; the engines must serve the same one.
+    ``retries``, ``limits``, ``moves``, ``reschedule`` and ``objectives`` are groups; limits are one worker's own.
+    ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
     """
 
     model: Annotated[
@@ -307,6 +308,8 @@ class RouterSettings(Settings, frozen=True):
     limits: Limits = Limits()
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
+    objectives: Objectives = Objectives()
+    roles: RolesBy = "fixed"
     request_timeout_s: Annotated[
         Seconds | None,
         Setting("Longest duration of a request; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
@@ -385,6 +388,7 @@ class RouterSettings(Settings, frozen=True):
             raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
         if self.openai_layer == "small" and self.workers > 1:
             raise BadRequest("workers: the small OpenAI layer has one process; see openai-layer", "workers")
+        require_objectives(self.roles, self.objectives)
         for url in self.pooling_servers:
             require_url(url, "pooling-servers")
         if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):

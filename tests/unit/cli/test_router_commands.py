@@ -17,10 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from tercet.cli import app
+from tercet.cli.roles_in_words import roles_in_words
 from tercet.decisions.migration import Stage
 from tercet.router.admin.programs import version_shown
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
+from tercet.settings.role_settings import Objectives
 from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics
 
 __all__ = ["metrics"]
@@ -310,13 +312,42 @@ def test_the_status_is_one_screen(router: Running, tercet: Any) -> None:
     router.live_router.fleet.member("d").in_flight = 0
     assert said[0] == f"{router.url}: serves m"
     assert said[1] == "version 1: disaggregated"
-    assert said[2] == "2 engines, 2 sequences on them"
-    assert said[3].split()[:3] == ["p", "prefill", "serving"]
+    assert said[2] == "no objectives; roles: fixed"
+    assert said[3] == "2 engines, 2 sequences on them"
+    assert said[4].split()[:3] == ["p", "prefill", "serving"]
     assert said[-1] == "0 moves under way"
     found = json.loads(tercet("status", "--json"))
     assert (found["serving"], found["models"], [engine["name"] for engine in found["engines"]]) == (
         True, ["m"], ["p", "d"],
     )  # fmt: skip
+
+
+def test_roles_are_explained(router: Running, tercet: Any) -> None:
+    service = router.live_router.service
+    assert tercet("engines", "roles").splitlines() == ["no objectives", "roles: fixed; prefill: p; decode: d"]
+    service.attainment.objectives = Objectives(ttft=1.0, tpot=0.025)
+    assert tercet("engines", "roles").splitlines()[0].endswith("for 99.0% of the requests; none has ended")
+    service.attainment.ended_with(0.5, 0.02)
+    service.attainment.failed()
+    said = tercet("status").splitlines()[2]
+    assert said == "objectives: TTFT 1 s, TPOT 0.025 s for 99.0% of the requests; met by 50.0% of 2; roles: fixed"
+
+
+def test_what_roles_are_decided_by_is_said() -> None:
+    flip = {"at": 0.0, "engines": ["d"], "role": "prefill", "reason": "pressed"}
+    decision = {
+        "at": 0.0,
+        "why": "no role is pressed",
+        "prefill_pressure": 0.5,
+        "decode_pressure": None,
+        "flips": [flip],
+    }
+    objectives = {"ttft": 1.0, "tpot": None, "share": 0.9, "attainment": None}
+    found = {"roles": "auto", "objectives": objectives, "engines": {"p": "prefill"}, "decision": decision}
+    said = list(roles_in_words(found))
+    assert said[2] == "pressure: prefill 50%, decode unknown"
+    assert said[3].endswith("s ago: no role is pressed")
+    assert said[4].endswith("d -> prefill: pressed")
 
 
 def test_the_status_of_one_that_cannot_serve(router: Running, tercet: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,15 +201,15 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     config = decode_settings(UpConfig, Source({"prefill": 3}), read_yaml(file))
     assert (config.model, config.prefill, config.log_dir, config.engine_args) == ("m", 3, "/tmp/x", ("--a", "b"))
     assert config.program_args == {"min_send": "5"}
-    assert [name for name, _ in config.roles] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
+    assert [name for name, _ in config.engine_roles] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
 
 
 def test_a_ratio_and_a_number_of_engines_are_counts_in_the_order_of_starts() -> None:
     config = UpConfig(max_instances=4, pd_ratio="1:3")
-    assert config.roles == [
+    assert config.engine_roles == [
         ("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode"), ("decode-2", "decode"),
     ]  # fmt: skip
-    assert [name for name, _ in UpConfig(both=1, decode=0).roles] == ["prefill-0", "engine-0"]
+    assert [name for name, _ in UpConfig(both=1, decode=0).engine_roles] == ["prefill-0", "engine-0"]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def wanted_fleet(config: UpConfig, model: str, port: int) -> WantedFleet:
     environment = {key: value for key, value in shared_environment(config).items() if value}
     engines = tuple(
         WantedEngine(_spec(config, model, name), role, environment, config.engine_restarts, config.log_dir)
-        for name, role in config.roles
+        for name, role in config.engine_roles
     )
     name = config.fleet_name or f"tercet-{port}"
     return WantedFleet(name, config.ray_address, engines, resources)

@@ -31,6 +31,10 @@ class Costs:
         """Start observing only when a route is first requested: without routes the results are not used."""
         self._watches = False
 
+    def watch(self) -> None:
+        """Observe from now on."""
+        self._watches = True
+
     def work(self, name: str) -> EngineWork:
         """Return the work of an engine."""
         found = self._works.get(name)

@@ -90,6 +90,10 @@ class EngineWork:
         """Seconds of prefill ahead of a new arrival."""
         return max(0.0, self._line_seconds - self._progress(now)) + self._promised_seconds
 
+    def busy(self, now: float) -> float:
+        """Seconds, up to now, in which prefills ran or waited here."""
+        return self._busy + (now - self._at if self._line else 0.0)
+
     def under_way(self, now: float) -> float:
         """Seconds until the running prefill ends."""
         head = next(iter(self._line.values()), None)

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tercet.decisions.objectives import within
 from tercet.lab.bench.results import RequestRecord
 
 Floats = NDArray[np.float64]
@@ -171,7 +172,7 @@ class Samples:
         good = self.ok.copy()
         for limit, values in limits:
             if limit is not None:
-                good &= np.isnan(values) | (values * MS <= limit)
+                good &= within(values * MS, limit)
         return good
 
 
@@ -181,8 +182,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ``duration`` runs from the first scheduled arrival to the end of the last request. ``request_goodput`` counts
     requests per second that kept the SLO; None without one. Both rates of ``vllm bench serve`` count the drain at the
     end as well; ``steady_throughput`` and ``steady_goodput`` count in :attr:`Samples.steady_window` alone, and are None
-    if that has too few requests. ``failed`` counts what the target failed; requests that
-    were under way when the run was interrupted are in ``interrupted`` instead. ``itl`` is between events of a stream:
+    if that has too few requests. ``attainment`` is the share of all requests that kept the SLO. ``failed`` counts what
+    the target failed; requests that were under way when the run was interrupted are in ``interrupted`` instead.
+    ``itl`` is between events of a stream:
     one that carries several tokens makes one gap, as in ``vllm bench serve``.
     """
 
@@ -199,6 +201,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     request_goodput: float | None
     steady_throughput: float | None = None
     steady_goodput: float | None = None
+    attainment: float | None = None
     max_concurrent_requests: int
     ttft: Distribution | None
     tpot: Distribution | None
@@ -263,6 +266,7 @@ def summarize(run: Samples | Iterable[RequestRecord], slo: Slo | None = None) ->
         request_goodput=None if slo is None else _rate(int(samples.meets(slo).sum()), duration),
         steady_throughput=samples.steady_rate(done),
         steady_goodput=None if slo is None else samples.steady_rate(samples.meets(slo)),
+        attainment=float(samples.meets(slo).mean()) if slo is not None and done.size else None,
         max_concurrent_requests=most_at_once(samples.sent, samples.ended),
         ttft=Distribution.of(samples.ttft),
         tpot=Distribution.of(samples.tpot),

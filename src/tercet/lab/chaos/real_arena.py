@@ -68,7 +68,7 @@ def real_shape(config: UpConfig) -> FleetShape:
         "slow_disk",
     )
     return FleetShape(
-        engines=tuple(name for name, _ in config.roles),
+        engines=tuple(name for name, _ in config.engine_roles),
         kinds=(*kinds, "clock") if can_be_built() else kinds,
         processes=("engine", "api", "core", "worker", "agent") if config.simulate is None else ("engine",),
         shortest=1.0,

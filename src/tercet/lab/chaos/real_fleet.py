@@ -157,7 +157,7 @@ async def running_fleet(
     config = msgspec.structs.replace(config, stream_port=stream_port)
     async with AsyncExitStack() as stack:
         engines: dict[str, RealEngine] = {}
-        for spec, (_, role) in zip(engine_specs(config, model), config.roles, strict=True):
+        for spec, (_, role) in zip(engine_specs(config, model), config.engine_roles, strict=True):
             clock = None
             if library is not None:
                 clock = stack.enter_context(WrongClock(library, log_dir / f"{spec.name}.clock"))

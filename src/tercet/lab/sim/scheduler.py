@@ -17,13 +17,16 @@ from tercet.lab.sim.step_selection import Chunk, StepSelection
 from tercet.lab.sim.step_times import StepModel, pairs_of
 from tercet.protocol import EngineLoad, TercetError
 
+NEWEST = 0.2
+"""Weight of the last step in the step time that is reported."""
+
 
 class SimScheduler(StepSelection):
     """The loop of one engine: schedule, wait, account."""
 
     __slots__ = (
-        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_ticks",
-        "_timer", "on_change",
+        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_step_time",
+        "_ticks", "_timer", "on_change",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +42,7 @@ class SimScheduler(StepSelection):
         self._chunks: list[Chunk] = []
         self._run: DecodeRun | None = None
         self._ticks = 0
+        self._step_time: float | None = None
         self._computes: Kind | None = None
         self.on_change: Callable[[], None] | None = None
 
@@ -74,14 +78,14 @@ class SimScheduler(StepSelection):
         return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
 
     def load(self) -> EngineLoad:
-        """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` is the mean so far."""
-        total, counters = self.pool.total, self.counters
+        """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` weighs later steps more."""
+        total = self.pool.total
         return EngineLoad(
             waiting=self.waiting,
             running=self.running,
             kv_usage=(total - self.free_blocks) / total,
             tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
-            step_time=counters.busy / counters.steps if counters.steps else None,
+            step_time=self._step_time,
             stalled_s=0.0 if self._frozen_since is None else self._time.time() - self._frozen_since,
             adapters=self.slots.load(work.prompt.adapter for work in self._waiting),
         )
@@ -213,9 +217,20 @@ class SimScheduler(StepSelection):
         In real time this is late: the next step begins when this one should have ended, so delays do not add up.
         """
         self._timer = None
-        self.counters.busy += self._time.on_loop(ended) - self._step_began
+        passed = self._time.on_loop(ended) - self._step_began
+        self.counters.busy += passed
+        self._note_steps(passed)
         self._advance()
         self._boundary(ended)
+
+    def _note_steps(self, passed: float) -> None:
+        """Steps have ended that took this time together; a real engine reports its steps with the same weights."""
+        if self._run is not None and not self._ticks:
+            return  # a run that was frozen before its first step ended
+        steps = max(1, self._ticks) if self._run is not None else 1
+        mean = passed / steps
+        before = mean if self._step_time is None else self._step_time
+        self._step_time = mean + (before - mean) * (1 - NEWEST) ** steps
 
     def _boundary(self, now: float) -> None:
         if self._between:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of
 from tercet.router.admin.engines import engine_shown
 from tercet.router.admin.programs import programs_shown
+from tercet.router.admin.roles import objectives_shown
 from tercet.router.admin.sequences import move_shown
 
 routes = APIRouter(route_class=AdminRoute)
@@ -14,7 +15,7 @@ routes = APIRouter(route_class=AdminRoute)
 
 @routes.get("/status")
 async def status(request: Request) -> Response:
-    """Whether this router serves, what and by which program, every engine, and the moves of this process."""
+    """Whether this router serves, what and by which program, objectives, every engine, and this process's moves."""
     shared = shared_of(request)
     refusal = shared.refusal()
     return json_answer(
@@ -23,6 +24,8 @@ async def status(request: Request) -> Response:
             "why": "" if refusal is None else refusal.message,
             "models": request.app.state.tercet_models,
             "program": programs_shown(shared.service),
+            "objectives": objectives_shown(shared),
+            "roles": "fixed" if shared.role_keeper is None else "auto",
             "engines": [engine_shown(member, shared) for member in fleet_of(request).members],
             "moves": [move_shown(move) for move in shared.service.moves.since(0) if move.outcome == "under_way"],
         }

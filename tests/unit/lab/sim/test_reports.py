@@ -109,3 +109,24 @@ def test_nothing_is_told_before_somebody_asks() -> None:
         assert fleet.knowledge.loads.last("e") is not None
 
     run_virtual(main())
+
+
+def test_the_step_time_is_that_of_recent_steps() -> None:
+    """A prompt of 10,000 tokens makes a step of many times a decode's; it weighs less with each later step."""
+
+    async def main() -> None:
+        _, engine = observed()
+        assert engine.load().step_time is None
+        await tokens_of(engine, request_of("a", 10_000, max_tokens=1))
+        prefill = engine.load().step_time
+        await tokens_of(engine, request_of("b", 100, max_tokens=200, first=20_000))
+        decode = engine.load().step_time
+        before = asyncio.get_running_loop().time()
+        await tokens_of(engine, request_of("c", 100, max_tokens=101, first=30_000))
+        each = (asyncio.get_running_loop().time() - before) / 101
+        assert prefill is not None
+        assert decode is not None
+        assert prefill > 10 * decode
+        assert math.isclose(decode, each, rel_tol=0.3)
+
+    run_virtual(main())

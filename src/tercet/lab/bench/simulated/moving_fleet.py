@@ -12,11 +12,14 @@ import msgspec
 import numpy as np
 
 from tercet.fleet import Trace
+from tercet.lab.bench.simulated.virtual_roles import VirtualRoles
 from tercet.lab.sim import SimEngine
 from tercet.router.moves import MoveRecord
 from tercet.router.rescheduler import OwnSequences, Rescheduler
+from tercet.router.roles import with_roles_followed
 from tercet.router.service import Service
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
+from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 
 # The interval of the router's watch for stuck engines.
 WATCH_SECONDS = 0.5
@@ -24,10 +27,16 @@ _UNCOUNTED = nullcontext()
 
 
 class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` for moves."""
+    """The settings of ``tercet router`` for moves, objectives and roles."""
 
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
+    objectives: Objectives = Objectives()
+    roles: RolesBy = "fixed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_objectives(self.roles, self.objectives)
 
 
 class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +92,8 @@ class MoveCounts:
 
     def returned(self, program: str, to_version: int) -> None: ...
 
+    def objectives(self, met: bool) -> None: ...
+
     def move(self) -> AbstractContextManager[object]:
         return _UNCOUNTED
 
@@ -120,14 +131,19 @@ class MovingFleet:
         self,
         service: Service[MoveCounts],
         engines: Mapping[str, SimEngine],
-        reschedule: RescheduleSettings,
+        settings: MovingSettings,
         has_faults: bool,
     ) -> None:
         self._fleet = fleet = service.fleet
         self._engines = engines
-        self._interval = reschedule.interval_s
+        self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
+        by_itself = settings.roles == "auto"
+        reschedule = with_roles_followed(settings.reschedule) if by_itself else settings.reschedule
         rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), reschedule)
+        self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
+        if self.roles is not None:
+            self._work.append(self.roles.run())
         if reschedule.policies or has_faults:
             fleet.knowledge.needed()
             self._work += [self._report(), rescheduler.run()]

@@ -19,8 +19,9 @@ from tercet.lab.bench.simulated.kv_imbalance import KVImbalance
 from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings
 from tercet.lab.bench.simulated.planned import PlannedWorkload
 from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
+from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
 from tercet.lab.bench.simulated.virtual_run import Outcome, run_once
-from tercet.lab.bench.summary import Distribution, Slo, Summary, achieved, enough, summarize
+from tercet.lab.bench.summary import MS, Distribution, Slo, Summary, achieved, enough, summarize
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
@@ -44,11 +45,15 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     moves: MoveTotals
     imbalance: KVImbalance | None
+    flips: tuple[VirtualFlip, ...] = ()
 
     def metrics(self) -> dict[str, float | int | None]:
         """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
         engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
         engines |= self.counts
+        if self.flips:
+            engines["role_flips"] = len(self.flips)
+            engines["engines_flipped"] = sum(len(each.engines) for each in self.flips)
         engines |= self.moves.flat() | (self.imbalance.flat() if self.imbalance is not None else {})
         return {**self.summary.flat(), **engines}
 
@@ -97,6 +102,7 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
     return SimulatedPoint(
         rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,
         counts=outcome.counts, moves=outcome.moves, imbalance=outcome.imbalance,
+        flips=tuple(outcome.flips),
     )  # fmt: skip
 
 
@@ -204,7 +210,11 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
         note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
-        point = point_of(rate, outcome, self.slo)
+        point = point_of(rate, outcome, self.slo or self._objectives())
+        for flip in point.flips:
+            note(f"rate {_shown(rate)}: {flip.at:.1f} s: {', '.join(flip.engines)} -> {flip.role}: {flip.reason}")
+        if point.summary.attainment is not None:
+            note(f"rate {_shown(rate)}: {point.summary.attainment:.2%} of the requests met the SLO")
         if outcome.retries:
             note(f"rate {_shown(rate)}: {_made_good(outcome)}")
         if outcome.first_error is not None:
@@ -212,6 +222,16 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
                 raise outcome.first_error
             note(f"rate {_shown(rate)}: {point.summary.failed} failed, the first one: {outcome.first_error}")
         return point
+
+    def _objectives(self) -> Slo | None:
+        """The same objectives as a router's, in milliseconds."""
+        wanted = self.moving.objectives
+        if not wanted.any:
+            return None
+        return Slo(
+            ttft=None if wanted.ttft is None else wanted.ttft * MS,
+            tpot=None if wanted.tpot is None else wanted.tpot * MS,
+        )
 
     def report(
         self, rates: Sequence[float | None], label: str, note: Callable[[str], None] = lambda _: None

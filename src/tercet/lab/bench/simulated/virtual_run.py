@@ -22,6 +22,7 @@ from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalanc
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MoveTotals, MovingFleet, MovingSettings, alongside
 from tercet.lab.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
+from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
 from tercet.lab.bench.summary import Samples
 from tercet.lab.sim import (
     EngineOptions,
@@ -67,6 +68,7 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict[str, int])
     moves: MoveTotals = field(default_factory=MoveTotals)
     imbalance: KVImbalance | None = None
+    flips: list[VirtualFlip] = field(default_factory=list[VirtualFlip])
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
         """Record a request; ``first`` is NaN if it failed."""
@@ -241,7 +243,7 @@ def _build(
         fleet, name_of(program), {}, MoveCounts(), retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
         moves=moving.moves, retries_faults=False, load_arm=lambda _: program,
     )  # fmt: skip
-    with_moves = MovingFleet(service, engines, moving.reschedule, bool(spec.faults))
+    with_moves = MovingFleet(service, engines, moving, bool(spec.faults))
     return _Fleet(service, engines, network, router, with_moves)
 
 
@@ -395,3 +397,4 @@ def _collect(built: _Fleet, outcome: Outcome) -> None:
         totals["evicted_blocks"] += counters.evicted
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
     outcome.moves = built.service.metrics.totals()
+    outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []

@@ -1,0 +1,48 @@
+"""A fleet in the form that role policies use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tercet.decisions.cost.reported_work import UNKNOWN_CONTEXT
+from tercet.decisions.roles import ObservedEngine
+from tercet.fleet.engine_fleet import EngineFleet
+from tercet.fleet.members import Member
+
+
+class PrefillLine(NamedTuple):
+    """Prefills of one engine, as routers count them: ``waiting_s`` are seconds ahead of a new arrival.
+
+    ``busy_s`` are the seconds, since the engine was met, in which prefills ran or waited there.
+    """
+
+    waiting_s: float
+    busy_s: float
+
+
+def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
+    """What this process has there."""
+    now, work = fleet.costs.clock(), fleet.costs.work(name)
+    return PrefillLine(work.waiting(now), work.busy(now))
+
+
+def observed_engines(fleet: EngineFleet, lines: Mapping[str, PrefillLine] | None = None) -> list[ObservedEngine]:
+    """Every engine; ``lines`` are the prefills of all processes that share the fleet, of this one if not given."""
+    return [
+        _observed(fleet, member, (lines or {}).get(member.name) or prefill_line(fleet, member.name))
+        for member in fleet.members
+    ]
+
+
+def _observed(fleet: EngineFleet, member: Member, line: PrefillLine) -> ObservedEngine:
+    able = member.reachable and not member.leaving and not member.refused
+    last = fleet.knowledge.loads.last(member.name)
+    if last is None:
+        return ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
+    load = last[0]
+    contexts = int(load.kv_usage * member.kv_tokens) or load.running * UNKNOWN_CONTEXT
+    return ObservedEngine(
+        member.name, member.role, able, line.waiting_s, line.busy_s, load.running, load.waiting, contexts,
+        load.step_time, load.kv_usage,
+    )  # fmt: skip

@@ -1,0 +1,52 @@
+"""Roles by themselves in a simulation: the router's own code, in virtual time, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tercet.aio import repeat
+from tercet.decisions.roles import RoleFlip
+from tercet.fleet import EngineFleet
+from tercet.lab.sim import SimEngine
+from tercet.router.roles import INTERVAL_S, FleetRoles
+from tercet.settings.role_settings import Objectives
+
+
+class VirtualFlip(msgspec.Struct, frozen=True):
+    """A change of roles ``at`` a time of the run, in seconds: these engines have the role ``role`` from then on."""
+
+    at: float
+    engines: tuple[str, ...]
+    role: str
+    reason: str
+
+
+class VirtualRoles:
+    """Looks of a router at simulated engines, and its flips."""
+
+    def __init__(self, fleet: EngineFleet, engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
+        self._fleet = fleet
+        self._engines = engines
+        self._roles = FleetRoles(fleet, objectives, self._flip)
+
+    @property
+    def flips(self) -> list[VirtualFlip]:
+        """What was changed, oldest first."""
+        return [VirtualFlip(each.at, each.flip.engines, each.flip.role, each.flip.reason) for each in self._roles.flips]
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        await repeat(self._look, INTERVAL_S)
+
+    async def _look(self) -> None:
+        """Engines that skip steps report nothing in that time; real ones would."""
+        for name, engine in self._engines.items():
+            self._fleet.report(name, engine.load())
+        await self._roles.look()
+
+    async def _flip(self, flip: RoleFlip) -> bool:
+        for name in flip.engines:
+            self._fleet.member(name).role = flip.role
+        return True

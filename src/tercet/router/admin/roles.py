@@ -1,0 +1,43 @@
+"""The route that says which role is pressed, and why engines' roles change or stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
+from tercet.router.shared_state import SharedState
+
+routes = APIRouter(route_class=AdminRoute)
+
+
+@routes.get("/roles")
+async def roles(request: Request) -> Response:
+    """Objectives and how many requests met them; where roles follow the load, the last look, and the last changes."""
+    shared = shared_of(request)
+    keeper = shared.role_keeper
+    decision = None if keeper is None else await keeper.decision()
+    return json_answer(
+        {
+            "roles": "fixed" if keeper is None else "auto",
+            "objectives": objectives_shown(shared),
+            "engines": {member.name: member.role for member in shared.service.fleet.members},
+            "decision": None if decision is None else msgspec.to_builtins(decision),
+        }
+    )
+
+
+def objectives_shown(shared: SharedState) -> dict[str, Any]:
+    """The objectives, in seconds, and the requests of all processes; ``attainment`` is None before any has ended."""
+    wanted = shared.service.attainment.objectives
+    ended, met = shared.attainment()
+    return {
+        "ttft": wanted.ttft,
+        "tpot": wanted.tpot,
+        "share": wanted.share,
+        "requests": ended,
+        "met": met,
+        "attainment": met / ended if ended else None,
+    }

@@ -1,0 +1,173 @@
+"""When engines change roles: under lasting pressure, from a role that can spare them, and not back and forth."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tercet.decisions.roles import ObservedEngine, RolePolicy
+from tercet.decisions.roles.policy import LASTING_S, REST_S, REVERSAL_S
+from tercet.protocol import BadRequest
+from tercet.settings.role_settings import Objectives
+
+from .fluid_fleet import FluidFleet, Traffic
+
+OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
+LONG_PROMPTS = Traffic(rate=45, prefill_s=0.055, steps=80, noise=0.3)
+LONG_ANSWERS = Traffic(rate=45, prefill_s=0.008, steps=1000, noise=0.3)
+NOTHING = Traffic(rate=0, prefill_s=0.0, steps=1)
+
+
+def fleet(prefilling: int = 3, decoding: int = 3, seed: int = 0) -> FluidFleet:
+    return FluidFleet(RolePolicy(OBJECTIVES), prefilling, decoding, seed)
+
+
+def test_objectives_are_needed() -> None:
+    with pytest.raises(BadRequest, match="roles"):
+        RolePolicy(Objectives(ttft=1.0))
+
+
+@pytest.mark.parametrize(("prefilling", "decoding"), [(4, 2), (3, 3), (2, 4)])
+def test_roles_follow_a_change_of_the_mix(prefilling: int, decoding: int) -> None:
+    found = fleet(prefilling, decoding)
+    found.run(LONG_PROMPTS, 300)
+    assert found.count("prefill") >= 3
+    before = len(found.flips)
+    found.run(LONG_ANSWERS, 300)
+    assert found.count("decode") >= 4
+    assert before <= 2
+    assert len(found.flips) - before <= 2
+    assert found.looks[-1].pressures is not None
+    assert found.looks[-1].pressures.worse < 1
+
+
+def test_without_traffic_nothing_changes() -> None:
+    found = fleet()
+    found.run(NOTHING, 120)
+    assert found.flips == []
+    assert found.looks[-1].why == "no role is pressed"
+    assert found.looks[-1].pressures == (0.0, 0.0)
+
+
+@pytest.mark.slow
+@given(
+    rate=st.floats(1, 80), prefill_s=st.floats(0.001, 0.1), steps=st.floats(2, 1500), noise=st.floats(0, 0.5),
+    prefilling=st.integers(1, 6), decoding=st.integers(1, 6), seed=st.integers(0, 10),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_steady_load_ends_in_steady_roles(
+    rate: float, prefill_s: float, steps: float, noise: float, prefilling: int, decoding: int, seed: int
+) -> None:
+    found = fleet(prefilling, decoding, seed)
+    traffic = Traffic(rate, prefill_s, steps, noise)
+    found.run(traffic, 240)
+    assert found.count("prefill") >= 1
+    assert found.count("decode") >= 1
+    roles = [look.flip.role for look in found.flips if look.flip is not None]
+    back = sum(one != other for one, other in itertools.pairwise(roles))
+    assert back <= 1, f"{[(look.at, look.flip) for look in found.flips]}"
+    assert len(roles) <= 4
+    assert all(look.at < 180 for look in found.flips)
+
+
+@pytest.mark.slow
+@given(
+    phases=st.lists(st.tuples(st.floats(0, 80), st.floats(0.001, 0.1), st.floats(2, 1500)), min_size=1, max_size=4),
+    prefilling=st.integers(1, 4), decoding=st.integers(1, 4),
+)  # fmt: skip
+@settings(max_examples=10, deadline=None)
+def test_changes_are_bounded_and_rested_after(
+    phases: list[tuple[float, float, float]], prefilling: int, decoding: int
+) -> None:
+    found = fleet(prefilling, decoding)
+    for rate, prefill_s, steps in phases:
+        found.run(Traffic(rate, prefill_s, steps, 0.3), 60)
+        assert found.count("prefill") >= 1
+        assert found.count("decode") >= 1
+    for one, other in zip(found.flips, found.flips[1:], strict=False):
+        assert one.flip is not None
+        assert other.flip is not None
+        rest = REST_S if one.flip.role == other.flip.role else REVERSAL_S
+        assert other.at - one.at >= rest
+
+
+def test_the_last_engine_of_a_role_stays() -> None:
+    found = fleet(1, 3)
+    found.run(Traffic(rate=45, prefill_s=0.001, steps=3000), 120)
+    assert found.count("prefill") == 1
+    assert found.looks[-1].why.startswith("prefill has no engine to spare")
+
+
+def test_a_role_that_is_pressed_itself_gives_no_engine() -> None:
+    found = fleet(2, 2)
+    found.run(Traffic(rate=60, prefill_s=0.1, steps=3000), 120)
+    assert found.flips == []
+    assert any("is pressed as well: the fleet needs more engines" in look.why for look in found.looks)
+
+
+def test_an_engine_that_does_not_answer_is_not_one_of_a_role() -> None:
+    found = fleet(2, 2)
+    found.engines[1].reachable = False
+    found.run(Traffic(rate=45, prefill_s=0.002, steps=3000), 60)
+    assert found.flips == []
+    found.engines[0].reachable = False
+    assert found.look().why == "there must be an engine of each role that can be picked"
+
+
+def engines(prefill_wait: float = 0.0, decode: float = 0.0, count: int = 3) -> list[ObservedEngine]:
+    return [
+        *(ObservedEngine(f"p{number}", "prefill", waiting_s=prefill_wait, busy_s=0.0) for number in range(count)),
+        *(ObservedEngine(f"d{number}", "decode", running=int(decode), contexts=int(decode) * 500, step_s=0.01,
+                         kv_usage=0.1) for number in range(count)),
+    ]  # fmt: skip
+
+
+def test_pressure_must_last() -> None:
+    policy, now = RolePolicy(OBJECTIVES), 0.0
+    while now < 10:  # calm, while decode steps are measured
+        policy.look(now, engines(decode=10))
+        now += 0.5
+    began = now
+    while now < began + LASTING_S:
+        look = policy.look(now, engines(prefill_wait=2.0, decode=10))
+        assert look.flip is None
+        assert look.why.startswith("prefill has been pressed for")
+        now += 0.5
+    assert policy.look(now, engines(decode=10)).why == "no role is pressed"  # a burst that was over in time
+    assert policy.look(now + 0.5, engines(prefill_wait=2.0, decode=10)).flip is None
+
+
+def test_what_is_not_measured_yet_decides_nothing() -> None:
+    policy = RolePolicy(OBJECTIVES)
+    assert policy.look(0.0, engines(prefill_wait=9.0, decode=10)).why == "this is the first look"
+    assert policy.look(0.5, engines(prefill_wait=9.0, decode=10)).why == "too few decode steps have been measured"
+
+
+def test_an_operators_change_is_rested_after() -> None:
+    policy, now = RolePolicy(OBJECTIVES), 0.0
+    for _ in range(20):
+        policy.look(now, engines(decode=10))
+        now += 0.5
+    changed = engines(prefill_wait=3.0, decode=10)
+    changed[0] = ObservedEngine("p0", "decode")
+    for _ in range(10):
+        look = policy.look(now, changed)
+        now += 0.5
+    assert look.flip is None
+    assert "the roles changed" in look.why
+
+
+def test_engines_with_the_least_to_end_change_first() -> None:
+    policy, now = RolePolicy(OBJECTIVES), 0.0
+    found = None
+    while found is None:
+        busy = engines(prefill_wait=3.0 if now > 5 else 0.0, decode=10)
+        busy[3] = ObservedEngine("d0", "decode", running=100, contexts=50_000, step_s=0.012, kv_usage=0.5)
+        found = policy.look(now, busy).flip
+        now += 0.5
+        assert now < 30
+    assert found.role == "prefill"
+    assert "d0" not in found.engines

@@ -1,0 +1,166 @@
+"""Roles that follow the load: one process decides, the change is an operator's, and all processes can say why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
+from tercet.fleet.membership import MemberState
+from tercet.protocol import EngineLoad
+from tercet.router.fleet_state import FleetState, ProgramInUse
+from tercet.router.role_keeper import RoleKeeper
+from tercet.router.roles import FleetRoles, with_roles_followed
+from tercet.router.routing import Plan
+from tercet.settings import EngineAddress, RescheduleSettings
+from tercet.settings.role_settings import Objectives
+
+from .conftest import LiveRouter, counted
+
+OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
+FLIP = RoleFlip(("d",), "prefill", "prefill is pressed")
+
+
+class Decides:
+    """A policy with prepared answers; without more it finds no pressure."""
+
+    def __init__(self, *flips: RoleFlip) -> None:
+        self.flips = list(flips)
+
+    def look(self, now: float, engines: Any) -> RoleLook:
+        flip = self.flips.pop(0) if self.flips else None
+        why = flip.reason if flip is not None else "no role is pressed"
+        return RoleLook(now, why, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, None, flip)
+
+
+def keeper_of(router: LiveRouter) -> RoleKeeper:
+    return RoleKeeper(router.shared, router.directory / "state.json", OBJECTIVES)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.router.role_keeper.INTERVAL_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_flip_is_an_operators_change(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.router.roles.RolePolicy", lambda objectives: Decides(FLIP))
+    router.shared.role_keeper = keeper_of(router)
+    version = router.shared.state.version
+    task = asyncio.ensure_future(router.shared.role_keeper.run())
+    try:
+        await until(lambda: router.fleet.member("d").role == "prefill")
+        await until(lambda: counted("tercet_role_flips_total", role="prefill") == 1)
+        assert router.shared.state.version == version + 1
+        assert router.shared.state.changes[-1].event == "engine_role"
+        assert router.shared.state.changes[-1].reason == "roles: auto: prefill is pressed"
+        assert counted("tercet_role_pressure", role="prefill") == 1.5
+        async with router.client() as client:
+            found = (await client.get("/roles")).json()
+        assert found["roles"] == "auto"
+        assert found["engines"] == {"p": "prefill", "d": "prefill"}
+        assert [flip["engines"] for flip in found["decision"]["flips"]] == [["d"]]
+        assert found["decision"]["why"]
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.usefixtures("quick")
+async def test_one_process_decides_and_the_next_takes_over(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[Decides] = []
+
+    def policy(objectives: Objectives) -> Decides:
+        began.append(Decides())
+        return began[-1]
+
+    monkeypatch.setattr("tercet.router.roles.RolePolicy", policy)
+    first, second = (asyncio.ensure_future(keeper_of(router).run()) for _ in range(2))
+    try:
+        await until(lambda: len(began) == 1)
+        await asyncio.sleep(0.1)
+        assert len(began) == 1
+        first.cancel()
+        await until(lambda: len(began) == 2)
+    finally:
+        for task in (first, second):
+            task.cancel()
+        await asyncio.wait([first, second])
+
+
+async def test_an_operators_later_change_stands(router: LiveRouter) -> None:
+    await router.shared.change(lambda state: state.with_role("d", "both"))
+    version = router.shared.state.version
+    assert not await keeper_of(router)._flip(FLIP)
+    assert router.shared.state.version == version
+    assert router.fleet.member("d").role == "both"
+
+
+def test_a_flip_is_one_change_of_several_engines() -> None:
+    members = tuple(MemberState(EngineAddress(name, f"http://{name}", "decode")) for name in "abc")
+    state = FleetState(members=members, program=ProgramInUse(1, Plan(program="disaggregated")))
+    after = state.with_flip(("a", "c"), "prefill")
+    assert [each.address.role for each in after.members] == ["prefill", "decode", "prefill"]
+    assert after.with_flip(("a", "b"), "prefill") is after
+    assert after.with_flip(("gone",), "prefill") is after
+
+
+async def test_a_flip_that_was_not_made_is_not_remembered(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.router.roles.RolePolicy", lambda objectives: Decides(FLIP))
+
+    async def refuses(flip: RoleFlip) -> bool:
+        return False
+
+    roles = FleetRoles(router.fleet, OBJECTIVES, refuses)
+    await roles.look()
+    assert not roles.flips
+    assert roles.engines_changed == 0
+
+
+async def test_the_policy_sees_what_engines_report(router: LiveRouter) -> None:
+    seen: list[Any] = []
+
+    class Looks(Decides):
+        def look(self, now: float, engines: Any) -> RoleLook:
+            seen.extend(engines)
+            return super().look(now, engines)
+
+    async def never(flip: RoleFlip) -> bool:
+        raise AssertionError
+
+    roles = FleetRoles(router.fleet, OBJECTIVES, never)
+    roles._policy = Looks()  # type: ignore[assignment]
+    router.fleet.report("d", EngineLoad(waiting=3, running=2, kv_usage=0.5, step_time=0.02))
+    router.fleet.drain("p")
+    await roles.look()
+    prefill, decode = seen
+    assert (prefill.name, prefill.able, prefill.waiting_s) == ("p", False, 0.0)
+    assert (decode.running, decode.queued, decode.step_s, decode.kv_usage) == (2, 3, 0.02, 0.5)
+
+
+def test_decodes_leave_engines_that_prefill_from_now_on() -> None:
+    assert with_roles_followed(RescheduleSettings()).policies == ("prefill_to_decode",)
+    told = RescheduleSettings(policies=("prefill_to_decode", "decode_load"))
+    assert with_roles_followed(told) is told
+
+
+async def test_requests_count_by_whether_they_meet_the_objectives(router: LiveRouter, programs: str) -> None:
+    router.service.attainment.objectives = Objectives(ttft=60.0)
+    await router.ask()
+    router.service.attainment.objectives = Objectives(ttft=1e-9)
+    await router.ask()
+    await router.use(Plan(program=f"{programs}:refuses"))
+    async with router.client() as client:
+        found = (await client.get("/roles")).json()["objectives"]
+        assert (await client.get("/status")).json()["objectives"] == found
+    assert (found["requests"], found["met"], found["attainment"]) == (2, 1, 0.5)
+    assert counted("tercet_objective_requests_total", result="met") == 1
+    assert counted("tercet_objective_requests_total", result="missed") == 1
