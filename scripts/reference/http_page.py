@@ -13,7 +13,7 @@ from tercet.gateway import exchange
 from tercet.gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 from tercet.protocol import TercetError
 from tercet.protocol.headers import HEADERS
-from tercet.router import admin, member_routes
+from tercet.router import admin
 from tercet.vllm_plugin import endpoint
 
 HEAD = """# HTTP: routes, headers, errors
@@ -33,7 +33,7 @@ def http_page() -> str:
         [
             HEAD.strip(),
             "## Routes of a router",
-            _routes(admin.router, member_routes.router),
+            _routes(admin.router),
             "## Routes of an engine\n\n[The verbs](../verbs.md) has their bodies and answers, and so has `GET /openapi.json`.",
             _routes(endpoint.router),
             "## Headers",

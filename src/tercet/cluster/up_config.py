@@ -48,7 +48,7 @@ class UpConfig(RouterSettings, frozen=True):
     port: Annotated[Port, Setting("The router's port; 0: any.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
     on: Annotated[
         str | None,
-        Setting("Where engines run: `ray`, or `ray:HOST:PORT` of its head; the router runs here.",
+        Setting("Machines for engines: `ray`, or `ray:HOST:PORT` of its head; the router runs here.",
                 metavar="ray[:ADDRESS]", default="this machine", panel=RAY),
     ] = None  # fmt: skip
     fleet_name: Annotated[

@@ -108,7 +108,8 @@ def test_what_others_say_does_not_move_the_cursor(
     }  # fmt: skip
     serving = {
         "serving": True, "models": ["m"], "why": "", "program": {**VERSION, "program": "p"}, "engines": [engine],
-        "moves": [],
+        "moves": [], "roles": "fixed",
+        "objectives": {"ttft": None, "tpot": None, "share": 0.99, "attainment": None, "requests": 0},
     }  # fmt: skip
     chunk = {"choices": [{"delta": {"content": f"a\n\tb{ESCAPES}"}}]}
     lies = {

@@ -17,6 +17,7 @@ from tercet.lab.bench.arrivals import arrival_times, burstiness_of, replayed
 from tercet.lab.bench.bench_config import BenchConfig, Load
 from tercet.lab.bench.compose import Style, compose
 from tercet.lab.bench.openai_client import Client, Clock
+from tercet.lab.bench.prefix_counts import between, prefix_counts
 from tercet.lab.bench.results import Point
 from tercet.lab.bench.summary import Distribution, Summary, summarize
 from tercet.lab.bench.target import (
@@ -171,6 +172,7 @@ class Experiment:
         due = bench.due(cell, conversations)
         composers = compose(bench.style(cell, bench.salted(len(self._cells))), conversations, config.num_warmups)
         total = sum(conversation.requests for conversation in conversations)
+        counted = await prefix_counts(cell.contender.base_url)
         with _Frozen():
             async with (
                 Client(Clock() + LEAD_SECONDS, config.request_timeout) as client,
@@ -196,6 +198,7 @@ class Experiment:
             metrics=summary.flat(),
             errors=summary.errors,
             client={"cpu_seconds": spent, **lag.flat()},
+            prefix=between(counted, await prefix_counts(cell.contender.base_url)),
             partial=self._traffic.interrupted,
             records=tuple(records),
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tercet.lab.bench.digits import three_digits
 from tercet.lab.bench.figure_lines import Figure, FigureLine, LinePoint, Metrics, figure_of
+from tercet.lab.bench.prefix_counts import words
 from tercet.lab.bench.results import BenchResult, Point, Ratio, RequestRecord
 from tercet.lab.bench.run_facts import FOREMOST, MACHINE, MODEL, PROGRAM, SOURCE, facts_of
 from tercet.lab.bench.summary import REQUESTS_NEEDED, Summary, achieved, enough
@@ -60,6 +61,8 @@ def remarks(point: Point, summary: Summary) -> list[str]:
         found.append(f"requests left up to {delay.max * 1000:.0f} ms late: see the scheduled latencies")
     if point.client.get("p99_loop_lag_ms", 0) > LATE_LOOP_MS:
         found.append(f"this client was slow: P99 of its lag {point.client['p99_loop_lag_ms']:.0f} ms")
+    if point.prefix:
+        found.append(words(point.prefix))
     if point.partial:
         found.append("interrupted: these are the requests that were over by then")
     return found
@@ -75,10 +78,19 @@ def markdown(results: Sequence[BenchResult]) -> str:
     metrics = [point.metrics for line in figure.lines for point in line.points]
     notes = ["Latencies are from the send.", *(f"{note[:1].upper()}{note[1:]}." for note in _needed(metrics))]
     parts = [_table(header, rows), " ".join(notes), *_alike_and_not(figure)]
+    compared = [point for result in results for point in result.points if point.prefix]
+    if compared:
+        parts.append("\n".join(f"- {_place(point)}: {words(point.prefix)}" for point in compared))
     ratios = [ratio for result in results for ratio in result.ratios]
     if ratios:
         parts.append(ratio_table(ratios))
     return "\n\n".join([*parts, *dict.fromkeys(_origin(result) for result in results)]) + "\n"
+
+
+def _place(point: Point) -> str:
+    """A point's line and load."""
+    load = f"{point.request_rate:g} requests/s" if point.request_rate is not None else f"{point.concurrency} users"
+    return f"{point.label}, {load}"
 
 
 def _alike_and_not(figure: Figure) -> Iterator[str]:

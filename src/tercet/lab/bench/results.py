@@ -100,7 +100,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ``label`` names the line that it belongs to in a figure. ``request_rate`` is in requests per second, None in a
     closed loop or for a trace as it was recorded; ``concurrency`` is the number of users, or the cap on requests in
     flight. ``metrics`` are :meth:`~tercet.lab.bench.summary.Summary.flat`. ``client`` has the measuring client's CPU
-    seconds and its event loop's delays. ``partial``: the run was interrupted during this point.
+    seconds and its event loop's delays. ``prefix`` has the prompt tokens that the router's picks ``predicted`` in
+    caches, that engines ``delivered``, and the predicted that were ``missing``; empty without predictions.
+    ``partial``: the run was interrupted during this point.
     """
 
     label: str
@@ -111,6 +113,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     metrics: Mapping[str, float | int | None]
     errors: Mapping[str, int] = {}
     client: Mapping[str, float] = {}
+    prefix: Mapping[str, int] = {}
     partial: bool = False
     records: tuple[RequestRecord, ...] = ()
 

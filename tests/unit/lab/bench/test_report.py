@@ -395,3 +395,11 @@ def test_figures_that_cannot_be_drawn(tmp_path: Path) -> None:
 
 def test_an_infinite_rate_is_drawn_at_its_number_of_requests() -> None:
     assert math.isfinite(figure_of([result(point(rate=None, concurrency=20))]).lines[0].points[0].x)
+
+
+def test_prefix_tokens_are_in_the_report_where_picks_predicted_some() -> None:
+    counts = {"predicted": 200, "delivered": 150, "missing": 50}
+    measured = point(prefix=counts)
+    assert "predicted 200 prefix tokens" in point_text(measured, summarize(measured.records))
+    assert "- dp, 1 requests/s: picks predicted 200 prefix tokens" in markdown([result(measured)])
+    assert "prefix tokens" not in markdown([result(point())])
