@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -13,15 +13,17 @@ from tercet.cluster.on_ray import fleet_keeper
 from tercet.cluster.on_ray.fleet_keeper import FleetKeeper
 from tercet.cluster.on_ray.wanted import OwnerReport, Resources, WantedEngine, WantedFleet
 from tercet.fleet.discovery.roster import RosterEntry
+from tercet.protocol import Role
 
 from .fake_ray import ActorDiedError, ActorUnavailableError, FakeActor, FakeRay
 
+ROLES: dict[str, Role] = {"p": "prefill", "d": "decode"}
 WANTED = WantedFleet(
     "f",
     "auto",
     tuple(
         WantedEngine(EngineSpec(name=name, model="m", served_model_name="m", host="", port=0), role)
-        for name, role in (("p", "prefill"), ("d", "decode"))
+        for name, role in ROLES.items()
     ),
     Resources(2.0),
 )
@@ -44,7 +46,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Generator[World]:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(fleet_keeper, "the_ray", lambda: made.ray)
     monkeypatch.setattr(fleet_keeper, "head_node", lambda _: "head")
