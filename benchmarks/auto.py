@@ -7,7 +7,7 @@
 With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
 fleet, in the interleaved rounds of ``tercet bench compare``; the router keeps its engines and cost model, and is
 left with the plan that it gets here. For ``cache_aware`` it wants ``--scheduling benchmarks/cache_aware.yaml``, which
-simulated runs take by themselves. With a profile of your own (`tercet profile measure`) mixes and rates are those of a
+simulated runs take by themselves. With a profile of your own (`tercet profile --engine`) mixes and rates are those of a
 running fleet.
 
 The last column is the mean JCT of ``auto`` over that of the best static program; on a running fleet with its 95 %

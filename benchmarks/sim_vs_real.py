@@ -5,7 +5,7 @@ Start a prefill and a decode engine and a router, leave the machine alone, and r
     tercet up --port 8000 &
     python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json
 
-The profile is measured first on the fleet's own engines (``tercet profile measure``) unless the file is there. Nothing
+The profile is measured first on the fleet's own engines (``tercet profile --engine``) unless the file is there. Nothing
 is fitted to the workloads: they are held out. The simulator is given what the client sent and when, and how long each
 answer was, and that both engines share a host; the rest is prediction.
 
@@ -113,9 +113,9 @@ async def engines_of(url: str) -> list[str]:
 
 
 def measure(url: str, engines: Sequence[str], profile: Path, sizes: Sequence[str]) -> None:
-    """``tercet profile measure``, as one would run it."""
+    """``tercet profile --engine``, as one would run it."""
     flags = ["--router", url, *(part for engine in engines for part in ("--engine", engine))]
-    command = [sys.executable, "-m", "tercet.cli", "profile", "measure", *flags]
+    command = [sys.executable, "-m", "tercet.cli", "profile", *flags]
     subprocess.run([*command, *sizes, "-o", str(profile)], check=True)
 
 

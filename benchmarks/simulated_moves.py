@@ -1,4 +1,4 @@
-"""The pauses that `tercet bench migration` measures on real engines, for two simulated ones in virtual time.
+"""The pauses that `python -m benchmarks.migration` measures on real engines, for two simulated ones in virtual time.
 
     python benchmarks/simulated_moves.py [--profile smollm2-135m-cpu] [--lengths 256,1024,1900]
 

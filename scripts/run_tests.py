@@ -127,7 +127,7 @@ def judge(name: str, first: Iterable[str], code: int, second: Iterable[str]) -> 
 
 def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={RESULTS / part.name}",
-               f"--junitxml={_report_of(part)}", *part.pytest, *more]  # fmt: skip
+               f"--junitxml={_report_of(part, again=bool(more))}", *part.pytest, *more]  # fmt: skip
     return _said(part.name, command, aside=aside)
 
 
@@ -163,8 +163,8 @@ def _kill_all(pid: int) -> None:
     psutil.wait_procs(below, timeout=30)
 
 
-def _report_of(part: Part) -> Path:
-    return RESULTS / f"{part.name}.xml"
+def _report_of(part: Part, *, again: bool = False) -> Path:
+    return RESULTS / f"{part.name}{'-again' if again else ''}.xml"
 
 
 def _last_failed(part: Part) -> list[str]:

@@ -1,6 +1,8 @@
 # Routers, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
-#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.1.0 .
-FROM python:3.11-slim-bookworm
+#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.3.0 .
+# A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
 # A compiler, for what PyTorch compiles at run time; tini is process 1 and reaps what engines leave behind.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends build-essential libnuma1 tini \

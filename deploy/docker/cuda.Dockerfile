@@ -1,6 +1,8 @@
 # Engines on GPUs: vLLM's own image, and Tercet. docs/howto/gpu.md says what works on GPUs today.
-#     docker build -f deploy/docker/cuda.Dockerfile -t tercet-cuda:0.1.0 .
-FROM vllm/vllm-openai:v0.32.0
+#     docker build -f deploy/docker/cuda.Dockerfile -t tercet-cuda:0.3.0 .
+# A tag may change; to fix the base: --build-arg BASE=vllm/vllm-openai@sha256:DIGEST (docs/howto/docker.md).
+ARG BASE=vllm/vllm-openai:v0.32.0
+FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/tercet
 RUN apt-get update \

@@ -1,6 +1,8 @@
 # The endpoint picker, the rescheduler, and commands that talk to a router; without torch and vLLM.
-#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.1.0 .
-FROM python:3.11-slim-bookworm
+#     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.3.0 .
+# A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
 RUN apt-get update \
  && apt-get install -y --no-install-recommends tini \
  && rm -rf /var/lib/apt/lists/*

@@ -7,10 +7,13 @@ import random
 import secrets
 import threading
 import time
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 from scripts.gpu_report.servers import model_of, post
+
+from tercet.protocol.sse import DONE, EventReader
 
 ROUNDS, WARM_UP = 15, 3
 TOKENS = 64
@@ -53,7 +56,8 @@ def _stream(url: str, model: str, prompt: str) -> tuple[float, float]:
     """Seconds to the first token of a stream, and between two of the others."""
     begun = time.perf_counter()
     with post(url, {**_greedy(model, prompt), "stream": True}) as response:
-        times = [time.perf_counter() for line in response if line.startswith(b"data: {")]
+        reader, chunks = EventReader(), iter(partial(response.read1, 65536), b"")
+        times = [time.perf_counter() for chunk in chunks for data in reader.read(chunk) if data != DONE]
     if len(times) < 3:
         raise RuntimeError(f"a stream of {TOKENS} tokens has {len(times)} parts")
     return times[0] - begun, (times[-1] - times[1]) / (len(times) - 2)

@@ -27,6 +27,31 @@ sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes
 """
 
 
+BOUNDS = {
+    "program": "programs of the plans that operators have set, and each of them with ` -> data_parallel`; a client chooses among them",
+    "engine": "members of the fleet: series of those that have left are not shown",
+    "to": "as `engine`; a router counts 4,096 pairs of `engine` and `to` by their names, and those beyond as `other`",
+    "verb": "`prep_recv`, `extend_recv`, `remote_send`, `start_generate`, `move`",
+    "code": "codes of the error tree, about 30; what a peer says under another code has that of its status",
+    "stage": "2",
+    "reason": "of moves the first 32 and `other`, of refusals those that the router declares",
+    "outcome": "results of a move or of a prefill that Tercet declares",
+    "kind": "kinds of routes that Tercet declares",
+    "why": "2",
+    "what": "2",
+    "server": "pooling servers that are configured",
+    "rank": "ranks of the engine",
+    "model_name": "of a router and an engine, the names that it serves; of a picker, the first 64 names of at most 256 characters that clients ask for, and `other`",
+    "finished_reason": "vLLM's reasons",
+    "error_code": "HTTP statuses",
+    "decision_type": "2",
+    "endpoint": "`first`, `fallback`, `other`",
+    "name": "1: the pool",
+    "model_server_pod": "members of the pool",
+}
+"""How many values a label may have, or which: whatever clients send, there are no others."""
+
+
 class Declaration(NamedTuple):
     """One metric as `/metrics` has it."""
 
@@ -64,6 +89,9 @@ def metrics_page() -> str:
             _table(declared_by(vars(prefill_metrics))),
             "## Of a simulated engine\n\nAnd those of a sidecar.",
             _table([*_of_simulated_engines()]),
+            "## Labels\n\nWhat bounds the number of series, whatever clients send. No label has a text of a client, except "
+            "a picker's `model_name`.",
+            table(("label", "values"), ((code(name), BOUNDS[name]) for name in sorted(BOUNDS))),
         ]
     )
 

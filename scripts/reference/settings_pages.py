@@ -112,7 +112,7 @@ def files_page() -> str:
             *_records(SchedulingConfig, PluginEntry, ProfileConfig, PluginUse),
             "### Its plugins",
             _plugins(),
-            "## A plan of programs\n\nThe body of `PUT /tercet/v1/program`, and the file of `tercet program set --plan`;"
+            "## A plan of programs\n\nThe body of `PUT /tercet/v1/program`, and the file of `tercet program --plan`;"
             " [Programs](../programs.md#changing-programs-while-traffic-flows) says how it works.",
             *_records(Plan, Share, Rule),
             "## Engines of a router\n\nItems of `engines` in the file of `tercet router --config`.",

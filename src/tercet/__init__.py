@@ -5,4 +5,4 @@ composes them into a serving pattern. Start with :mod:`tercet.protocol` for the 
 the patterns.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"

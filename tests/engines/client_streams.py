@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from tercet.protocol.sse import DONE, read_events
+
 from .prompts import prompt_of
 
 TOKENS = 60
@@ -39,9 +41,9 @@ async def read(url: str, body: dict[str, Any], on_chunk: Callable[[], object] = 
     }  # fmt: skip
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=fields) as response:
         assert response.status == 200, await response.text()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                event = msgspec.json.decode(line[len(b"data: ") :])
+        async for data in read_events(response.content.iter_any()):
+            if data != DONE:
+                event = msgspec.json.decode(data)
                 assert "error" not in event, event
                 for choice in event["choices"]:
                     text += choice["text"]

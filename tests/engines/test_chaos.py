@@ -14,6 +14,8 @@ from tercet.lab.chaos.real_arena import REAL_LOAD, run_real
 from tercet.lab.chaos.tricks import TRICKS, plan_tricks
 from tests.small_llama import small_llama
 
+from .long_runs import in_full
+
 # What the product is known to survive, one after the other; half of the time is for the engine that starts anew.
 ON_VLLM = (
     PlannedFault(2.0, "cut", "decode-0", 3.0),
@@ -28,7 +30,9 @@ ON_SIMULATED = (
 )
 
 
-@pytest.mark.parametrize("simulate", [None, "llama-3.1-8b-h100-tp1"], ids=["vllm", "simulated"])
+@pytest.mark.parametrize(
+    "simulate", [pytest.param(None, id="vllm", marks=in_full), pytest.param("llama-3.1-8b-h100-tp1", id="simulated")]
+)
 def test_nobody_loses_anything(simulate: str | None, tmp_path: Path) -> None:
     config = UpConfig(
         prefill=1, decode=1 if simulate is None else 2, port=0, dtype="float32", simulate=simulate,

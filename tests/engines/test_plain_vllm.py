@@ -17,7 +17,7 @@ import pytest
 
 from .commands import SECONDS, counted, generating, tercet_process
 from .conftest import answers, free_port
-from .long_runs import FULL
+from .long_runs import in_full
 from .picker import Picker, picking
 from .plain_vllm import (
     AT_ONCE,
@@ -34,9 +34,10 @@ from .plain_vllm import (
 from .processes import EnginePlace, processes_of, send_signal, stopped
 from .prompts import alone, complete, prompt_of, tokens_of
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="no NIXL: scripts/install-transport-extras"
-)
+pytestmark = [
+    in_full,
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no NIXL: scripts/install-transport-extras"),
+]
 PREFILL, DECODE = "prefill", "decode"
 LENGTH = 150
 """Tokens of a prompt: more than one step of the engine that prefills."""
@@ -45,7 +46,6 @@ TEXT = "The sea is wide and the wind is cold, and the old sailor tells the child
 ELSEWHERE, HERE = "disaggregated", "disaggregated -> data_parallel"
 """What an answer's trace says of where its prompt was prefilled."""
 REQUESTS = 100
-in_full = pytest.mark.skipif(not FULL, reason="takes minutes: make test-long")
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,6 @@ def prefilled(url: str) -> float:
     return counted(url, "vllm:request_success_total", finished_reason="length")
 
 
-@in_full
 async def test_all_requests_succeed_while_who_prefills_is_stopped(pair: Pair) -> None:
     prompts = [completion(seed) for seed in range(4)]
     expected = [_without_ids((await by_itself(pair, body, "alone")).choices) for body in prompts]
@@ -284,7 +283,6 @@ async def until_picked(made: Picker, url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-@in_full
 async def test_an_engine_is_killed_with_kv_that_others_were_to_fetch(
     engines: Mapping[str, EnginePlace], pair: Pair, tmp_path: Path
 ) -> None:

@@ -21,8 +21,8 @@ from tests.small_llama import small_llama
 
 from .conftest import Fleet, places_of, router_over, settled
 from .moving import answer_of, moving
-from .prompts import complete, prompt_of, tokens_of
-from .unlike import engines_with, hand_over
+from .prompts import complete, prompt_of
+from .unlike import engines_with, hand_over, require_same_tokens
 
 STAGED = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": {"kv_memory": "staged"}}))
 FLAGS = {
@@ -45,15 +45,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 async def test_same_tokens_as_one_engine(urls: dict[str, str], source: str, target: str) -> None:
-    async with HttpEngine(source, urls[source]) as sender, HttpEngine(target, urls[target]) as receiver:
-        for length in LENGTHS:
-            prompt = prompt_of(length, seed=length)
-            alone = await complete(urls["plain"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
-            tokens, received = await hand_over(sender, receiver, prompt, uuid.uuid4().hex)
-            assert tokens == tokens_of(alone)
-            assert received == length
-        await settled(sender)
-        await settled(receiver)
+    await require_same_tokens(urls[source], urls[target], urls["plain"], LENGTHS)
 
 
 @pytest.mark.parametrize(("source", "target"), [("staged", "plain"), ("plain", "staged")])

@@ -18,6 +18,7 @@ from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
 from tests.small_llama import small_llama
 
 from .conftest import START_SECONDS, answers, free_port
+from .long_runs import in_full
 from .processes import processes_of
 from .prompts import alone, prompt_of
 
@@ -93,11 +94,14 @@ async def test_engine_and_router_are_forked_and_so_is_an_engine_that_starts_agai
         processes_of(engine_url(tmp_path))[0].kill()
         until(lambda: (tmp_path / "engine-0-3.log").exists() and answers(f"{engine_url(tmp_path)}/health"))
         assert ALONE in (tmp_path / "engine-0-3.log").read_text()
+        until(lambda: answers(f"{url}/health"))
+        assert await alone(url, prompt_of(100)) == expected, "what imports by itself computes the same"
     assert ALONE not in "".join(
         (tmp_path / name).read_text() for name in ("engine-0.log", "engine-0-2.log", "router.log")
     )
 
 
+@in_full
 async def test_without_a_warm_parent_each_imports(tmp_path: Path) -> None:
     with one_engine(tmp_path, COLD) as url:
         assert warm_parent_of(url, tmp_path) is None

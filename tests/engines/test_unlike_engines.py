@@ -13,9 +13,8 @@ import pytest
 from tercet.wire.client import HttpEngine
 from tests.small_llama import small_llama
 
-from .conftest import settled
 from .prompts import complete, prompt_of, tokens_of
-from .unlike import engines_with, hand_over
+from .unlike import engines_with, hand_over, require_same_tokens
 
 FLAGS = {
     "whole": ("0",),
@@ -35,15 +34,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 async def test_same_tokens_as_one_engine(urls: dict[str, str], source: str, target: str) -> None:
-    async with HttpEngine(source, urls[source]) as sender, HttpEngine(target, urls[target]) as receiver:
-        for length in LENGTHS:
-            prompt = prompt_of(length, seed=length)
-            alone = await complete(urls["whole"], prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
-            tokens, received = await hand_over(sender, receiver, prompt, uuid.uuid4().hex)
-            assert tokens == tokens_of(alone)
-            assert received == length
-        await settled(sender)
-        await settled(receiver)
+    await require_same_tokens(urls[source], urls[target], urls["whole"], LENGTHS)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

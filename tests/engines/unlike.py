@@ -13,8 +13,9 @@ from tercet.protocol import Request
 from tercet.wire.client import HttpEngine
 from tests.warm import spec_of
 
-from .conftest import free_port, until_answering
+from .conftest import free_port, settled, until_answering
 from .processes import EnginePlace
+from .prompts import complete, prompt_of, tokens_of
 
 
 @contextmanager
@@ -53,3 +54,16 @@ async def hand_over(
             tokens += output.token_ids
             received += output.usage.received if output.usage is not None else 0
     return tokens, received
+
+
+async def require_same_tokens(source_url: str, target_url: str, alone_url: str, lengths: Sequence[int]) -> None:
+    """Hand prompts of some lengths over: all KV must arrive, and the tokens must be those of one engine alone."""
+    async with HttpEngine("source", source_url) as sender, HttpEngine("target", target_url) as receiver:
+        for length in lengths:
+            prompt = prompt_of(length, seed=length)
+            alone = await complete(alone_url, prompt, cache_salt=uuid.uuid4().hex, ignore_eos=True)
+            tokens, received = await hand_over(sender, receiver, prompt, uuid.uuid4().hex)
+            assert tokens == tokens_of(alone)
+            assert received == length
+        await settled(sender)
+        await settled(receiver)

@@ -50,6 +50,15 @@ def test_it_runs_tercet_and_not_as_root(file: Path) -> None:
 
 
 @EACH
+def test_each_base_may_be_fixed_by_its_digest(file: Path) -> None:
+    told = instructions(file)
+    assert [rest for word, rest in told if word == "FROM"] == ["${BASE}"], "one stage, of the image that BASE names"
+    before = [rest for word, rest in told[: [word for word, _ in told].index("FROM")] if word == "ARG"]
+    form = r"BASE=[\w./-]+(:[\w.-]+|@sha256:[0-9a-f]{64})"
+    assert [re.fullmatch(form, rest) is not None for rest in before] == [True]
+
+
+@EACH
 def test_pins_are_those_of_the_repository(file: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = file.read_text()
@@ -105,7 +114,7 @@ STARTED = (
 )
 
 
-@pytest.mark.parametrize("command", ["epp", "rescheduler", "sidecar", "engines list"])
+@pytest.mark.parametrize("command", ["epp", "rescheduler", "sidecar", "status"])
 def test_the_small_image_has_enough(command: str) -> None:
     arguments = [",".join(pins("gateway.txt")), ",".join(STARTED), *command.split(), "--help"]
     done = subprocess.run([sys.executable, "-c", ONLY, *arguments], capture_output=True, text=True, check=False)

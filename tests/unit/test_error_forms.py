@@ -19,7 +19,11 @@ from tercet.protocol import (
     UnknownModel,
 )
 from tercet.protocol.error_forms import error_body, last_events
-from tercet.protocol.sse import data_of, events_of, object_of
+from tercet.protocol.sse import EventSplitter, data_of, object_of
+
+
+def events_of(text: bytes) -> list[bytes]:
+    return EventSplitter().split(text)
 
 
 def said(path: str, error: TercetError) -> Any:
@@ -53,7 +57,7 @@ def test_coheres_form() -> None:
 
 def test_the_end_of_a_stream_is_an_event_of_its_api() -> None:
     error = EngineError("it broke")
-    chat = list(events_of(last_events("/v1/chat/completions", error)))
+    chat = events_of(last_events("/v1/chat/completions", error))
     assert [object_of(chat[0]), data_of(chat[1])] == [error.to_wire(), b"[DONE]"]
     (message,) = events_of(last_events("/v1/messages", error))
     assert message.startswith(b"event: error\n")

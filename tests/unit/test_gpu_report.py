@@ -135,6 +135,7 @@ def test_what_nixl_reads_is_timed_with_host_memory_in_the_devices_role(monkeypat
     assert copies.nixl("cpu", 16 * 1024 * 1024) > 0
 
 
+@pytest.mark.vllm
 def test_what_goes_through_buffers_is_timed_with_host_memory_in_the_devices_role() -> None:
     memory, scattered = copies.staged_memory("cpu", 16 * 1024 * 1024)
     with memory.reading(range(1), scattered[:4], 0, copies.BLOCK_BYTES) as found:

@@ -130,3 +130,24 @@ def test_other_ids_are_bounded_and_differ_where_their_requests_do(given: str) ->
     assert named.isprintable()
     assert named == sequence_id(given)
     assert named != sequence_id(given + "2")
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({"priority": 10**30}, "priority"),
+        ({"a": [1, {"b": -(2**63) - 1}]}, "a[1].b"),
+        ({"a": [2**64]}, "a[0]"),
+        ({"a": [2**64 - 1, -(2**63), True]}, None),
+    ],
+)
+def test_a_number_that_no_message_can_carry_is_named(value: Any, field: str | None) -> None:
+    assert unwritable_field(value) == field
+
+
+@pytest.mark.parametrize("digits", [5000, 400_000])
+@pytest.mark.parametrize("sign", [b"", b"-"])
+def test_a_number_of_many_digits_is_refused_by_its_field(digits: int, sign: bytes) -> None:
+    with pytest.raises(BadRequest, match="number") as refused:
+        read_json(b'{"a": {"seed": [1, ' + sign + b"9" * digits + b"]}}")
+    assert refused.value.param == "a.seed[1]"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import pytest
-from scripts import quick, run_tests
+from scripts import quick, run_tests, types_of_src
 from scripts.run_tests import Outcome, Part, judge, report
+
+from tests.conftest import NotInCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +64,7 @@ def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
     monkeypatch.setattr(run_tests, "OTHER_LANE", (Part("waiting", (str(tests),)),))
     try:
         assert run_tests.main(["waiting"]) == 0
+        assert "test_good" in (run_tests.RESULTS / "waiting.xml").read_text(), "both runs have a report"
         assert "test_wavers" in (run_tests.RESULTS / "flaky.txt").read_text()
         assert run_tests.main(["bad", "waiting"]) == 1
         assert re.search(r"bad +FAILED(.|\n)*waiting +passed", capsys.readouterr().out)
@@ -82,6 +87,38 @@ def test_a_change_selects_the_tests_of_its_room() -> None:
     assert "tests/unit/fleet" in quick.selected_tests(["src/tercet/fleet/admission.py"])
     assert quick.selected_tests(["docs/x.md", "tests/unit/fleet/test_gone.py"]) == sorted(always)
     assert "tests/unit/cli" in quick.selected_tests(["src/tercet/cli/app.py", "tests/unit/cli/test_command_line.py"])
+
+
+def test_types_are_checked_again_when_a_file_differs_or_they_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("src/tercet/a.py", "typings/b.pyi", *types_of_src.SETTINGS):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    codes, ran = iter([1, 0, 0, 0, 0]), list[int]()
+
+    def pyright(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        ran.append(next(codes))
+        return subprocess.CompletedProcess((), ran[-1])
+
+    monkeypatch.setattr(types_of_src, "ROOT", tmp_path)
+    monkeypatch.setattr(types_of_src, "PASSED", tmp_path / "build" / "types.txt")
+    monkeypatch.setattr(types_of_src.subprocess, "run", pyright)
+    assert [types_of_src.main() for _ in range(3)] == [1, 0, 0]
+    assert ran == [1, 0], "what failed is checked again, what passed is not"
+    for changed, text in (("src/tercet/a.py", "x = 1"), ("src/tercet/new.py", ""), ("pyproject.toml", "[tool]")):
+        (tmp_path / changed).write_text(text)
+        assert [types_of_src.main() for _ in range(2)] == [0, 0]
+    assert len(ran) == 5
+
+
+def test_make_check_imports_no_vllm_and_still_knows_that_it_is_there() -> None:
+    refuses = NotInCheck()
+    assert refuses.find_spec("json", None) is None
+    found = refuses.find_spec("vllm", None)
+    assert found is not None
+    with pytest.raises(RuntimeError, match="mark the test `vllm`"):
+        found.loader.exec_module(importlib.util.module_from_spec(found))  # type: ignore[union-attr]
 
 
 def pins(name: str) -> dict[str, str]:

@@ -13,63 +13,56 @@ from tercet.cli.given_names import given_as
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest
 
-adapters = typer.Typer(
-    name="adapters", no_args_is_help=True, help="Show, load, replace and unload LoRA adapters of a running fleet."
-)
 
-
-@adapters.command("list")
-def list_adapters(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """Name, digest of its contents, path, and the engines that have it, of each adapter."""
-    show_answer(ask(url, admin_key, "GET", "/adapters"), as_json, _in_words)
-
-
-@adapters.command()
-def load(
+def adapters(
     adapter: Annotated[
-        str, typer.Argument(metavar="NAME=PATH", help="Name of the adapter, and its path on every engine.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="NAME=PATH",
+            help="An adapter to load: its name, and its path on every engine. NAME alone with `--unload`.",
+            show_default=False,
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Give a name that is loaded the files that are at PATH now.")
+    ] = False,
+    unload: Annotated[bool, typer.Option("--unload", help="Accept no more requests for the adapter.")] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
+    as_json: Json = False,
 ) -> None:
-    """Load an adapter on every engine that takes adapters, or on none; then requests may name it as their model.
+    """Show, load, replace or unload LoRA adapters of a running fleet.
 
-    Engines must have been started with `--enable-lora`, and allow it (`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`).
+    Without NAME=PATH it shows each adapter: name, digest of its contents, path, and the engines that have it. An
+    adapter is loaded on every engine that takes adapters, or on none; then requests may name it as their model. Engines
+    must have been started with `--enable-lora`, and allow it (`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`). An adapter is not
+    replaced while requests use it; requests that run with an unloaded one continue on their engine.
 
-    Example: `tercet adapters load sql=/models/adapters/sql-v3`
+    Examples:
+    - `tercet adapters`
+    - `tercet adapters sql=/models/adapters/sql-v3`
+    - `tercet adapters sql=/models/adapters/sql-v4 --replace`
+    - `tercet adapters sql --unload`
     """
-    name, path = _name_and_path(adapter)
+    if replace and unload:
+        raise BadRequest("--unload: cannot be combined with --replace", "--unload")
+    if adapter is None:
+        if replace or unload:
+            flag = "--replace" if replace else "--unload"
+            raise BadRequest(f"{flag}: goes with an adapter", flag)
+        show_answer(ask(url, admin_key, "GET", "/adapters"), as_json, _in_words)
+        return
     with given_as({"name": "NAME", "path": "PATH"}):
-        found = ask(url, admin_key, "POST", "/adapters", {"name": name, "path": path})
-    show_answer([found], False, _in_words)
-
-
-@adapters.command()
-def replace(
-    adapter: Annotated[
-        str, typer.Argument(metavar="NAME=PATH", help="Name of the adapter, and the path of the new one.")
-    ],
-    url: Url = HERE,
-    admin_key: AdminKey = None,
-) -> None:
-    """Have a name stand for what is at PATH now, on every engine or on none; not while requests use what it stood for.
-
-    Example: `tercet adapters replace sql=/models/adapters/sql-v4`
-    """
-    name, path = _name_and_path(adapter)
-    with given_as({"name": "NAME", "path": "PATH"}):
-        found = ask(url, admin_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
-    show_answer([found], False, _in_words)
-
-
-@adapters.command()
-def unload(
-    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = HERE, admin_key: AdminKey = None
-) -> None:
-    """Take no more requests for an adapter; what runs with it goes on, on the engine where it runs."""
-    with given_as({"name": "NAME"}):
-        ask(url, admin_key, "DELETE", f"/adapters/{quote(name, safe='')}")
-    say(f"{name} is served no more")
+        if unload:
+            ask(url, admin_key, "DELETE", f"/adapters/{quote(adapter, safe='')}")
+            say(f"{adapter} is served no more")
+            return
+        name, path = _name_and_path(adapter)
+        if replace:
+            found = ask(url, admin_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
+        else:
+            found = ask(url, admin_key, "POST", "/adapters", {"name": name, "path": path})
+    show_answer([found], as_json, _in_words)
 
 
 def _name_and_path(adapter: str) -> tuple[str, str]:

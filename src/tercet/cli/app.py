@@ -14,9 +14,11 @@ import typer.main
 
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
+from tercet.cli.given_names import kind_of
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.cli.unknown_variables import unknown_variables
 from tercet.protocol import TercetError
+from tercet.settings import Declared, declared
 from tercet.settings.declaration import near
 
 # What runs for long, by what the environment says as well.
@@ -56,8 +58,7 @@ def tercet(
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
     - `tercet status` shows a running one, `tercet chat` talks to it, `tercet down` ends one in the background.
     - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program`, `tercet scheduling`, `tercet engines`, `tercet adapters` and `tercet moves` change them while
-      traffic flows.
+    - `tercet program`, `tercet engines`, `tercet adapters` and `tercet moves` change them while traffic flows.
     """
     if context.invoked_subcommand in SERVERS:
         for line in unknown_variables(context.invoked_subcommand or ""):
@@ -109,11 +110,22 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 def _nearest(error: Any) -> str:
     """The option that was probably meant, and all that the command has."""
     path = error.ctx.command_path
+    kind = kind_of(error.ctx.command)
+    for setting in () if kind is None else declared(kind):
+        if setting.setting.in_file and setting.any_flag == error.option_name:
+            line = f"{setting.key}: {_example(setting)}"
+            return f"write `{line}` into the file of --config, or set {setting.env}; see {path} --help-all"
     given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
     known = sorted(name for name in given if name.startswith("--"))
     hint = near(error.option_name, known)
     listed = f"{path} has {', '.join(known) or 'none'}; see {path} --help"
     return f"{hint} {listed}" if hint.startswith("did you mean") else listed
+
+
+def _example(setting: Declared) -> str:
+    """A value of a setting as YAML has it: its default, if it has one."""
+    value = setting.shown_default if setting.default not in (None, (), {}) else setting.shown_kind
+    return f"[{value}]" if setting.is_list else value
 
 
 def _complain(text: str, code: int) -> int:

@@ -15,9 +15,7 @@ import typer
 import uvloop
 
 from tercet.aio import signals_to
-from tercet.cli.bench_migration import migration
 from tercet.cli.bench_options import bench_command
-from tercet.cli.bench_transfer import transfer
 from tercet.cli.terminal import require_folder, say, write_file
 from tercet.cluster.model import resolve_model
 from tercet.lab.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
@@ -49,8 +47,6 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
     help="Measure any OpenAI endpoint, compare programs on the same engines, and draw the results.",
 )
-bench.command()(transfer)
-bench.command()(migration)
 
 
 @bench.command()

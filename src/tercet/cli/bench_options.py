@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,26 +78,3 @@ def limits_of(texts: Sequence[str]) -> dict[str, str]:
             raise BadRequest(f"--goodput: {item!r} is not NAME:MILLISECONDS, as in ttft:500", "goodput")
         found[name] = value
     return found
-
-
-def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """The names of a list with commas; raises :class:`~tercet.protocol.BadRequest` for one that is not ``known``."""
-    names = [name.strip() for name in text.split(",")]
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None:
-        raise BadRequest(f"{flag}: there is no {unknown!r}; choose from {', '.join(known)}", flag)
-    return names
-
-
-def numbers_in(flag: str, text: str, unit: int = 1) -> list[int]:
-    """The numbers above 0 of a list with commas, in multiples of ``unit``, of which each must be a whole number.
-
-    Raises :class:`~tercet.protocol.BadRequest`.
-    """
-    try:
-        found = [float(item) * unit for item in text.split(",")]
-    except ValueError:
-        raise BadRequest(f"{flag}: {text!r} is not a list of numbers with commas", flag) from None
-    if not all(number >= 1 and number.is_integer() for number in found):
-        raise BadRequest(f"{flag}: {text!r} has a number that is not above 0, or not whole", flag)
-    return [int(number) for number in found]

@@ -18,6 +18,7 @@ from tercet.cli.fleet_commands import HERE, ApiKey, Url
 from tercet.cli.terminal import note, write
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.protocol.bearer import bearer
+from tercet.protocol.sse import DONE, read_events
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
 from tercet.wire.client.connection_errors import reason_of
@@ -25,7 +26,6 @@ from tercet.wire.client.connection_errors import reason_of
 # Between two tokens of an answer; a request may also wait for a place.
 ANSWER = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)
 PROMPT = "> "
-EVENT = b"data: "
 Message = dict[str, str]
 
 
@@ -134,7 +134,7 @@ class Chat:
         answer, finish_reason = "", ""
         try:
             async with self._request("POST", "/v1/chat/completions", body) as response:
-                async for text, reason in _texts(response.content):
+                async for text, reason in _texts(response.content.iter_any()):
                     answer += text
                     show(text)
                     finish_reason = reason or finish_reason
@@ -159,21 +159,17 @@ class Chat:
             raise EngineUnreachable(f"no router answers at {self.url}: {reason_of(error)}", "url") from error
 
 
-async def _texts(lines: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
+async def _texts(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
     """Text and finish reason of a stream's events, up to its end.
 
     Raises :class:`~tercet.protocol.EngineError` for one that tells of an error.
     """
-    ended = False
-    async for line in lines:
-        if line.startswith(EVENT + b"[DONE]"):
-            ended = True
-            break
-        elif line.startswith(EVENT):
-            for found in _texts_of(line.removeprefix(EVENT)):
-                yield found
-    if not ended:
-        raise EngineError("the answer broke off")
+    async for data in read_events(chunks):
+        if data == DONE:
+            return
+        for found in _texts_of(data):
+            yield found
+    raise EngineError("the answer broke off")
 
 
 def _texts_of(said: bytes) -> list[tuple[str, str]]:

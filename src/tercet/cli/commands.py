@@ -11,12 +11,15 @@ import typer
 import typer.core
 import typer.main
 
+from tercet.cli.given_names import SETTINGS_OF
+from tercet.cli.settings_help import SettingsCommand
+
 # In the order of `tercet --help`; each is a function of its module, or a group of commands.
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "scheduling": "fleet_commands",
-    "moves": "moves", "bench": "bench", "sim": "sim", "profile": "profile",
+    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves",
+    "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 
 
@@ -51,6 +54,6 @@ def _built(name: str) -> Any:
     if isinstance(found, typer.Typer):
         around.add_typer(found)
     else:
-        around.command(name)(found)
+        around.command(name, cls=SettingsCommand if hasattr(found, SETTINGS_OF) else None)(found)
     group: Any = typer.main.get_group(around)
     return group.commands[name]

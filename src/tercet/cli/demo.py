@@ -16,6 +16,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.sse import DONE, read_events
 from tercet.protocol.trace import TraceEvent
 from tercet.wire.client.connection_errors import reason_of
 
@@ -74,7 +75,7 @@ async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
         ):
             if response.status != 200:
                 raise EngineError(f"the router answered {response.status}: {(await response.text()).strip()}")
-            trace = await show_answer(response.content)
+            trace = await show_answer(response.content.iter_any())
     except (aiohttp.ClientError, TimeoutError) as error:
         console.print()
         raise EngineError(f"the router's answer broke off: {reason_of(error)}") from error
@@ -82,13 +83,13 @@ async def _ask(fleet: RunningFleet, max_tokens: int) -> Trace:
     return trace
 
 
-async def show_answer(lines: AsyncIterable[bytes]) -> Trace:
+async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
     """Print a stream's text as it comes; returns the trace. Raises :class:`~tercet.protocol.EngineError`."""
     trace: Trace | None = None
-    async for line in lines:
-        if not line.startswith(b"data: {"):
+    async for data in read_events(chunks):
+        if data == DONE:
             continue
-        event: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))
+        event: dict[str, Any] = msgspec.json.decode(data)
         if "error" in event:
             console.print()
             raise EngineError(f"the router's answer ended with an error: {event['error']}")

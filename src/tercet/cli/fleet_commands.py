@@ -1,4 +1,4 @@
-"""``tercet engines`` and ``tercet scheduling``: a running router's fleet, shown and changed."""
+"""``tercet engines``: the fleet of a running router, changed; and what all commands that talk to a router share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,10 +39,6 @@ ApiKey = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="The router's answer as it is.")]
-ByPath = Annotated[
-    bool,
-    typer.Option("--by-path", help="Send the file's path: the router reads it, below its `--admin-folder`."),
-]
 HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
 
@@ -87,20 +83,10 @@ def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[s
         say(line)
 
 
-engines = typer.Typer(name="engines", no_args_is_help=True, help="Show and change the engines of a running router.")
+engines = typer.Typer(
+    name="engines", no_args_is_help=True, help="Change the engines of a running router; see `tercet status`."
+)
 Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
-
-
-@engines.command("list")
-def list_engines(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """Name, role, state, sequences under way, URL, and last report of its load, of each engine."""
-    found: list[dict[str, Any]] = ask(url, admin_key, "GET", "/engines")
-
-    def in_words(engines: list[dict[str, Any]]) -> Iterator[str]:
-        width = max((len(engine["name"]) for engine in engines), default=0)
-        yield from (engine_in_words(engine, width) for engine in engines)
-
-    show_answer(found, as_json, in_words)
 
 
 @engines.command()
@@ -194,44 +180,3 @@ def _report(report: dict[str, Any] | None) -> str:
         return "no report"
     busy = f"{report['running']} running, {report['waiting']} waiting"
     return f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
-
-
-scheduling = typer.Typer(
-    name="scheduling", no_args_is_help=True, help="Show and change how a running router chooses engines."
-)
-
-
-@scheduling.command()
-def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """The file in use and its profiles."""
-    show_answer(ask(url, admin_key, "GET", "/scheduling"), as_json, _in_words)
-
-
-@scheduling.command("set")
-def set_file(
-    file: Annotated[str, typer.Argument(help="A scheduling file here, or on the router's machine.")],
-    by_path: ByPath = False,
-    url: Url = HERE,
-    admin_key: AdminKey = None,
-    as_json: Json = False,
-) -> None:
-    """Use another scheduling file, or reload the same one; a file that does not load changes nothing.
-
-    A file that exists here is sent as it is now. Your own plugins in it are read on the router's machine.
-
-    Example: `tercet scheduling set scheduling.yaml`
-    """
-    here = Path(file).expanduser()
-    body = {"file": str(here.absolute()) if here.is_file() else file}
-    if here.is_file() and not by_path:
-        body["content"] = text_of(here, "FILE")
-    show_answer(ask(url, admin_key, "PUT", "/scheduling", body), as_json, _in_words)
-
-
-def _in_words(state: dict[str, Any]) -> Iterator[str]:
-    yield state["file"] or "no scheduling file"
-    for name, profile in state["profiles"].items():
-        roles = [role for role, used in state["by_role"].items() if used == name]
-        scorers = [f"{scorer} x {weight:g}" for scorer, weight in profile["scorers"].items()]
-        parts = [*profile["filters"], *scorers, profile["picker"]]
-        yield f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from tercet.protocol import BadRequest
 from tercet.settings import Settings, declared
 
+# The attribute of a command's function that has the class of its settings.
+SETTINGS_OF = "settings_kind"
 # Of settings whose parts are checked where they are used, under other names.
 PARTS: Mapping[str, str] = {"args": "--program-arg", "profile": "--simulate", "engine options": "--option"}
 
@@ -22,6 +25,11 @@ def given_as(names: Mapping[str, str]) -> Generator[None]:
         if colon and name in names:
             raise BadRequest(f"{names[name]}:{what}", names[name]) from error
         raise
+
+
+def kind_of(command: Any) -> type[Settings] | None:
+    """The settings that are the flags of a command of the command line; None if it has others."""
+    return getattr(command.callback, SETTINGS_OF, None)
 
 
 def flags_of(kind: type[Settings]) -> dict[str, str]:

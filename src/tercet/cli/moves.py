@@ -12,54 +12,51 @@ import typer
 
 from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, understood
 from tercet.cli.terminal import say
+from tercet.protocol import BadRequest
 
 POLL_SECONDS = 0.5
 
-moves = typer.Typer(name="moves", no_args_is_help=True, help="Show moves of running sequences, and ask for them.")
 
-
-@moves.command("list")
-def list_moves(
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with those to come, until Ctrl-C.")] = False,
+def moves(
+    seq_id: Annotated[
+        str | None,
+        typer.Argument(help="A sequence to move, by its id: `tercet status --sequences` shows it.", show_default=False),
+    ] = None,
+    destination: Annotated[
+        str | None, typer.Argument(help="The engine to which it is moved.", show_default=False)
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue with moves to come, until Ctrl-C.")] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
-    """What moved, from where to where, why, in how many stages, and for how long its client waited; a line each."""
+    """Show the moves of a running router, or move one sequence.
+
+    A line for each move: sequence, source, destination, reason, outcome, stages, and the pause of its client.
+
+    Examples:
+    - `tercet moves --follow`
+    - `tercet moves cmpl-8d1f-0 decode-1`
+    """
+    if seq_id is not None:
+        if destination is None:
+            raise BadRequest("DESTINATION: is needed: the engine to which the sequence is moved", "DESTINATION")
+        if follow:
+            raise BadRequest("--follow: goes without a sequence", "--follow")
+        _move(url, admin_key, seq_id, destination, as_json)
+        return
     with understood():
         for move in _moves(url, admin_key, follow):
             say(json.dumps(move) if as_json else in_words(move))
 
 
-@moves.command()
-def sequences(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """What runs now: id, engine, tokens of its prompt and of its output so far, seconds, program."""
-    found: list[dict[str, Any]] = ask(url, admin_key, "GET", "/sequences")
-    with understood():
-        for each in found:
-            line = (
-                f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
-                f"{each['seconds']:.1f} s  {each['program']}"
-            )
-            say(json.dumps(each) if as_json else line)
-
-
-@moves.command()
-def start(
-    seq_id: Annotated[str, typer.Argument(help="The sequence's id, as `tercet moves sequences` shows it.")],
-    destination: Annotated[str, typer.Argument(help="The engine that shall go on with it.")],
-    url: Url = HERE,
-    admin_key: AdminKey = None,
-) -> None:
-    """Move one sequence, and say how that went.
-
-    Example: `tercet moves start cmpl-8d1f-0 decode-1`
-    """
+def _move(url: str, admin_key: str | None, seq_id: str, destination: str, as_json: bool) -> None:
     path = f"/sequences/{quote(seq_id, safe='')}/move"
     answer = ask(url, admin_key, "POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
-        say("passed on to the router that runs it, which has it on record" if passed_on else in_words(answer))
+        told = "passed on to the router that runs it, which has it on record" if passed_on else in_words(answer)
+        say(json.dumps(answer) if as_json else told)
 
 
 def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``tercet program``: which programs a running router uses."""
+"""``tercet program``: the programs and the scheduling file that a running router uses, shown and changed."""
 
 from __future__ import annotations
 
@@ -8,61 +8,24 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, AdminKey, ByPath, Json, Url, ask, show_answer, text_of
-from tercet.cli.setting_flags import ProgramArg
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer, text_of
 from tercet.protocol import BadRequest
 from tercet.settings import key_values, read_yaml
 
-program = typer.Typer(name="program", no_args_is_help=True, help="Show and change the programs of a running router.")
 
-
-@program.command()
-def show(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """Which programs run, since which version, and whether one of them fails."""
-    show_answer(ask(url, admin_key, "GET", "/program"), as_json, state_in_words)
-
-
-@program.command("set")
-def set_program(
-    name: Annotated[
-        str | None, typer.Argument(metavar="PROGRAM", help="A built-in one, or `file.py:function`.", show_default=False)
+def program(
+    programs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROGRAM...",
+            help="A built-in program, or `file.py:function`. PROGRAM=WEIGHT, once or more, splits the traffic; weights "
+            "need not sum to 100.",
+            show_default=False,
+        ),
     ] = None,
-    program_arg: ProgramArg = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="A JSON or YAML file: `program` and `args`, or `split`, `rules`, `sticky`.")
-    ] = None,
-    by_path: ByPath = False,
-    url: Url = HERE,
-    admin_key: AdminKey = None,
-    as_json: Json = False,
-) -> None:
-    """Serve requests from now on by one program, or by a plan from a file.
-
-    Requests under way end under the program that they began with. A file that exists here is sent as it is now; the
-    program is called what you write.
-
-    Examples:
-    - `tercet program set balanced --program-arg balance_ratio=0.2`
-    - `tercet program set mine.py:split`
-    - `tercet program set --plan plan.yaml`
-    """
-    if (name is None) == (plan is None):
-        raise BadRequest("PROGRAM: give a program, or a file with --plan", "PROGRAM")
-    if plan is not None and program_arg:
-        raise BadRequest("--program-arg: goes with PROGRAM; in a plan each program has args", "--program-arg")
-    args = key_values(program_arg, "--program-arg")
-    body = dict(read_yaml(plan, "--plan").values) if plan is not None else {**_called(str(name)), "args": args}
-    if not by_path:
-        send_sources(body)
-    show_answer(ask(url, admin_key, "PUT", "/program", body), as_json, state_in_words)
-
-
-@program.command()
-def split(
-    shares: Annotated[list[str], typer.Argument(metavar="PROGRAM=WEIGHT...", help="Weights need not sum to 100.")],
     program_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="PROGRAM:KEY=VALUE", help="A parameter of one of the programs; repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="A parameter of the program; in a split PROGRAM:KEY=VALUE. Repeatable."),
     ] = None,
     by_header: Annotated[
         list[str] | None,
@@ -72,22 +35,92 @@ def split(
         list[str] | None,
         typer.Option(metavar="MODEL,PROGRAM", help="The same, by the name that they give the model; repeatable."),
     ] = None,
-    by_path: ByPath = False,
     sticky: Annotated[
         str | None, typer.Option(metavar="HEADER", help="Requests with the same value of it get the same program.")
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A JSON or YAML file: `program` and `args`, or `split`, `rules`, `sticky`.")
+    ] = None,
+    scheduling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Use another scheduling file, or reload it. It is here, or on the router's machine.",
+        ),
+    ] = None,
+    by_path: Annotated[
+        bool,
+        typer.Option("--by-path", help="Send a file's path: the router reads it, below its `--admin-folder`."),
+    ] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
-    """Share the traffic between programs, by weight.
+    """Show or change the program of a running router, and its scheduling file.
+
+    Without PROGRAM, `--plan` and `--scheduling` it shows both. Requests under way end under the program that they began
+    with. A file that exists here is sent as it is now; the program is called what you write. A file that does not load
+    changes nothing. Plugins that a scheduling file names are read on the router's machine.
 
     Examples:
-    - `tercet program split disaggregated=90 balanced=10`
-    - `tercet program split disaggregated=1 mine.py:split=1 --program-arg mine.py:split:share=0.8 --sticky x-user`
-    - `tercet program split disaggregated=1 --by-header x-team=search,data_parallel`
+    - `tercet program`
+    - `tercet program balanced --program-arg balance_ratio=0.2`
+    - `tercet program mine.py:split`
+    - `tercet program disaggregated=90 balanced=10`
+    - `tercet program disaggregated=1 mine.py:split=1 --program-arg mine.py:split:share=0.8 --sticky x-user`
+    - `tercet program disaggregated=1 --by-header x-team=search,data_parallel`
+    - `tercet program --plan plan.yaml`
+    - `tercet program --scheduling scheduling.yaml`
     """
-    args = _args_of_each(program_arg or ())
+    body = _body(programs or [], program_arg or [], by_header or [], by_model or [], sticky, plan)
+    if body is not None and not by_path:
+        send_sources(body)
+    answers: dict[str, Any] = {}
+    if scheduling is not None:
+        answers["scheduling"] = ask(url, admin_key, "PUT", "/scheduling", _file(scheduling, by_path))
+    if body is not None:
+        answers["program"] = ask(url, admin_key, "PUT", "/program", body)
+    if not answers:
+        answers = {part: ask(url, admin_key, "GET", f"/{part}") for part in ("program", "scheduling")}
+    show_answer(answers, as_json, _in_words)
+
+
+def _body(
+    programs: Sequence[str],
+    program_arg: Sequence[str],
+    by_header: Sequence[str],
+    by_model: Sequence[str],
+    sticky: str | None,
+    plan: Path | None,
+) -> dict[str, Any] | None:
+    """What is asked for of programs; None if nothing. Raises :class:`~tercet.protocol.BadRequest`."""
+    flags = {"--program-arg": program_arg, "--by-header": by_header, "--by-model": by_model, "--sticky": sticky}
+    given = [flag for flag, value in flags.items() if value]
+    if plan is not None:
+        if programs:
+            raise BadRequest("PROGRAM: give a program, or a file with --plan", "PROGRAM")
+        if given:
+            raise BadRequest(f"{given[0]}: goes with PROGRAM; a plan has all of it", given[0])
+        return dict(read_yaml(plan, "--plan").values)
+    if not programs:
+        if given:
+            raise BadRequest(f"{given[0]}: goes with PROGRAM", given[0])
+        return None
+    if len(programs) > 1 or "=" in programs[0]:
+        return _split(programs, program_arg, by_header, by_model, sticky)
+    if of_a_split := [flag for flag in given if flag != "--program-arg"]:
+        raise BadRequest(f"{of_a_split[0]}: goes with PROGRAM=WEIGHT", of_a_split[0])
+    return {**_called(programs[0]), "args": key_values(program_arg, "--program-arg")}
+
+
+def _split(
+    shares: Sequence[str],
+    program_arg: Sequence[str],
+    by_header: Sequence[str],
+    by_model: Sequence[str],
+    sticky: str | None,
+) -> dict[str, Any]:
+    args = _args_of_each(program_arg)
     body: dict[str, Any] = {
         "split": [{**_arm(name, args), "weight": weight} for name, weight in map(_share, shares)],
         "rules": [
@@ -98,11 +131,16 @@ def split(
     given = {arm["program"] for arms in body.values() for arm in arms}
     if unused := [name for name in args if _located(name) not in given]:
         raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
-    if sticky is not None:
-        body["sticky"] = sticky
-    if not by_path:
-        send_sources(body)
-    show_answer(ask(url, admin_key, "PUT", "/program", body), as_json, state_in_words)
+    return body if sticky is None else {**body, "sticky": sticky}
+
+
+def _file(name: str, by_path: bool) -> dict[str, Any]:
+    """A scheduling file: its path, and its text if it is here."""
+    here = Path(name).expanduser()
+    body = {"file": str(here.absolute()) if here.is_file() else name}
+    if here.is_file() and not by_path:
+        body["content"] = text_of(here, "--scheduling")
+    return body
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -146,8 +184,8 @@ def _share(item: str) -> tuple[str, float]:
         raise BadRequest(f"PROGRAM=WEIGHT: {item!r} is not, for example, disaggregated=90", "PROGRAM=WEIGHT") from None
 
 
-def _rules(given: Sequence[str] | None, flag: str) -> Iterator[tuple[str, str]]:
-    for item in given or ():
+def _rules(given: Sequence[str], flag: str) -> Iterator[tuple[str, str]]:
+    for item in given:
         of, comma, name = item.rpartition(",")
         if not comma or not of or not name:
             raise BadRequest(f"{flag}: {item!r} has no program after a comma", flag)
@@ -175,6 +213,22 @@ def _arm(name: str, args: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
 
 
 # ---- showing -------------------------------------------------------------------------------------------------
+
+
+def _in_words(answers: dict[str, Any]) -> Iterator[str]:
+    if "program" in answers:
+        yield from state_in_words(answers["program"])
+    if "scheduling" in answers:
+        yield from _scheduling_in_words(answers["scheduling"])
+
+
+def _scheduling_in_words(state: dict[str, Any]) -> Iterator[str]:
+    yield f"scheduling file: {state['file'] or 'none'}"
+    for name, profile in state["profiles"].items():
+        roles = [role for role, used in state["by_role"].items() if used == name]
+        scorers = [f"{scorer} x {weight:g}" for scorer, weight in profile["scorers"].items()]
+        parts = [*profile["filters"], *scorers, profile["picker"]]
+        yield f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}"
 
 
 def state_in_words(state: dict[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tercet.cluster.engine_command import value_of
 from tercet.protocol.bearer import key_of
 from tercet.router.router_keys import RouterKeys
-from tercet.settings import RouterSettings
+from tercet.settings import RouterConfig, RouterSettings
 from tercet.settings.variables import API_KEY_VARIABLE
 
 
@@ -22,3 +22,5 @@ def require_private_router(config: RouterSettings, inherited: Mapping[str, str] 
     keys = RouterKeys(config, [given] if given else [])
     if value_of(config.vllm_args, "--uds") is None:
         keys.require_private(config.host, config)
+    if isinstance(config, RouterConfig):
+        keys.require_private_admin(config.admin_address)

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from tercet.cli.given_names import PARTS, given_as
+from tercet.cli.joining import join_router
 from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs, settings_command
 from tercet.cli.terminal import note
@@ -38,7 +39,7 @@ from tercet.lab.sim import EngineOptions, Profile, load_profile, options_from
 from tercet.lab.sim.sim_server import ServerConfig
 from tercet.lab.sim.sim_server import serve as serve_simulated
 from tercet.programs import load_program
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Role
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.router import serve
 from tercet.router.rescheduler_server import serve_rescheduler
@@ -60,7 +61,7 @@ def engine(
     print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and stop.")] = False,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="PROFILE", help="Compute nothing, at the pace of a profile; see `tercet profile list`."),
+        typer.Option(metavar="PROFILE", help="Compute nothing, at the pace of a profile; see `tercet profile`."),
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -77,6 +78,18 @@ def engine(
             show_default="none: the header is ignored",
         ),
     ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running router, whose fleet it joins; it leaves when it is stopped."),
+    ] = None,
+    role: Annotated[Role, typer.Option(help="With --join: its role in that fleet.")] = "both",
+    instances: Annotated[
+        int, typer.Option(min=1, max=1024, help="With --join: engines, at --port and the ports after it.")
+    ] = 1,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="With --join: seconds in which what runs on it is moved or finishes, at its end."),
+    ] = 25.0,
     vllm_args: VLLMArgs = None,
 ) -> None:
     """Run one engine: a stock vLLM server that also offers the verbs.
@@ -90,7 +103,12 @@ def engine(
     - `taskset -c 0-7 tercet engine --model ~/models/qwen --port 8002 --name p0 -- --max-num-seqs 32`
     - `tercet engine --model Qwen/Qwen3-0.6B --print`
     - `tercet engine --simulate llama-3.1-8b-h100-tp1 --port 8002`
+    - `tercet engine --host 10.0.0.7 --join http://10.0.0.9:8000 --role decode`
     """
+    if join is None and (role != "both" or instances != 1):
+        raise BadRequest("--role, --instances: go with --join", "--join")
+    if join is not None and print_only:
+        raise BadRequest("--print: goes without --join", "--print")
     if option and simulate is None:
         raise BadRequest("--option: goes with --simulate", "--option")
     if simulate is not None and (vllm_args or print_only):
@@ -111,12 +129,24 @@ def engine(
         prefill_hosts=prefill_hosts or "",
     )
     AllowedPrefillers(prefill_hosts or "", "--prefill-hosts")
-    if simulate is not None:
+    if join is not None:
+        _join(spec, join, role, instances, drain_timeout)
+    elif simulate is not None:
         require_private(spec)
         with given_as(PARTS):
             _simulate(spec, load_profile(simulate))
     else:
         _become_vllm(spec, print_only)
+
+
+def _join(spec: EngineSpec, router: str, role: Role, instances: int, drain_timeout: float) -> None:
+    if spec.simulate is None:
+        check_flags(spec.extra_args, VLLM_FLAGS)
+        require_model(spec.model)
+    else:
+        load_profile(spec.simulate)
+        options_from(EngineOptions(), spec.options)
+    join_router(spec, router, role, instances, drain_timeout)
 
 
 def _become_vllm(spec: EngineSpec, print_only: bool) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from tercet.cli.given_names import PARTS, flags_of, given_as
+from tercet.cli.given_names import PARTS, SETTINGS_OF, flags_of, given_as
+from tercet.cli.settings_help import help_all
 from tercet.settings import (
     Declared,
     Settings,
@@ -47,6 +48,10 @@ Config = Annotated[
     Path | None, typer.Option(help="A YAML file with the same keys; flags and TERCET_ variables win over it.")
 ]
 
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=help_all, help="Show all settings and examples.")
+]
+
 
 def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """A command that takes a record of ``kind``, with a flag for each of its settings and ``--config``.
@@ -57,13 +62,14 @@ def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable
 
     def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(config: Path | None = None, **given: Any) -> None:
+        def run(config: Path | None = None, help_all: bool = False, **given: Any) -> None:
             flags = flags_given(kind, given, rest)
             sources = [flags, from_environment(kind), *([] if config is None else [read_yaml(config)])]
             with given_as({**PARTS, **flags_of(kind)}):
                 command(decode_settings(kind, *sources))
 
-        return taking(run, {**parameters_of(kind, rest), "config": Config})
+        setattr(run, SETTINGS_OF, kind)
+        return taking(run, {**parameters_of(kind, rest), "config": Config, "help_all": HelpAll})
 
     return decorate
 
@@ -78,7 +84,7 @@ def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[...
         *own, last = inspect.signature(command, eval_str=True).parameters.values()
         flags = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in parameters_of(kind).items()
+            for name, annotation in parameters_of(kind, every=True).items()
         ]
 
         @functools.wraps(command)
@@ -106,15 +112,18 @@ def taking(run: Callable[..., None], parameters: Mapping[str, Any]) -> Callable[
     return run
 
 
-def parameters_of(kind: type[Settings], rest: str = "", by_variable: Collection[str] = ()) -> dict[str, Any]:
+def parameters_of(
+    kind: type[Settings], rest: str = "", by_variable: Collection[str] = (), every: bool = False
+) -> dict[str, Any]:
     """A command's parameter for each setting that has a flag, or is the ``rest`` after ``--``.
 
-    ``by_variable`` are the keys of those whose variable counts as their flag.
+    ``by_variable`` are the keys of those whose variable counts as their flag. ``every``: also for those that servers
+    take from their file.
     """
     return {
         _name(each): VLLMArgs if each.key == rest else _annotation(each, each.key in by_variable)
         for each in declared(kind)
-        if each.flag or each.key == rest
+        if each.flag or each.key == rest or (every and each.any_flag)
     }
 
 
@@ -124,7 +133,7 @@ def _annotation(of: Declared, by_variable: bool) -> Any:
     several = of.is_list or of.is_mapping
     kind = bool if of.plain is bool else list[str] if several else str
     option = typer.Option(
-        of.flag,
+        of.any_flag,
         help=of.help + default,
         show_default=False,
         envvar=of.env if by_variable else None,
@@ -138,11 +147,11 @@ def flags_given(kind: type[Settings], given: Mapping[str, Any], rest: str = "") 
     """The flags that were given; those that were not are None or empty."""
     of = {_name(each): each for each in declared(kind)}
     values = {
-        of[name].key: key_values(value, of[name].flag) if of[name].is_mapping else value
+        of[name].key: key_values(value, of[name].any_flag) if of[name].is_mapping else value
         for name, value in given.items()
         if value is not None and value != []
     }
-    names = {each.key: each.flag or each.key for each in of.values()} | {rest: VLLM_FLAGS}
+    names = {each.key: each.any_flag or each.key for each in of.values()} | {rest: VLLM_FLAGS}
     return Source(values, names=names)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,14 +18,12 @@ from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.lab.bench.drawing import require_drawing
 from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload, Simulation, SyntheticWorkload, table
 from tercet.lab.bench.simulated.simulation import headings as headings_of_run
-from tercet.lab.bench.simulated.sweep import headings, parse_axis, rows, sweep
+from tercet.lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
 from tercet.lab.bench.simulated.sweep_figure import plot_sweep
 from tercet.lab.bench.summary import Slo
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
-
-sim = typer.Typer(name="sim", rich_markup_mode="markdown")
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 MOVING = MovingSettings()
@@ -38,7 +36,7 @@ Fleet = Annotated[
         "one HOST slow one another, as their profile says."
     ),
 ]
-ProfileName = Annotated[str, typer.Option(help="A profile that `tercet profile list` shows, or a JSON file.")]
+ProfileName = Annotated[str, typer.Option(help="A profile that `tercet profile` shows, or a JSON file.")]
 Scheduling = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="A scheduling file; picks go by its profiles (`--program-arg pick=scheduled`)."),
@@ -92,6 +90,23 @@ ResultFilename = Annotated[
 ]
 
 
+Over = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=V[,V...]",
+        help="Sweep a setting: `fleet`, `profile`, `program`, `request-rate`, an engine option, a setting of moves "
+        "(such as `reschedule-threshold`) or a program's parameter; repeatable.",
+    ),
+]
+X = Annotated[
+    str, typer.Option("--x", help="With --over, a metric to weigh: ttft, tpot or e2el, a dot, mean, p50, p90 or p99.")
+]
+Y = Annotated[str, typer.Option("--y", help="The other metric.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="With --over: draw the trials here (.png, .svg, .pdf); needs the extra `lab`.")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="With --over: runs of each setting, with seeds from --seed on.")]
+
 # By which names things are checked where they are used.
 NAMES = {
     **{name: f"--{name}" for name in ("program", "fleet", "profile", "scheduling", "reschedule")},
@@ -99,10 +114,13 @@ NAMES = {
 }  # fmt: skip
 
 
-@sim.callback(invoke_without_command=True)
+# What a sweep does not take, and what nothing else takes.
+NOT_SWEPT, SWEPT = ("goodput", "label"), ("x", "y", "plot", "seeds")
+
+
 @with_flags_of(MovingSettings)
 @given_as(NAMES)
-def simulate(
+def sim(
     context: typer.Context,
     program: Program = "data_parallel",
     program_arg: ProgramArg = None,
@@ -127,11 +145,18 @@ def simulate(
     label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
     seed: Seed = 0,
     result_filename: ResultFilename = None,
+    over: Over = None,
+    x: X = "ttft.mean",
+    y: Y = "tpot.mean",
+    plot: Plot = None,
+    seeds: Seeds = 1,
     moving: MovingSettings = MOVING,
 ) -> None:
-    """Run a program over simulated engines in virtual time, at one or several rates.
+    """Run a program over simulated engines in virtual time, at one or several rates, or for a sweep of settings.
 
-    Prints means and 99th percentiles; the report has more.
+    Prints means and 99th percentiles; the report has more. With `--over` it simulates every combination of some
+    settings, and stars those that no other one beats in two metrics. With `--seeds` each is run several times: figures
+    are means, with 95% intervals, and `~` marks what is beaten by no more than seeds differ in.
 
     Examples:
     - `tercet sim --program disaggregated --fleet 1P1D --request-rate 2,4,8`
@@ -139,84 +164,53 @@ def simulate(
     - `tercet sim --fleet both=64 --workload mooncake,path=trace.jsonl --arrival trace`
     - `tercet sim --fleet both=16 --request-rate 60 --option total_blocks=2000 --reschedule neutral_load`
     - `tercet sim --fleet both=8 --prefixes 40 --prefix 256 --scheduling mine.yaml --program-arg pick=scheduled`
-    - `tercet sim sweep --program balanced --fleet 1P1D --over balance_ratio=0,0.1,0.2,0.3`
-    """
-    if context.invoked_subcommand is not None:
-        return
-    require_folder(result_filename, "--result-filename")
-    simulation = simulation_of(context, locals())
-    rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
-    report = simulation.report(rates, label or program, note)
-    _write_out(result_filename, report.to_json())
-    if str(result_filename) != "-":
-        show_table(f"{program} on {fleet}, {profile}", headings_of_run(report), table(report))
-
-
-@sim.command("sweep")
-@with_flags_of(MovingSettings)
-@given_as(NAMES)
-def sweep_command(
-    context: typer.Context,
-    over: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME=V[,V...]",
-            help="`fleet`, `profile`, `program`, `request-rate`, an engine option, a setting of moves (such as "
-            "`reschedule-threshold`) or a program's parameter; repeatable.",
-        ),
-    ],
-    program: Program = "data_parallel",
-    program_arg: ProgramArg = None,
-    fleet: Fleet = "both=2",
-    profile: ProfileName = DEFAULT_PROFILE,
-    request_rate: Annotated[float, typer.Option(help="Requests per second; `inf` for all at once.")] = 4,
-    num_prompts: NumPrompts = None,
-    workload: Workload = None,
-    num_warmups: NumWarmups = 0,
-    input_mean: InputMean = 512,
-    input_dev: Deviation = 0,
-    output_mean: OutputMean = 128,
-    output_dev: Deviation = 0,
-    lengths: Lengths = "normal",
-    arrival: Arrival = "poisson",
-    burstiness: Burstiness = 1.0,
-    option: Option = None,
-    scheduling: Scheduling = None,
-    x: Annotated[
-        str, typer.Option("--x", help="A metric to weigh: ttft, tpot or e2el, a dot, mean, p50, p90 or p99.")
-    ] = "ttft.mean",
-    y: Annotated[str, typer.Option("--y", help="The other one.")] = "tpot.mean",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the trials here (.png, .svg, .pdf); needs matplotlib.")
-    ] = None,
-    seed: Seed = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting, with seeds from --seed on.")] = 1,
-    result_filename: ResultFilename = None,
-    moving: MovingSettings = MOVING,
-) -> None:
-    """Simulate every combination of some settings, and star those that no other one beats in two metrics.
-
-    With `--seeds` each is run several times: figures are means, with 95% intervals, and `~` marks what is beaten by no
-    more than seeds differ in.
-
-    Examples:
-    - `tercet sim sweep --program balanced --fleet 1P1D --request-rate 8 --over balance_ratio=0,0.1,0.2,0.3`
-    - `tercet sim sweep --program disaggregated --request-rate 40 --over fleet=2P6D,3P5D --seeds 5 --plot sweep.png`
-    - `tercet sim sweep --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
+    - `tercet sim --program balanced --fleet 1P1D --request-rate 8 --over balance_ratio=0,0.1,0.2,0.3`
+    - `tercet sim --program disaggregated --request-rate 40 --over fleet=2P6D,3P5D --seeds 5 --plot sweep.png`
+    - `tercet sim --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
     """
     require_folder(result_filename, "--result-filename")
+    given = locals()
+    _refuse(context, SWEPT, "goes with --over") if not over else _refuse(context, NOT_SWEPT, "goes without --over")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
-    simulation = simulation_of(context, locals())
-    axes = [parse_axis(given) for given in over]
-    report = sweep(simulation, request_rate, axes, x, y, seeds, note)
-    _write_out(result_filename, report.to_json())
-    if plot is not None:
-        plot_sweep(report, plot)
+    simulation = simulation_of(context, given)
+    if over:
+        report = _sweep(simulation, request_rate, over, x, y, seeds)
+        _write_out(result_filename, report.to_json())
+        if plot is not None:
+            plot_sweep(report, plot)
+        at = float(report.arguments["rate"])
+        load = "all at once" if math.isinf(at) else f"{at:g} requests/s"
+        title, titles, lines = f"{program}, {load}; starred by {x} and {y}", headings(report), rows(report)
+    else:
+        rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
+        found = simulation.report(rates, label or program, note)
+        _write_out(result_filename, found.to_json())
+        title, titles, lines = f"{program} on {fleet}, {profile}", headings_of_run(found), table(found)
     if str(result_filename) != "-":
-        load = "all at once" if math.isinf(request_rate) else f"{request_rate:g} requests/s"
-        show_table(f"{program}, {load}; starred by {x} and {y}", headings(report), rows(report))
+        show_table(title, titles, lines)
+
+
+def _sweep(
+    simulation: Simulation, request_rate: str | None, over: Sequence[str], x: str, y: str, seeds: int
+) -> SweepReport:
+    rates = rates_of(request_rate or DEFAULT_RATE)
+    if len(rates) > 1:
+        raise BadRequest("--request-rate: one with --over; several are --over request-rate=R,R", "--request-rate")
+    return sweep(simulation, rates[0], [parse_axis(each) for each in over], x, y, seeds, note)
+
+
+def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for the first of these parameters that was given."""
+    for name in names:
+        if _is_given(context, name):
+            raise BadRequest(f"--{name}: {why}", f"--{name}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
@@ -251,8 +245,7 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
             raise BadRequest("--arrival: trace needs a --workload that is a trace", "--arrival")
         return SyntheticWorkload(**traffic, requests=requests)
     for name in LENGTHS:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if _is_given(context, name):
             flag = "--" + name.replace("_", "-")
             raise BadRequest(f"{flag}: --workload has its own lengths and prefixes, such as input_len=512", flag)
     traffic["workload"] = tuple(given["workload"])

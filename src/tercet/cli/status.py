@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,17 +13,40 @@ from tercet.cli.program import state_in_words
 from tercet.cli.roles_in_words import objectives_in_words
 
 
-def status(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
+def status(
+    sequences: Annotated[
+        bool,
+        typer.Option(
+            "--sequences",
+            help="Show what runs now instead: id, engine, tokens of prompt and output so far, seconds, program.",
+        ),
+    ] = False,
+    url: Url = HERE,
+    admin_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
     """Show a running router: model, program, engines with what runs on them, and moves.
 
-    The exit code is 0 if it can serve, 1 if it cannot or is not there, and 2 for wrong use.
+    An engine's line has its name, role, state, number of sequences, URL, and the last report of its load. The exit code
+    is 0 if the router can serve, 1 if it cannot or is not there, and 2 for wrong use.
     """
+    if sequences:
+        show_answer(ask(url, admin_key, "GET", "/sequences"), as_json, _sequences_in_words)
+        return
     found: dict[str, Any] = ask(url, admin_key, "GET", "/status")
     show_answer(found, as_json, lambda found: _in_words(url, found))
     with understood():
         serves = bool(found["serving"])
     if not serves:
         raise typer.Exit(1)
+
+
+def _sequences_in_words(found: list[dict[str, Any]]) -> Iterator[str]:
+    for each in found:
+        yield (
+            f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
+            f"{each['seconds']:.1f} s  {each['program']}"
+        )
 
 
 def _in_words(url: str, found: dict[str, Any]) -> Iterator[str]:

@@ -267,6 +267,10 @@ class Gate:
         """Limits of the work in flight."""
         return self._admission.limits
 
+    def count_refusal(self, reason: str) -> None:
+        """Count a request that was refused before it came to the gate."""
+        self._metrics.refused.labels(reason).inc()
+
     def close(self, error: TercetError) -> None:
         """Refuse waiting requests with ``error``; no new ones are expected."""
         self._closed_by = error
@@ -358,7 +362,7 @@ class Gate:
             self._metrics.waited.observe(self._clock() - begun)
 
     def _refusal(self, reason: str, why: str) -> Saturated:
-        self._metrics.refused.labels(reason).inc()
+        self.count_refusal(reason)
         after = self._admission.retry_after
         error = Saturated(f"the fleet is saturated: {why}; retry after {after} s", retry_after=after)
         error.waited = reason == "queue_timeout"

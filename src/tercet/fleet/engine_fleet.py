@@ -17,6 +17,7 @@ from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
 from tercet.fleet.liveness import STUCK_AFTER_S, Liveness
 from tercet.fleet.members import Counted, Member
 from tercet.fleet.picking import Picking
+from tercet.fleet.prefix_hits import PrefixHits
 from tercet.fleet.roster import Roster
 from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
 from tercet.protocol import (
@@ -66,6 +67,7 @@ class EngineFleet:
         self.on_report: Callable[[str, EngineLoad], object] = lambda engine, load: None
         self.knowledge = FleetKnowledge(clock, stale_after)
         self.costs = Costs(clock, random)
+        self.hits = PrefixHits()
         self.liveness = Liveness(stuck_after_s)
         self._picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
         self._roster = Roster(members, self.knowledge, self._picking)
@@ -101,6 +103,7 @@ class EngineFleet:
         member = self._roster.remove(name)
         self.health.forget(name)
         self.costs.forget(name)
+        self.hits.forget(name)
         self.adapters.agree()
         return member
 
@@ -232,25 +235,29 @@ class EngineFleet:
         self._trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
             stack.enter_context(self.costs.promised(request, decision, matched))
-            decode = stack.enter_context(self._counted(self.member(chosen.decode), request))
+            predicted = matched.get(chosen.decode, 0)
+            decode = stack.enter_context(self._counted(self.member(chosen.decode), request, predicted))
             prefill = None
             if chosen.prefill:
-                prefill = stack.enter_context(self._counted(self.member(chosen.prefill), request))
+                predicted = matched.get(chosen.prefill, 0)
+                prefill = stack.enter_context(self._counted(self.member(chosen.prefill), request, predicted))
             self._picking.note_routed(request, [chosen.decode, chosen.prefill])
             yield Route(decode, prefill, chosen.split)
 
     @contextmanager
-    def _counted(self, member: Member, request: Request | None) -> Generator[Engine]:
+    def _counted(self, member: Member, request: Request | None, predicted: int | None = None) -> Generator[Engine]:
         counted = Counted(member, request.num_tokens if request is not None else 0)
+        if predicted is None and request is not None:
+            predicted = self._picking.believed.get((request.seq_id, member.name))
         try:
-            yield TracedEngine(member, counted, self._tracing())
+            yield TracedEngine(member, counted, self._tracing(), predicted)
         finally:
             counted.end()
             if request is not None:
                 self._picking.believed.pop((request.seq_id, member.name), None)
 
     def _tracing(self) -> Tracing:
-        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of)
+        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of, self.hits)
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
         """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""

@@ -10,12 +10,13 @@ from prometheus_client.registry import Collector
 from tercet.fleet.engine_fleet import EngineFleet
 
 GAUGES = {
-    "waiting": "Requests that wait, as the engine last reported.",
-    "running": "Requests that run, as the engine last reported.",
-    "kv_usage": "Share of the KV cache in use, as the engine last reported.",
-    "tokens": "Tokens still to work on, as the engine last reported.",
-    "step_time": "Seconds of recent steps, as the engine last reported.",
+    "waiting": ("waiting", "Requests that wait, as the engine last reported."),
+    "running": ("running", "Requests that run, as the engine last reported."),
+    "kv_usage": ("kv_usage_ratio", "Share of the KV cache in use, as the engine last reported."),
+    "tokens": ("tokens", "Tokens still to work on, as the engine last reported."),
+    "step_time": ("step_seconds", "Duration of recent steps, as the engine last reported."),
 }
+"""By field of an :class:`~tercet.protocol.EngineLoad`: the metric's name after ``tercet_engine_``, and its meaning."""
 
 
 class EngineCollector(Collector):
@@ -41,8 +42,8 @@ class EngineCollector(Collector):
         for member in self._fleet.members:
             up.add_metric([member.name], member.reachable)
         yield up
-        for field, meaning in GAUGES.items():
-            gauge = GaugeMetricFamily(f"tercet_engine_{field}", meaning, labels=["engine"])
+        for field, (metric, meaning) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"tercet_engine_{metric}", meaning, labels=["engine"])
             for name, (load, _) in reports.items():
                 value: float | None = getattr(load, field)
                 if value is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +28,19 @@ REPLAY_SECONDS = 5.0
 MOST_UNREAD = 100_000
 NUMBER_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+
+
+@asynccontextmanager
+async def cache_followed(
+    name: str, url: str, engine: Engine, knowledge: FleetKnowledge, anew: asyncio.Event
+) -> AsyncGenerator[None]:
+    """Run :func:`follow_cache` while entered."""
+    following = asyncio.create_task(follow_cache(name, url, engine, knowledge, anew))
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
 
 
 async def follow_cache(

@@ -14,7 +14,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
-from tercet.fleet.kv_events import follow_cache
+from tercet.fleet.kv_events import cache_followed
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
 from tercet.protocol.types import TextFingerprint
 from tercet.settings import EngineAddress
@@ -50,15 +50,11 @@ def connecting(
             anew.set()
 
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
-        async with HttpEngine(
-            name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up
-        ) as engine:
-            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge, anew))
-            try:
-                yield engine
-            finally:
-                following.cancel()
-                await asyncio.wait({following})
+        async with (
+            HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, anew),
+        ):
+            yield engine
 
     return connect
 
@@ -102,22 +98,32 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+JOINED = "joined:"
+"""Begins the uid of an engine that has joined by itself."""
+
+
 class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine of a fleet, and whether new picks leave it out.
 
-    ``draining`` is set by its operator. ``pod`` is the uid of the pod that it was discovered as, empty for an engine
-    that was named; ``withheld`` is the reason why nothing new may begin in that pod, or empty.
+    ``draining`` is set by its operator. ``uid`` is that of the pod or of the roster's entry that it was found as, or of
+    the start that joined by itself; empty for an engine that was named. ``withheld`` is the reason why nothing new may
+    begin there, or empty.
     """
 
     address: EngineAddress
     draining: bool = False
-    pod: str = ""
+    uid: str = msgspec.field(default="", name="pod")
     withheld: str = ""
 
     @property
     def leaving(self) -> bool:
         """Whether nothing new may begin there, and its sequences should move elsewhere."""
         return self.draining or bool(self.withheld)
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member by its own will, and leaves by itself."""
+        return self.uid.startswith(JOINED)
 
 
 class Membership:

@@ -10,7 +10,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from tercet.fleet.engine_fleet import EngineFleet
-from tercet.fleet.kv_events import follow_cache
+from tercet.fleet.kv_events import cache_followed
 from tercet.fleet.membership import Connect
 from tercet.protocol import Engine, KVEvents
 from tercet.protocol.hosts import bracketed
@@ -40,13 +40,11 @@ def scraping(
 
         events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")
         reported = partial(fleet.report, name)
-        async with ScrapedEngine(name, url, interval, reported, started_anew, tls, events) as engine:
-            following = asyncio.create_task(follow_cache(name, url, engine, fleet.knowledge, anew))
-            try:
-                yield engine
-            finally:
-                following.cancel()
-                await asyncio.wait({following})
+        async with (
+            ScrapedEngine(name, url, interval, reported, started_anew, tls, events) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, anew),
+        ):
+            yield engine
 
     return connect
 

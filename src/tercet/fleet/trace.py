@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tercet.decisions.cost import Costs, RouteDecision
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.fleet.members import Counted, Member
+from tercet.fleet.prefix_hits import PrefixHits
 from tercet.protocol import (
     EngineError,
     EngineStatus,
@@ -39,7 +40,7 @@ class Tracing(NamedTuple):
 
     ``costs`` learn from it. ``on_generate`` is called with each generation that begins, ``on_failure`` returns the
     engine to blame for an error. ``calls_of`` returns the calls in flight of an engine by its name: a call fails once
-    its engine, or the engine that it works for, is lost.
+    its engine, or the engine that it works for, is lost. ``hits`` compare what picks predicted with what engines found.
     """
 
     trace: Trace
@@ -47,17 +48,22 @@ class Tracing(NamedTuple):
     on_generate: Callable[[Generation], object]
     on_failure: Callable[[str, TercetError], None]
     calls_of: Callable[[str], CallsInFlight]
+    hits: PrefixHits
 
 
 class TracedEngine:
-    """An :class:`~tercet.protocol.Engine` for one request, ``counted`` there; records its calls in ``tracing``."""
+    """An :class:`~tercet.protocol.Engine` for one request, ``counted`` there; records its calls in ``tracing``.
 
-    def __init__(self, member: Member, counted: Counted, tracing: Tracing) -> None:
+    ``predicted`` is the number of the prompt's tokens that its pick believed in its cache, None without a prediction.
+    """
+
+    def __init__(self, member: Member, counted: Counted, tracing: Tracing, predicted: int | None = None) -> None:
         self._member = member
         self.engine = member.engine
         self._counted = counted
         self.tracing = tracing
         self.costs = tracing.costs
+        self._predicted = predicted
 
     def instead(self, member: Member) -> TracedEngine:
         """Another engine for the same request, which counts there once that engine starts to generate."""
@@ -99,6 +105,7 @@ class TracedEngine:
                 async with until_lost(self.calls):
                     reservation = await stack.enter_async_context(self.engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
+            self.found(event)
             self.note(event, started)
             yield reservation
 
@@ -132,6 +139,7 @@ class TracedEngine:
             transport=sent.transport,
             to=receiver,
         )
+        self.found(event)
         self.note(event, started)
         return sent
 
@@ -143,6 +151,12 @@ class TracedEngine:
         event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
         stream.subscribe(Generation(self, request, output, event))
         return stream
+
+    def found(self, event: TraceEvent) -> None:
+        """Compare ``cached`` of the engine's first event with the prediction of its pick, within the event's tokens."""
+        if self._predicted is not None:
+            event.predicted, self._predicted = min(self._predicted, event.end), None
+            self.tracing.hits.found(self.name, event.predicted, event.cached)
 
     def note(self, event: TraceEvent, started: float) -> None:
         """Add an event that began at ``started``."""
@@ -203,4 +217,5 @@ class Generation:
         if usage is not None:
             event = self._event
             event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
+            self.engine.found(event)
             self.engine.note(event, self._started)

@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 
 from tercet.fleet import EngineFleet
 from tercet.gateway.openai_call import OpenAICall
+from tercet.wire.metric_buckets import SECONDS
 
-DECISION_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+DECISION_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
 SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -67,7 +67,7 @@ class PickerMetrics:
         self.refused = Counter("tercet_requests_refused", "Requests that never came in.", ["reason"], registry=own)
         self.waited = Histogram(
             "inference_extension_flow_control_request_queue_duration_seconds", "How long requests waited, if they did.",
-            buckets=QUEUE_SECONDS, registry=own,
+            buckets=SECONDS, registry=own,
         )  # fmt: skip
         self._queued = Gauge(
             "inference_extension_flow_control_queue_size", "Requests that wait for room.", registry=own

@@ -21,7 +21,7 @@ from tercet.aio import TaskSet, signals_to
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery import PoolReference, access_of, discovery_of, follow_objectives, follow_pods, until_known
+from tercet.fleet.discovery import PoolReference, access_of, discovery_of, follow_found, follow_objectives, until_known
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.membership import Connect, Membership, MemberState, connecting
@@ -122,8 +122,8 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
             background.spawn(membership.watch(), "membership")
             if config.discovery.is_wanted:
                 discovery, known = discovery_of(config.discovery), asyncio.Event()
-                background.spawn(follow_pods(discovery, membership, config.engines, known), "pods")
-                await until_known(known)
+                background.spawn(follow_found(discovery, membership, config.engines, known), "pods")
+                await until_known(known, discovery.source)
             yield fleet
         finally:
             await background.close()

@@ -20,13 +20,14 @@ class TercetError(Exception):
     """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
 
     ``blames`` names the engine at fault if it is not the one that was called. ``retry_after`` is the number of seconds
-    after which a retry may succeed, if known.
+    after which a retry may succeed, if known. ``challenge`` is what a caller has to prove the fleet's secret under.
     """
 
     code: ClassVar[str] = "tercet_error"
     status: ClassVar[int] = 500
     blames: str | None = None
     retry_after: int | None = None
+    challenge: str | None = None
 
     def __init_subclass__(cls, status: int | None = None) -> None:
         if status is not None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tercet.protocol.engine import Engine
+from tercet.protocol.roles import Role
 from tercet.protocol.types import AdapterReport, Request
 
-Role = Literal["prefill", "decode", "both"]
 WithoutRole = Literal["serve", "refuse"]
 """What happens to a pick while no engine of its role answers: other engines serve it, or it is refused."""
 

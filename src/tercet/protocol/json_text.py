@@ -24,6 +24,9 @@ MARK_BYTES = 3
 # Largest text, in bytes, in which the invalid field is searched: the search takes longer than reading.
 MOST_EXPLAINED = 2 * 1024 * 1024
 NO_TEXT = "has half of a surrogate pair, which does not encode a character: send whole characters"
+# Whole numbers that every encoder here can write, and digits from which on none is read.
+LEAST_WRITTEN, MOST_WRITTEN = -(2**63), 2**64 - 1
+MOST_DIGITS = 400
 NO_NUMBER = "is not a valid JSON number, or does not fit into a double"
 
 
@@ -58,7 +61,7 @@ def _read_as_python_does(content: bytes, error: Exception) -> Any:
     if len(content) > MOST_EXPLAINED:
         raise BadRequest(f"the request's body is not JSON: {error}") from error
     try:
-        value = json.loads(content.decode(UTF8, "surrogatepass"))
+        value = json.loads(content.decode(UTF8, "surrogatepass"), parse_int=_whole_number)
     except RecursionError:
         raise BadRequest("the request's body has lists or objects that are nested too deeply") from error
     except ValueError:
@@ -68,10 +71,15 @@ def _read_as_python_does(content: bytes, error: Exception) -> Any:
     return value
 
 
+def _whole_number(digits: str) -> float:
+    """The number; infinity for a number with thousands of digits, which takes long to read and which no field needs."""
+    return int(digits) if len(digits) <= MOST_DIGITS else math.inf
+
+
 def unwritable_field(value: Any) -> str | None:
     """Return the name of the field of a Python value that our encoders cannot write, or None if there is none."""
     try:
-        msgspec.json.encode(value)
+        msgspec.msgpack.encode(value)  # which refuses numbers of more than 64 bits, too
     except (UnicodeEncodeError, OverflowError):
         return next((field for field, _ in _unwritable(value)), "")
     return None
@@ -85,6 +93,9 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(found, str):
             if not is_text(found):
                 yield _name_of(at), NO_TEXT
+        elif isinstance(found, int):
+            if not LEAST_WRITTEN <= found <= MOST_WRITTEN:
+                yield _name_of(at), NO_NUMBER
         elif isinstance(found, float):
             if not math.isfinite(found):
                 yield _name_of(at), NO_NUMBER
@@ -93,11 +104,16 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
             for key in named:
                 if isinstance(key, str) and not is_text(key):
                     yield _name_of((at, key)), NO_TEXT
-            left.extend(((at, key), item) for key, item in reversed(list(named.items())) if not isinstance(item, int))
+            left.extend(((at, key), item) for key, item in reversed(list(named.items())) if not _is_small(item))
         elif isinstance(found, Sequence) and not isinstance(found, (bytes, bytearray)):
             items = cast("Sequence[Any]", found)
             numbered = ((index, items[index]) for index in range(len(items) - 1, -1, -1))
-            left.extend(((at, index), item) for index, item in numbered if not isinstance(item, int))
+            left.extend(((at, index), item) for index, item in numbered if not _is_small(item))
+
+
+def _is_small(item: Any) -> bool:
+    """Whether it is a number that need not be looked at again, as most items of long lists are."""
+    return isinstance(item, int) and LEAST_WRITTEN <= item <= MOST_WRITTEN
 
 
 # A field as its parent and its key or index; the full name is only built for fields that are reported.

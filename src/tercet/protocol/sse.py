@@ -1,64 +1,98 @@
-"""Server-sent events as bytes that are passed on: they are split by lines, whatever text they contain."""
+r"""Server-sent events (WHATWG HTML, 9.2), as machines without I/O: bytes go in, events or their data come out.
+
+A line ends with ``\n``, ``\r\n`` or ``\r``, an event with an empty line; lines that begin with a colon are comments.
+Nothing else ends a line, such as U+2028 in a text. An event that the end of the stream cuts off is not an event.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
 import msgspec
 
+from tercet.protocol.errors import EngineError
 from tercet.protocol.json_text import UNREADABLE
+from tercet.protocol.splitting import Splitter
 
 EVENTS = "text/event-stream"
-DATA = b"data:"
 DONE = b"[DONE]"
-_ENDS = b"\n\n", b"\r\n\r\n", b"\r\r"
-_WHOLE = re.compile(rb".*?(?:\n\n|\r\n\r\n|\r\r)", re.DOTALL)
+# The log probabilities of a long prompt are one event.
+LONGEST_EVENT = 64 * 1024 * 1024
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_EVENT_ENDS = re.compile(rb"\n\n|\n\r\n?|\r\r\n?")
+_LINE_ENDS = b"\r\n"
+_ONE_LINE = re.compile(rb"data: ?([^\r\n]*)(?:\n\n|\r\n\r\n)")
 
 
-class WholeEvents:
-    """Passes events on once they are whole, so that a stream that breaks off ends between two of them."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def passed(self, chunk: bytes) -> bytes:
-        """Return the events that are complete now."""
-        text = self._rest + chunk if self._rest else chunk
-        end = max(text.rfind(mark) + len(mark) if mark in text else 0 for mark in _ENDS)
-        self._rest = text[end:]
-        return text[:end]
-
-    def rest(self) -> bytes:
-        """Return the rest after the stream has ended by itself."""
-        rest, self._rest = self._rest, b""
-        return rest
+class EventTooLong(EngineError):
+    """A stream has an event that is longer than allowed."""
 
 
-def events_of(whole: bytes) -> Iterator[bytes]:
-    """Yield the events in a result of :meth:`WholeEvents.passed`, each with its end; then what follows the last one."""
-    end = 0
-    for found in _WHOLE.finditer(whole):
-        end = found.end()
-        yield found[0]
-    if end < len(whole):
-        yield whole[end:]
+class EventSplitter(Splitter):
+    """Returns each event with its end, so that they can be passed on unchanged; raises :class:`EventTooLong`."""
+
+    def __init__(self, longest: int = LONGEST_EVENT) -> None:
+        super().__init__(longest)
+
+    def _end(self, text: bytes | bytearray, begin: int, seen: int) -> int | None:
+        found = _EVENT_ENDS.search(text, max(begin, seen - 1))
+        return None if found is None else found.end()
+
+    def _item(self, text: bytes | bytearray, begin: int, end: int) -> bytes:
+        event = bytes(text[begin:end])
+        self._require_short(event)
+        return event
+
+    def _check_held(self, held: bytearray) -> None:
+        self._require_short(held)
+
+    def _require_short(self, event: bytes | bytearray) -> None:
+        # Ends of lines do not count: how many of them are here depends on the chunks.
+        if len(event) > self.longest and len(event.strip(_LINE_ENDS)) > self.longest:
+            raise EventTooLong(f"an event of more than {self.longest} bytes")
 
 
-def data_of(event: bytes) -> bytes:
-    """Return the ``data`` lines of an event, joined by newlines as the standard requires."""
+class EventReader:
+    """Returns the data of the events in a stream, without events that have none; raises :class:`EventTooLong`."""
+
+    def __init__(self, longest: int = LONGEST_EVENT) -> None:
+        self._events = EventSplitter(longest)
+        self._is_first = True
+
+    def read(self, chunk: bytes) -> list[bytes]:
+        """Return the data of the events that are complete now."""
+        events = self._events.split(chunk)
+        if self._is_first and events:
+            self._is_first = False
+            events[0] = events[0].removeprefix(_BYTE_ORDER_MARK)
+        return [data for data in map(data_of, events) if data is not None]
+
+
+async def read_events(chunks: AsyncIterable[bytes], longest: int = LONGEST_EVENT) -> AsyncGenerator[bytes]:
+    """Yield the data of each event; raises :class:`EventTooLong`."""
+    reader = EventReader(longest)
+    async for chunk in chunks:
+        for data in reader.read(chunk):
+            yield data
+
+
+def data_of(event: bytes) -> bytes | None:
+    """Return the ``data`` lines of an event, joined by newlines; None if it has none."""
+    if found := _ONE_LINE.fullmatch(event):
+        return found[1]
     said: list[bytes] = []
     for line in event.splitlines():
-        if line.startswith(DATA):
-            text = line[len(DATA) :]
-            said.append(text[1:] if text.startswith(b" ") else text)
-    return b"\n".join(said)
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            said.append(value.removeprefix(b" "))
+    return b"\n".join(said) if said else None
 
 
 def object_of(event: bytes) -> dict[str, Any]:
     """Return the JSON object of an event; empty if it has none, such as the end of a stream."""
     try:
-        return msgspec.json.decode(data_of(event), type=dict[str, Any])
+        return msgspec.json.decode(data_of(event) or b"", type=dict[str, Any])
     except UNREADABLE:
         return {}

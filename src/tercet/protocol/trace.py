@@ -16,6 +16,9 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     result, and the seconds for which the client received no token. A ``fallback`` or ``retry`` event has the engine
     that failed, the error's ``code``, the number of tokens so far (``end``), and the ``reason``, as in "disaggregated
     -> data_parallel: decode-0 does not answer: Connection refused".
+
+    ``predicted`` stands in the first event of an engine whose pick predicted how many tokens of the prompt it has in
+    its cache; ``cached`` of the same event is what the engine found.
     """
 
     verb: str
@@ -23,6 +26,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     seconds: float = 0.0
     begin: int = 0
     end: int = 0
+    predicted: int | None = None
     cached: int = 0
     received: int = 0
     computed: int = 0

@@ -22,6 +22,7 @@ from tercet.protocol.errors import BadRequest, Conflict
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
 from tercet.protocol.multimodal import MultiModalFeatures
+from tercet.protocol.roles import Role
 
 API_PREFIX = "/tercet/v1"
 JSON, MSGPACK = "application/json", "application/msgpack"
@@ -163,6 +164,28 @@ class ReplaceAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Body of ``PUT /tercet/v1/adapters/{name}``: the name stands for the LoRA adapter at ``path`` from now on."""
 
     path: Path
+
+
+class JoinCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``PUT /tercet/v1/members/{name}``: an engine at ``url`` is, or stays, a member of the router's fleet.
+
+    ``uid`` differs for each start of the engine. ``leaving``: nothing new begins there, and what runs there moves.
+    """
+
+    url: Annotated[str, msgspec.Meta(max_length=2048)]
+    uid: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    role: Role = "both"
+    leaving: bool = False
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """Answer to a :class:`JoinCall`: the sequences that run on the engine, by all processes of the router."""
+
+    in_flight: int
+
+
+MEMBERS = "/members/"
+"""Path of members below ``/tercet/v1``; the fleet's secret opens it, and no other key."""
 
 
 C = TypeVar("C")

@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from tercet.protocol import Forbidden, Unauthorized
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.call_proofs import Callers
 from tercet.protocol.own_requests import (
     ShownHeaders,
     is_loopback_address,
@@ -17,13 +18,21 @@ from tercet.protocol.own_requests import (
     require_local_host,
     require_no_page,
 )
-from tercet.protocol.wire import API_PREFIX
+from tercet.protocol.wire import API_PREFIX, MEMBERS
+from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import ADMIN_KEY_VARIABLE
+from tercet.wire.serving.server_access import SET_A_SECRET
 
 # In a scope once :meth:`AdminAccess.require` has let it pass; routes answer to no other.
 ADMITTED = "tercet.admitted"
+# The digest that the body of an engine's call must have.
+PROVED = "tercet.proved"
+# In a scope of a request that came by the admin address.
+AT_ADMIN = "tercet.at_admin"
 # vLLM's own routes that change what every client is answered.
 _VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_ENGINES = f"this route asks for the fleet's secret ({SECRET_VARIABLE})"
+_WITHOUT_SECRET = "only engines of this machine may join a router that has no fleet's secret"
 _REFUSAL = f"this route asks for the router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
 _SET_ONE = f"set {ADMIN_KEY_VARIABLE}, or --admin-key-file"
 
@@ -33,26 +42,53 @@ def is_admin_path(path: str) -> bool:
     return path == API_PREFIX or path.startswith(f"{API_PREFIX}/") or path.rstrip("/") in _VLLMS
 
 
+def path_of(scope: Scope) -> str:
+    """The path of a request, without what a proxy before this router adds."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class AdminAccess:
     """Lets requests to admin routes pass. ``keys`` open them; without any, requests of this machine do.
 
     ``clients`` are the keys of clients: a router that asks clients for one, and has no admin key, refuses every caller.
+    ``engines`` may join by the fleet's secret, and call nothing else.
     """
 
-    def __init__(self, keys: BearerKeys | None = None, clients: BearerKeys | None = None) -> None:
+    def __init__(
+        self, keys: BearerKeys | None = None, clients: BearerKeys | None = None, engines: Callers | None = None
+    ) -> None:
         self._keys = BearerKeys(()) if keys is None else keys
         self._clients = BearerKeys(()) if clients is None else clients
+        self._engines = Callers(()) if engines is None else engines
 
     def require(self, scope: Scope) -> None:
         """Raise :class:`~tercet.protocol.TercetError` unless the request of an ASGI ``scope`` may do what it asks."""
         headers = ShownHeaders.of_asgi(scope["headers"])
         require_no_page(headers)
-        if self._keys:
+        if (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
+            self._require_engine(scope, headers, path.removeprefix(API_PREFIX))
+        elif self._keys:
             self._require_key(headers)
         else:
             self._require_this_machine(scope, headers)
         require_json(headers)
         scope[ADMITTED] = True
+
+    def _require_engine(self, scope: Scope, headers: ShownHeaders, path: str) -> None:
+        """Engines of the fleet prove its secret; without one, only those of this machine may join."""
+        if not self._engines:
+            client = scope.get("client")
+            if client is not None and not is_loopback_address(client[0]):
+                raise Forbidden(f"{_WITHOUT_SECRET}; {SET_A_SECRET}")
+            require_local_host(headers)
+            return
+        try:
+            shown = headers.all("authorization")
+            scope[PROVED] = self._engines.require(shown, scope["method"], path, _ENGINES)
+        except Unauthorized as refusal:
+            refusal.challenge = self._engines.challenge()
+            raise
 
     def _require_key(self, headers: ShownHeaders) -> None:
         shown = headers.all("authorization")
@@ -61,7 +97,8 @@ class AdminAccess:
             raise Unauthorized(f"{_REFUSAL}; a client's key is none", "authorization")
 
     def _require_this_machine(self, scope: Scope, headers: ShownHeaders) -> None:
-        if self._clients:
+        by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
+        if self._clients and not by_file:  # its file opens to its owner alone
             raise Unauthorized(f"this router has keys for clients, and no admin key; {_SET_ONE}", "authorization")
         client = scope.get("client")  # of a socket file there is none
         if client is not None and not is_loopback_address(client[0]):

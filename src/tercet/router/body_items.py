@@ -117,7 +117,5 @@ def _count(value: Any, most: int) -> None:
 
 
 def _too_many(field: str, what: str, most: int) -> BadRequest:
-    message = (
-        f"{field}: the request's body has more than {most} {what}, which is all that is taken (--max-request-items)"
-    )
+    message = f"{field}: the request's body has more than {most} {what}, which is all that is taken (max-request-items)"
     return BadRequest(message, None if field == "the body" else field)

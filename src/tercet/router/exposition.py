@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet
 from tercet.fleet.engine_gauges import EngineCollector
+from tercet.router.metrics import OTHER_ENGINES
 
 METRICS = "/metrics"
 OURS, VLLMS, SERVED = "tercet_", "vllm:", "tercet_served_"
@@ -40,7 +41,7 @@ class ServedMetrics(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
-        here = {member.name for member in self._fleet.members}
+        here = {OTHER_ENGINES, *(member.name for member in self._fleet.members)}
         for metric in self._source.collect():
             if metric.name.startswith(VLLMS):
                 yield from _served(metric)

@@ -6,11 +6,9 @@ newest one: writers take turns, and readers see a whole state or the one before 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +17,9 @@ from typing import Any, cast
 
 import msgspec
 
-from tercet.fleet.discovery import PodEngine, with_pods
-from tercet.fleet.membership import MemberState, Promise
+from tercet.aio.whole_files import read_whole, write_whole
+from tercet.fleet.discovery import FoundEngine, with_found
+from tercet.fleet.membership import JOINED, MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan
@@ -135,6 +134,26 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise Conflict(f"url: {address.url} is in this fleet already, as {member.address.name}", "url")
         return msgspec.structs.replace(self, members=(*self.members, MemberState(address)))
 
+    def with_joined(self, address: EngineAddress, uid: str, withheld: str) -> FleetState:
+        """An engine is a member by its own will, or still is; what an operator said of this start of it holds.
+
+        Raises :class:`~tercet.protocol.Conflict` if its name or URL is another engine's.
+        """
+        uid = JOINED + uid
+        before = next((each for each in self.members if each.address.name == address.name), None)
+        if before is None or not before.joined or before.address.url != address.url:
+            joined = self.with_member(address)
+            return joined._with(joined.members[-1], MemberState(address, uid=uid, withheld=withheld))
+        after = MemberState(address, uid=uid, withheld=withheld)
+        if before.uid == uid:
+            after = msgspec.structs.replace(before, withheld=withheld)
+        return self if after == before else self._with(before, after)
+
+    def without_joined(self, name: str, uid: str) -> FleetState:
+        """This start of an engine has left; one that is not a member is fine."""
+        left = tuple(each for each in self.members if (each.address.name, each.uid) != (name, JOINED + uid))
+        return self if left == self.members else msgspec.structs.replace(self, members=left)
+
     def without_member(self, name: str) -> FleetState:
         """The engine is forgotten. Raises :class:`~tercet.protocol.UnknownEngine`."""
         gone = self._member(name)
@@ -165,9 +184,9 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         member = self._member(name)
         return self._with(member, msgspec.structs.replace(member, draining=draining))
 
-    def with_pods(self, found: Sequence[PodEngine], told: Mapping[str, Role]) -> FleetState:
-        """Members that are pods become those that were ``found``; see :func:`tercet.fleet.discovery.with_pods`."""
-        members = with_pods(self.members, found, told)
+    def with_found(self, found: Sequence[FoundEngine], told: Mapping[str, Role]) -> FleetState:
+        """Those of its members that are found become ``found``; see :func:`tercet.fleet.discovery.with_found`."""
+        members = with_found(self.members, found, told)
         return self if members == self.members else msgspec.structs.replace(self, members=members)
 
     def _with(self, member: MemberState, changed: MemberState) -> FleetState:
@@ -182,27 +201,9 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known or 'none'}", "name")
 
 
-def stamp_of(path: Path) -> object:
-    """Differs when there is another content; None without a file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 FORMAT = 1
 """Of a file without ``format``. Fields may be added to it; what is incompatible has another one."""
 _KIND = msgspec.inspect.type_info(FleetState)
-
-
-def read_file(path: Path) -> bytes:
-    """The contents of a file. Raises ``OSError``, also for what is not a file: a read of a pipe may never return."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        return file.read()
 
 
 class StateFile:
@@ -222,7 +223,7 @@ class StateFile:
     def _read(self) -> tuple[FleetState | None, Any]:
         """The state, and the same as the file has it."""
         try:
-            content = msgspec.json.decode(read_file(self.path))
+            content = msgspec.json.decode(read_whole(self.path))
             self._require_format(content)
             unknown = list(unknown_names(content, _KIND))
             state = msgspec.convert(known_part(content, _KIND), FleetState)
@@ -266,8 +267,14 @@ class StateFile:
             written = known
             if content is not None:
                 written = msgspec.json.encode(with_unknown(msgspec.json.decode(known), content, _KIND))
-            write_whole(self.path, msgspec.json.format(written), lasting=True)
+            self._write(msgspec.json.format(written))
             return msgspec.json.decode(known, type=FleetState)  # as it will be read
+
+    def _write(self, content: bytes) -> None:
+        try:
+            write_whole(self.path, content, lasting=True)
+        except OSError as error:
+            raise BadRequest(f"state: {self.path} cannot be written: {error.strerror}", "state") from error
 
     @contextmanager
     def _locked(self) -> Generator[None]:
@@ -294,25 +301,3 @@ def _lock_within(lock: int, seconds: float, path: Path) -> None:
             if time.monotonic() > deadline:
                 raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
             time.sleep(RETRY_DELAY_S)
-
-
-def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
-    """Replace a file, so that readers find the old content or the new one. ``lasting``: it survives a power cut."""
-    partial = Path(f"{path}.{os.getpid()}.tmp")
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(partial, flags, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            if lasting:
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise BadRequest(f"state: {path} cannot be written: {error.strerror}", "state") from error
-    if lasting:
-        directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

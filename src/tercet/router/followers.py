@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.migration import CountedMove
-from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.fleet_state import read_file, write_whole
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
@@ -87,7 +86,7 @@ class Followers:
     def tell(self, report: FollowerReport) -> None:
         """What others read of this process from now on; files that were removed are written again.
 
-        Raises ``OSError``, or :class:`~tercet.protocol.BadRequest`, where that cannot be written.
+        Raises ``OSError`` where that cannot be written.
         """
         if self._alive is None:
             return
@@ -108,8 +107,8 @@ class Followers:
             return
         try:
             write_whole(self._directory / (self._name + MOVES), msgspec.json.encode(moves))
-        except TercetError as error:
-            logger.error("moves: the limits of several processes do not hold together: %s", error.message)
+        except OSError as error:
+            logger.error("moves: the limits of several processes do not hold together: %s", error)
 
     def announced(self) -> Sequence[CountedMove]:
         """See :class:`tercet.decisions.migration.limits.Announcements`."""
@@ -164,5 +163,5 @@ def _is_held(file: Path) -> bool:
 
 def _read(file: Path, kind: type[T]) -> T | None:
     with suppress(OSError, *UNREADABLE):
-        return msgspec.json.decode(read_file(file), type=kind)
+        return msgspec.json.decode(read_whole(file), type=kind)
     return None

@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager
 from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.fleet import Trace
-from tercet.protocol.trace import FALLBACK, RETRY
+from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.moves import MoveRecord
+from tercet.wire.metric_buckets import SECONDS
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 # The reason of a move is text of the caller.
 MOST_REASONS = 32
 OTHER_REASONS = "other"
+# Pairs of engines that are counted by their names: 64 that prefill times 64 that decode.
+MOST_PAIRS = 4096
+OTHER_ENGINES = "other"
 
 
 class Metrics:
@@ -25,7 +28,7 @@ class Metrics:
             "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
         )
         self._sequences = Counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
-        self.fallbacks = Counter(
+        self._fallbacks = Counter(
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
         )
         self._retries = Counter(
@@ -43,6 +46,9 @@ class Metrics:
         )  # fmt: skip
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
+        self._tpot = Histogram(
+            "tercet_tpot_seconds", "Time per output token after the first, by program.", ["program"], buckets=SECONDS
+        )
         self._verb = Histogram(
             "tercet_verb_seconds", "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS
         )
@@ -58,11 +64,11 @@ class Metrics:
             "tercet_queue_seconds", "How long requests waited at the gate, of those that had to.", buckets=SECONDS
         )
         self.refused = Counter("tercet_requests_refused", "HTTP requests that never came in, by reason.", ["reason"])
-        self.failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
+        self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
         self._returns = Counter(
             "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
         )
-        self.version = Gauge(
+        self._version = Gauge(
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
         self._state = Gauge(
@@ -76,7 +82,11 @@ class Metrics:
             "tercet_pooling_server_up", "Whether the server of a pooling model answers.", ["server"],
             multiprocess_mode="livemin",
         )  # fmt: skip
-        self._bytes = Counter("tercet_kv_sent_bytes", "KV sent between engines.", ["engine", "to"])
+        self._bytes = Counter(
+            "tercet_kv_sent_bytes", f"KV sent between engines; beyond {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
+            ["engine", "to"],
+        )  # fmt: skip
+        self._pairs: set[tuple[str, str]] = set()
         self._moves_running = Gauge(
             "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
         )
@@ -96,6 +106,20 @@ class Metrics:
         self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
         self._ratio = Histogram(
             "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
+        )
+
+        compared = ["program", "engine"]
+        self._predicted = Counter(
+            "tercet_prefix_predicted_tokens",
+            "Prompt tokens that picks expected in the engine's cache.",
+            compared,
+        )
+        self._delivered = Counter(
+            "tercet_prefix_delivered_tokens", "Prompt tokens that the engine found there, of picks that predicted.",
+            compared,
+        )  # fmt: skip
+        self._missing = Counter(
+            "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
         )
 
     def objectives(self, met: bool) -> None:
@@ -126,16 +150,32 @@ class Metrics:
         self._routed(trace)
         if trace.ttft is not None:
             self._ttft.labels(trace.program).observe(trace.ttft)
+        if trace.tpot is not None:
+            self._tpot.labels(trace.program).observe(trace.tpot)
         for event in trace.events:
             if event.verb in (FALLBACK, RETRY):
                 continue
             self._verb.labels(event.verb, event.engine).observe(event.seconds)
+            if event.predicted is not None:
+                self._compared(trace.program, event, event.predicted)
             if event.bytes:
-                self._bytes.labels(event.engine, event.to).inc(event.bytes)
+                self._bytes.labels(event.engine, self._counted_as(event.engine, event.to)).inc(event.bytes)
 
     def retried(self, code: str, answered: bool) -> None:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
         self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
+
+    def fell_back(self, program: str, code: str) -> None:
+        """The program failed, and one engine continues its sequence."""
+        self._fallbacks.labels(program, code).inc()
+
+    def program_failed(self, program: str) -> None:
+        """The program itself is the cause of a failure."""
+        self._failures.labels(program).inc()
+
+    def uses(self, version: int) -> None:
+        """Requests are served by this version of the programs from now on."""
+        self._version.set(version)
 
     def move(self) -> AbstractContextManager[object]:
         """One move under way."""
@@ -168,7 +208,20 @@ class Metrics:
     def returned(self, program: str, to_version: int) -> None:
         """The router went back to a version because a program kept failing."""
         self._returns.labels(program).inc()
-        self.version.set(to_version)
+        self.uses(to_version)
+
+    def _counted_as(self, engine: str, to: str) -> str:
+        """The receiver's name as its label."""
+        pair = engine, to
+        if len(self._pairs) < MOST_PAIRS:
+            self._pairs.add(pair)
+        return to if pair in self._pairs else OTHER_ENGINES
+
+    def _compared(self, program: str, event: TraceEvent, predicted: int) -> None:
+        """Count what a pick predicted of an engine's cache, and what the engine found."""
+        self._predicted.labels(program, event.engine).inc(predicted)
+        self._delivered.labels(program, event.engine).inc(event.cached)
+        self._missing.labels(program, event.engine).inc(max(0, predicted - event.cached))
 
     def _routed(self, trace: Trace) -> None:
         """How its route was chosen, and how far off the prediction was; one without a decision counts nowhere."""

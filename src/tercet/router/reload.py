@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
+from tercet.aio.whole_files import stamp_of
 from tercet.protocol import TercetError
-from tercet.router.fleet_state import stamp_of
 from tercet.router.routing import Plan
 from tercet.router.shared_state import SharedState
 from tercet.settings.log_events import RELOAD_REFUSED

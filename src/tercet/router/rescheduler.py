@@ -1,33 +1,77 @@
-"""The rescheduler: looks at the fleet again and again, and has what policies propose moved, as far as limits let it."""
+"""The rescheduler: looks at the fleet at intervals, and begins the moves that policies propose, within limits.
+
+It hears of sequences in one of two ways: :class:`OwnSequences` are those of this router process, which moves them;
+:class:`~tercet.router.reported_sequences.ReportedSequences` are those that engines report, for all routers of a fleet.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from tercet.aio import TaskSet, repeat
-from tercet.decisions.migration import LoadedEngine, Rescheduling, SequenceView, drain, failover, policies_of
+from tercet.decisions.migration import (
+    CountedMove,
+    MovesUnderWay,
+    Policy,
+    Rescheduling,
+    SequenceView,
+    Wanted,
+    drain,
+    failover,
+    policies_of,
+)
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
 from tercet.fleet.loaded_fleet import is_stale, loaded_engines
 from tercet.router.moves import Moves
 from tercet.settings import RescheduleSettings
 
+Views = Mapping[str, Sequence[SequenceView]]
+"""By engine, the sequences that may be moved."""
+
+
+class SequenceSource(Protocol):
+    """The sequences that a rescheduler may move, and the way to move them."""
+
+    @property
+    def policies(self) -> Sequence[Policy]:
+        """Policies that apply whatever the settings say."""
+        ...
+
+    @property
+    def under_way(self) -> MovesUnderWay:
+        """Moves that have begun and not ended."""
+        ...
+
+    async def views(self, may_move: Callable[[str], bool], now: float) -> Views:
+        """The sequences that may be moved, of those whose id ``may_move`` accepts."""
+        ...
+
+    def refusal(self, wanted: Wanted) -> str | None:
+        """Why a move may not begin now; None if it may."""
+        ...
+
+    def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
+        """Make a move, which counts for the limits from its first step on."""
+        ...
+
+    def held_back(self, moves: int) -> None:
+        """Count proposed moves that are not allowed yet."""
+        ...
+
 
 class Rescheduler:
-    """Moves the sequences of this process as :class:`~tercet.decisions.migration.Rescheduling` decides.
+    """Moves the sequences of ``source`` as :class:`~tercet.decisions.migration.Rescheduling` decides.
 
-    Engines that are to be emptied, or have shown no progress for a while, are emptied whatever the settings say.
     Raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.
     """
 
-    def __init__(
-        self, fleet: EngineFleet, sequences: RunningSequences, moves: Moves, settings: RescheduleSettings
-    ) -> None:
+    def __init__(self, fleet: EngineFleet, source: SequenceSource, settings: RescheduleSettings) -> None:
         self._fleet = fleet
-        self._sequences = sequences
-        self._moves = moves
+        self._source = source
         self._settings = settings
-        self._rescheduling = Rescheduling((drain, failover, *policies_of(settings)))
+        self._rescheduling = Rescheduling((*source.policies, *policies_of(settings)))
         self._tasks = TaskSet()
 
     async def run(self) -> None:
@@ -39,45 +83,80 @@ class Rescheduler:
 
     async def look(self) -> None:
         """Begin the moves that may begin now; what is over a limit is proposed again next time."""
-        now = self._fleet.costs.clock()
+        now, held_back = self._fleet.costs.clock(), 0
         self._rescheduling.begins(now)
-        movable, members = self._movable(), {member.name for member in self._fleet.members}
-        held_back = 0
-        for wanted in self._rescheduling.wanted(self._engines(movable, now)) if movable else ():
-            sequence = movable.get(wanted.seq_id)
-            if sequence is None or wanted.destination not in members or wanted.destination == sequence.engine:
+        views: Views = await self._source.views(self._may_move, now) if self._has_work else {}
+        movable = {each.seq_id for found in views.values() for each in found}
+        members = {member.name for member in self._fleet.members}
+        for wanted in self._wanted(views) if movable else ():
+            if wanted.seq_id not in movable or wanted.destination not in members - {wanted.source}:
                 continue
-            if self._moves.refusal(sequence, wanted.destination) is not None:
+            if self._source.refusal(wanted) is not None:
                 held_back += 1
                 continue
             self._rescheduling.moved(wanted.seq_id, now)
-            move = self._moves.follow(sequence, wanted.destination, wanted.reason)
-            self._tasks.spawn(move, f"move of {wanted.seq_id}")
+            self._tasks.spawn(self._source.move(wanted), f"move of {wanted.seq_id}")
             await asyncio.sleep(0)  # it begins, and counts for the limits
-        self._moves.metrics.held_back(held_back)
+        self._source.held_back(held_back)
 
-    def _movable(self) -> Mapping[str, RunningSequence]:
-        """By its id, each sequence that policies may propose to move; none while they have nothing to decide."""
-        fleet, stale_after_s = self._fleet, self._settings.stale_after_s
-        if not self._settings.policies and not any(
-            member.leaving or is_stale(fleet, member, stale_after_s) for member in fleet.members
-        ):
-            return {}
-        return {
-            sequence.request.seq_id: sequence
-            for sequence in self._sequences
-            if sequence.is_generated
-            and not self._rescheduling.leaves_alone(sequence.request.seq_id)
-            and not self._moves.is_moving(sequence)
-        }
+    @property
+    def _has_work(self) -> bool:
+        """Whether policies may propose anything: those that always apply are for engines to be emptied."""
+        stale_after_s = self._settings.stale_after_s
+        return bool(self._settings.policies) or any(
+            member.leaving or is_stale(self._fleet, member, stale_after_s) for member in self._fleet.members
+        )
 
-    def _engines(self, movable: Mapping[str, RunningSequence], now: float) -> list[LoadedEngine]:
+    def _may_move(self, seq_id: str) -> bool:
+        return not self._rescheduling.leaves_alone(seq_id)
+
+    def _wanted(self, views: Views) -> Iterable[Wanted]:
+        under_way: list[CountedMove] = self._source.under_way.everywhere()
+        return self._rescheduling.wanted(loaded_engines(self._fleet, views, under_way, self._settings.stale_after_s))
+
+
+class OwnSequences:
+    """The sequences of this process, which ``moves`` moves.
+
+    Engines that are to be emptied, or have shown no progress for a while, are emptied whatever the settings say.
+    """
+
+    policies = (drain, failover)
+
+    def __init__(self, fleet: EngineFleet, sequences: RunningSequences, moves: Moves) -> None:
+        self._fleet = fleet
+        self._sequences = sequences
+        self._moves = moves
+        self._movable: dict[str, RunningSequence] = {}
+
+    @property
+    def under_way(self) -> MovesUnderWay:
+        """See :class:`SequenceSource`."""
+        return self._moves.under_way
+
+    async def views(self, may_move: Callable[[str], bool], now: float) -> Views:
+        """See :class:`SequenceSource`."""
         members = {member.name: member for member in self._fleet.members}
         on: dict[str, list[SequenceView]] = {name: [] for name in members}
-        for seq_id, sequence in movable.items():
-            member = members.get(sequence.engine)
-            if member is not None:
-                tokens = sequence.known_tokens
-                view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
-                on[member.name].append(view)
-        return loaded_engines(self._fleet, on, self._moves.under_way.everywhere(), self._settings.stale_after_s)
+        self._movable = {}
+        for sequence in self._sequences:
+            seq_id, member = sequence.request.seq_id, members.get(sequence.engine)
+            if not sequence.is_generated or member is None or self._moves.is_moving(sequence) or not may_move(seq_id):
+                continue
+            self._movable[seq_id] = sequence
+            tokens = sequence.known_tokens
+            view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
+            on[member.name].append(view)
+        return on
+
+    def refusal(self, wanted: Wanted) -> str | None:
+        """See :class:`SequenceSource`."""
+        return self._moves.refusal(self._movable[wanted.seq_id], wanted.destination)
+
+    def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
+        """See :class:`SequenceSource`."""
+        return self._moves.follow(self._movable[wanted.seq_id], wanted.destination, wanted.reason)
+
+    def held_back(self, moves: int) -> None:
+        """See :class:`SequenceSource`."""
+        self._moves.metrics.held_back(moves)

@@ -13,11 +13,12 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery import discovery_of, follow_pods, until_known
+from tercet.fleet.discovery import discovery_of, follow_found, until_known
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.fleet_rescheduler import FleetRescheduler
+from tercet.router.reported_sequences import ReportedSequences
+from tercet.router.rescheduler import Rescheduler
 from tercet.settings import EngineAddress, ReschedulerConfig
 from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr
@@ -64,13 +65,14 @@ async def _serve(config: ReschedulerConfig) -> None:
                 if engines.get(name) is engine:
                     del engines[name]
 
-    rescheduler = FleetRescheduler(fleet, engines, config)
+    source = ReportedSequences(fleet, engines, config.moves, config.reschedule.stale_after_s)
+    rescheduler = Rescheduler(fleet, source, config.reschedule)
     background = TaskSet()
     async with StreamListener(config.stream_port) as listener, Membership(fleet, connect) as membership:
         try:
-            source = await _begin_to_follow(config, membership, background)
+            whose = await _begin_to_follow(config, membership, background)
             policies = ", ".join(config.reschedule.policies)
-            logger.info("%d engines of %s, by %s", len(fleet.members), source, policies)
+            logger.info("%d engines of %s, by %s", len(fleet.members), whose, policies)
             background.spawn(membership.watch(), "membership")
             await rescheduler.run()
         finally:
@@ -84,8 +86,8 @@ async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, ba
         background.spawn(_follow(config, membership), "engines")
         return config.url
     discovery, known = discovery_of(config.discovery), asyncio.Event()
-    background.spawn(follow_pods(discovery, membership, (), known), "pods")
-    await until_known(known)
+    background.spawn(follow_found(discovery, membership, (), known), "pods")
+    await until_known(known, discovery.source)
     return discovery.source
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 
 from tercet.aio import repeat, run_in_thread
+from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet.observed_roles import PrefillLine
 from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.fleet_state import FleetState, read_file, write_whole
+from tercet.router.fleet_state import FleetState
 from tercet.router.roles import INTERVAL_S, FleetRoles
 from tercet.router.shared_state import SharedState
 from tercet.settings.role_settings import Objectives
@@ -142,6 +143,6 @@ class RoleKeeper:
 def read_decision(path: Path) -> RoleDecision | None:
     """The decision in a file; None without one that can be read."""
     try:
-        return msgspec.json.decode(read_file(path), type=RoleDecision)
+        return msgspec.json.decode(read_whole(path), type=RoleDecision)
     except (OSError, *UNREADABLE):
         return None

@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.fleet.long_bodies import LongBodies, is_long
 from tercet.fleet.portions import Portions
-from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError
+from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PROGRAM_HEADER, REQUEST_ID_HEADER
@@ -27,7 +28,7 @@ from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.access_log import access_logged
-from tercet.router.admin_access import AdminAccess, is_admin_path
+from tercet.router.admin_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.sequence_count import require_few_sequences
@@ -71,7 +72,8 @@ class RouterApp:
     of pooling servers, need to reach a browser.
     ``shutdown`` counts every request, and refuses all once it has begun; without one this router does not stop.
     ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
-    ``keys`` are those of clients, ``admins`` says who may call the router's own routes.
+    ``keys`` are those of clients, ``admins`` says who may call the router's own routes. ``admin_apart``: these are
+    served at a separate address, and not here.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class RouterApp:
         access_log: bool = False,
         pooling: PoolingServers | None = None,
         admins: AdminAccess | None = None,
+        admin_apart: bool = False,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
@@ -89,9 +92,11 @@ class RouterApp:
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._keys = keys if isinstance(keys, BearerKeys) else BearerKeys(keys)
         self._admins = admins or AdminAccess(clients=self._keys)
+        self._admin_apart = admin_apart
         self._check_program = check_program
         self._max_bytes = max_bytes
         self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
+        self._long = LongBodies(gate.limits, gate.count_refusal)
         self._access_log = access_log
         self._pooling = pooling
         self._refusals = around_refusals(_refused)
@@ -118,15 +123,22 @@ class RouterApp:
         if scope["type"] == "websocket":
             await self._open(scope, receive, send)
             return
-        if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         context = scope[CONTEXT] = context_of(scope)
+        if (elsewhere := self._served_elsewhere(context.path, scope)) is not None:
+            await self._refusals({**scope, ERROR: elsewhere}, receive, send)
+            return
+        if scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
         if context.path == LIVE:
             await _answer(send, 200, b"")
             return
         pooled: PooledAnswer | None = None
         async with AsyncExitStack() as held:
+            held.callback(context.prepared)
             try:
                 if self._is_counted(context, scope):
                     held.enter_context(self._shutdown.request())
@@ -139,10 +151,14 @@ class RouterApp:
                         if for_engines:
                             self._divide(context)
                         if not self._gate.is_open:
+                            context.prepared()  # it may wait for long
                             place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
                             async with kept.until_let_go():
                                 await held.enter_async_context(place)
+                        if context.preparation is not None and pooling is None:
+                            await self._take_turn(context, scope, body, kept)
                 if body is not None and pooling is not None:
+                    context.prepared()
                     pooled = await self._pooled(pooling, context, body, scope)
                     held.callback(pooled.close)
             except TercetError as error:
@@ -154,6 +170,15 @@ class RouterApp:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
                     return
                 await self._serve(context, scope, _nothing_from(receive) if body is None else body.receive, send)
+
+    def _served_elsewhere(self, path: str, scope: Scope) -> UnknownPath | None:
+        """Why there is nothing at this path of this address, if another address has it."""
+        at_admin = scope.get(AT_ADMIN, False)
+        if is_admin_path(path):
+            wrong = self._admin_apart and not at_admin
+            return UnknownPath(f"{path} is not served here, but at the router's --admin-listen") if wrong else None
+        wrong = at_admin and path not in OPEN
+        return UnknownPath(f"{path} is for clients, and not served at the admin address") if wrong else None
 
     def _divide(self, context: RequestContext) -> None:
         """Its sequences come in by portions. Raises :class:`~tercet.protocol.BadRequest` if there are too many."""
@@ -197,7 +222,31 @@ class RouterApp:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:
             return None  # nothing is kept for a caller without a key
-        return await read_body(context, receive, self._max_bytes, self._gate.limits.items, kept)
+        body = await receive_body(context, receive, self._max_bytes, kept)
+        if not body.content or not is_json(context):
+            return body
+        try:
+            if is_long(body.content):
+                await self._take_turn(context, scope, body, kept)
+            await read_body(context, body, self._gate.limits.items)
+        except BaseException:
+            body.close()
+            raise
+        return body
+
+    async def _take_turn(self, context: RequestContext, scope: Scope, body: ReceivedBody, kept: HeldBody) -> None:
+        """Return when a long body may be worked on: no other of its client is, and no other at this moment."""
+        if context.preparation is None or context.preparation.has_ended:
+            async with kept.until_let_go():
+                context.preparation = await self._long.turn(self._client_of(scope), body.left)
+        await self._long.alone()
+
+    def _client_of(self, scope: Scope) -> str:
+        """The key that a client has shown; its address where none is asked for."""
+        if self._keys:
+            shown = "".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
+            return shown.partition(" ")[2]  # the scheme may be written in any case
+        return (scope.get("client") or ("",))[0]
 
     def _require_key(self, scope: Scope) -> None:
         refusal = "this router asks for its API key: Authorization: Bearer KEY"
@@ -248,12 +297,7 @@ def _request_id(scope: Scope) -> str:
 def context_of(scope: Scope) -> RequestContext:
     """What is known of a request before its body."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return RequestContext(_path_of(scope), headers, connection=scope.get(CONNECTION))
-
-
-def _path_of(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    return RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
 
 
 def _target(scope: Scope, path: str) -> bytes:
@@ -274,6 +318,10 @@ class ReceivedBody:
         self._content: bytes | None = content
         self._receive = receive
         self._next: asyncio.Future[Message] | None = None
+
+    def replace(self, content: bytes) -> None:
+        """Have the application receive this in its place."""
+        self.content = self._content = content
 
     async def receive(self) -> Message:
         """ASGI's ``receive``: the body, then whatever comes."""
@@ -319,14 +367,11 @@ def _again(first: Message, receive: Receive) -> Receive:
     return received
 
 
-async def read_body(
-    context: RequestContext, receive: Receive, limit: int, most_items: int, kept: HeldBody
-) -> ReceivedBody:
-    """The body, of which ``context`` gets what it asks for; ``kept`` counts its bytes.
+async def receive_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
+    """The body; ``kept`` counts its bytes.
 
-    JSON is in UTF-8, whatever encoding of Unicode it came in. Raises :class:`~tercet.protocol.RequestTooLarge`,
-    :class:`~tercet.protocol.BadRequest` for JSON that is none, :class:`~tercet.protocol.Saturated` if all bodies
-    together are too large, and :class:`ClientLeft` if that happens before its end.
+    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together are too
+    large, and :class:`ClientLeft` if that happens before its end.
     """
     announced = context.headers.get("content-length", "")
     taker = "this router (--max-request-bytes)"
@@ -338,17 +383,25 @@ async def read_body(
         content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
     if content is None:
         raise ClientLeft
-    if content and is_json(context):
-        content = in_utf8(content)
-        require_readable(content)
-        found = read_json(content)
-        if isinstance(found, (dict, list)):
-            await require_few_items(context.path, content, found, most_items)
-        if isinstance(found, dict):
-            context.fields = cast("dict[str, Any]", found)
-            await require_small_structures(content, context.fields)
-            context.asked = asked_by(context.fields)
     return ReceivedBody(content, receive)
+
+
+async def read_body(context: RequestContext, body: ReceivedBody, most_items: int) -> None:
+    """Read what ``context`` goes by in a body of JSON, which is in UTF-8 afterwards, whatever encoding it came in.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a body that is not JSON, or that takes too long to work on.
+    """
+    content = in_utf8(body.content)
+    if content is not body.content:
+        body.replace(content)
+    require_readable(content)
+    found = read_json(content)
+    if isinstance(found, (dict, list)):
+        await require_few_items(context.path, content, found, most_items)
+    if isinstance(found, dict):
+        context.fields = cast("dict[str, Any]", found)
+        await require_small_structures(content, context.fields)
+        context.asked = asked_by(context.fields)
 
 
 def is_json(context: RequestContext) -> bool:
@@ -381,7 +434,7 @@ _ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Aske
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, in the form of the API that is asked."""
     error: TercetError = scope[ERROR]
-    await _answer(send, error.status, error_body(_path_of(scope), error), error_headers(error))
+    await _answer(send, error.status, error_body(path_of(scope), error), error_headers(error))
 
 
 def fault_of(error: BaseException) -> TercetError:

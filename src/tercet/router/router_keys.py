@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.router.admin_access import AdminAccess
 from tercet.settings import RouterSettings
 from tercet.settings.key_files import KeyFile
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.settings.router_config import AdminAddress
+from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.router")
@@ -27,6 +29,7 @@ class RouterKeys:
         self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
         self._read = {name: file.first() for name, file in self._files.items()}
         self._failed: dict[str, str] = {}
+        self._engines = Callers(secrets_of(config.secret))
         self.clients, self.admins = (self._keys(name) for name in paths)
         if self.admins.shares_with(self.clients):
             raise BadRequest(
@@ -39,7 +42,7 @@ class RouterKeys:
     @property
     def access(self) -> AdminAccess:
         """Who may call the router's own routes."""
-        return AdminAccess(self.admins, self.clients)
+        return AdminAccess(self.admins, self.clients, self._engines)
 
     def require_private(self, host: str, config: RouterSettings) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and clients need no key."""
@@ -48,6 +51,15 @@ class RouterKeys:
                 f"host: other machines reach {host or 'any address'}, and clients need no key; give --api-key after "
                 f"--, {API_KEY_VARIABLE} or --api-key-file, or insist with --open-to-all",
                 "host",
+            )
+
+    def require_private_admin(self, address: AdminAddress | None) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach the admin address without an admin key."""
+        if address is not None and not address.path and not self.admins and not is_loopback(address.host):
+            raise BadRequest(
+                f"admin-listen: other machines reach {address}, and there is no admin key; set {ADMIN_KEY_VARIABLE} or "
+                "--admin-key-file, or listen at 127.0.0.1",
+                "admin-listen",
             )
 
     async def follow(self) -> None:

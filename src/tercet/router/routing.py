@@ -186,6 +186,7 @@ class Routing:
         self._return_after = return_after
         self._before: list[Version] = []
         self.failures: Counter[str] = Counter()
+        self._chosen_by_name: dict[str, Chosen] = {}
 
     @property
     def previous(self) -> Version | None:
@@ -195,6 +196,8 @@ class Routing:
     def choose(self, headers: Mapping[str, str], model: str, draw: float) -> Chosen:
         """The program of a request; ``draw`` is a random number from ``[0, 1)``."""
         plan = self.current.plan
+        if plan.program is not None and not plan.rules:
+            return self._chosen(plan.name or plan.program)
         rule = next((rule for rule in plan.rules if rule.covers(headers, model)), None)
         arm = rule or _share(plan, _sticky(plan, headers, draw))
         return self._chosen(arm.label)
@@ -237,9 +240,14 @@ class Routing:
     def _use(self, version: Version) -> None:
         self.current = version
         self.failures = Counter()
+        self._chosen_by_name = {}
 
     def _chosen(self, name: str) -> Chosen:
-        return Chosen(self.current.number, name, self.current.programs[name])
+        chosen = self._chosen_by_name.get(name)
+        if chosen is None:
+            chosen = Chosen(self.current.number, name, self.current.programs[name])
+            self._chosen_by_name[name] = chosen
+        return chosen
 
 
 def _share(plan: Plan, draw: float) -> Share:

@@ -31,7 +31,7 @@ def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int
     field = "n" if choices > 1 else next(name for name, _ in LISTS if _length(fields.get(name)) == prompts)
     raise BadRequest(
         f"{field}: the request asks for {prompts * choices} sequences ({prompts} prompts, {choices} choices of each), "
-        f"and this router takes {most} of one request (--max-sequences); send several requests",
+        f"and this router takes {most} of one request (max-sequences); send several requests",
         field,
     )
 

@@ -15,21 +15,23 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
-from tercet.aio.importing import without_collections
+from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.membership import Membership, connecting
 from tercet.router import admin
+from tercet.router.admin_server import admin_served, tls_options
 from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
+from tercet.router.found_members import follow_found
+from tercet.router.joined_members import remove_gone
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
-from tercet.router.pod_members import follow_pods
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.role_keeper import RoleKeeper
 from tercet.router.roles import with_roles_followed
 from tercet.router.router_app import RouterApp
@@ -76,7 +78,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         service = Service(
             fleet, config.program, config.program_args, metrics, config.return_after, config.retries,
             config.request_timeout_s, config.wait_for_engine_s, config.moves, config.dev,
-            config.objectives,
+            objectives=config.objectives,
         )  # fmt: skip
         with state_path(config) as path:
             tells = shared is None or not shared.index
@@ -87,7 +89,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 await state.start(FleetState.of(config))
                 if config.discovery.is_wanted:
                     if tells:
-                        background.spawn(follow_pods(state, discovery_of(config.discovery)), "pods")
+                        background.spawn(follow_found(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
                 if not config.serves_without_vllm:
                     _import_vllm(config)  # seconds, well spent while engines are still loading
@@ -98,12 +100,15 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(state.follow(), "state")
                 membership.promise = promise
                 background.spawn(membership.watch(), "membership")
+                if tells:
+                    background.spawn(remove_gone(state), "gone engines")
+                own = OwnSequences(fleet, service.sequences, service.moves)
                 policies = config.reschedule
                 if config.roles == "auto":
                     policies = with_roles_followed(policies)
                     state.role_keeper = RoleKeeper(state, path, config.objectives)
                     background.spawn(state.role_keeper.run(), "roles")
-                rescheduler = Rescheduler(fleet, service.sequences, service.moves, policies)
+                rescheduler = Rescheduler(fleet, own, policies)
                 background.spawn(rescheduler.run(), "rescheduler")
                 if config.missing_adapters == "load":
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
@@ -143,7 +148,9 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 def _import_vllm(config: RouterConfig) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
     from tercet.vllm_plugin.start.log_noise import errors_only
+    from tercet.vllm_plugin.start.server import RESAMPLING
 
+    import_late(RESAMPLING)
     errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
     with without_collections():
         from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
@@ -170,6 +177,7 @@ async def _serve_openai(
     keys = RouterKeys(config, api_keys(args))
     if not args.uds:
         keys.require_private(config.host, config)
+    keys.require_private_admin(config.admin_address)
     # The router asks for keys, of websockets as well: vLLM's own check would not know those of files.
     args.api_key = None
     os.environ.pop(API_KEY_VARIABLE, None)
@@ -188,9 +196,9 @@ async def _serve_openai(
         server.app.middleware_stack = RouterApp(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
+            config.admin_listen is not None,
         )  # fmt: skip
         following.spawn(keys.follow(), "keys")
-        await state.serving()
 
         async def shut_down() -> None:
             # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
@@ -199,7 +207,11 @@ async def _serve_openai(
 
         ready = partial(tell_ready, config) if shared is None else shared.serving
         loads = None if shared is None else (shared.loads, shared.index)
-        await vllm.accept(server.app, args, sock, shut_down, loads, ready)
+        # Of several workers the first one serves administrators: all follow the state that they change.
+        own = config.admin_address if shared is None or not shared.index else None
+        async with admin_served(server.app, own, **tls_options(args)):
+            await state.serving()
+            await vllm.accept(server.app, args, sock, shut_down, loads, ready)
     finally:
         await following.close()
         engine_client.shutdown()

@@ -7,8 +7,9 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from tercet.aio import run_in_thread
 from tercet.decisions.objectives import Attainment
@@ -26,8 +27,7 @@ from tercet.protocol import (
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
-from tercet.router.metrics import Metrics
-from tercet.router.moves import Moves
+from tercet.router.moves import MoveMetrics, Moves
 from tercet.router.named_files import load_anywhere
 from tercet.router.proposals import Proposals
 from tercet.router.recovery import Recovery
@@ -42,19 +42,60 @@ RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
 OBJECTIVES = Objectives()
+_NO_DEADLINE = nullcontext()
 
 GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
 
 
-class Service:
+class ServiceMetrics(MoveMetrics, Protocol):
+    """What counts sequences and programs: the router's metrics, or a simulation."""
+
+    def sequence(self) -> AbstractContextManager[object]:
+        """One sequence is under way while entered."""
+        ...
+
+    def finished(self, trace: Trace) -> None:
+        """A sequence was served to its end."""
+        ...
+
+    def objectives(self, met: bool) -> None:
+        """A sequence ended, and met its objectives or did not; not called without objectives."""
+        ...
+
+    def retried(self, code: str, answered: bool) -> None:
+        """Another attempt begins after a failure; ``answered``: the client has a token already."""
+        ...
+
+    def fell_back(self, program: str, code: str) -> None:
+        """The program failed, and one engine continues its sequence."""
+        ...
+
+    def program_failed(self, program: str) -> None:
+        """The program itself is the cause of a failure."""
+        ...
+
+    def uses(self, version: int) -> None:
+        """Requests are served by this version of the programs from now on."""
+        ...
+
+    def returned(self, program: str, to_version: int) -> None:
+        """A version was replaced by the one before it, because a program failed repeatedly."""
+        ...
+
+
+M = TypeVar("M", bound=ServiceMetrics)
+
+
+class Service(Generic[M]):
     """The programs of this router over its fleet.
 
     ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
     ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
     is ``wait_for_engine``: while no engine answers, a sequence waits at most that long for one before a retry, and
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
-    programs raised; otherwise the log alone has it. ``attainment`` counts
-    the requests that end, by whether they met the ``objectives``.
+    programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
+    of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
+    loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``.
     """
 
     def __init__(
@@ -62,13 +103,15 @@ class Service:
         fleet: EngineFleet,
         program: str,
         program_args: Mapping[str, str],
-        metrics: Metrics,
+        metrics: M,
         return_after: int = RETURN_AFTER,
         retries: RetryBudget = ON_FAILURE,
         request_timeout: float | None = None,
         wait_for_engine: float = 0.0,
         moves: MoveSettings = MOVES,
         tells_faults: bool = False,
+        retries_faults: bool = True,
+        load_arm: LoadArm = load_anywhere,
         objectives: Objectives = OBJECTIVES,
     ) -> None:
         self.fleet = fleet
@@ -81,13 +124,14 @@ class Service:
         self._request_timeout = request_timeout
         self._wait_for_engine = wait_for_engine
         self._tells_faults = tells_faults
+        self._retries_faults = retries_faults
         self._recovery = Recovery(fleet, wait_for_engine, self._clock)
         self.wanted = Plan(program=program, args=program_args)
-        self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted)), return_after)
+        self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
         self._streams: set[OutputStream] = set()
         self._given_up_by: TercetError | None = None
-        metrics.version.set(self.routing.current.number)
+        metrics.uses(self.routing.current.number)
 
     # ---- changing programs -----------------------------------------------------------------------------------
 
@@ -99,7 +143,7 @@ class Service:
         """Requests from now on are served under ``plan``; those under way end as they began."""
         self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
-        self.metrics.version.set(number)
+        self.metrics.uses(number)
 
     def program_called(self, name: str) -> Chosen:
         """The program that a client may ask for by name: one of the plan's, or a built-in one.
@@ -136,16 +180,6 @@ class Service:
         for stream in tuple(self._streams):
             stream.give_up(error)
 
-    @contextmanager
-    def _may_be_given_up(self, stream: OutputStream) -> Generator[None]:
-        if self._given_up_by is not None:
-            raise self._given_up_by
-        self._streams.add(stream)
-        try:
-            yield
-        finally:
-            self._streams.discard(stream)
-
     async def _serve(
         self, request: Request, trace: Trace, model: str, began: float,
         on_sequence: Callable[[RunningSequence], object], stream: OutputStream,
@@ -159,47 +193,32 @@ class Service:
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
-        with (
-            self._may_be_given_up(stream), self.sequences.running(sequence), self.metrics.sequence(),
-            self._deadline(began, stream),
-        ):  # fmt: skip
-            while (failure := await attempts.run(program)) is not None:
-                retry = self._next_attempt(chosen, failure, sequence, tried_at)
-                if retry is None:
-                    if _is_grammars_fault(failure, sequence):
-                        raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
-                    self._note_failed(chosen, failure)
-                    attempts.finish(_last_output(chosen, failure, request.seq_id))
-                    return
-                trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
-                await self._recovery.wait(retry)
-                tried_at = self._clock()
-                trace.program = sequence.program
-                program = partial(one_engine, retry.request, fleet, retry.output)
-
-    @contextmanager
-    def _deadline(self, began: float, stream: OutputStream) -> Generator[None]:
-        """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
-        task, timeout = asyncio.current_task(), self._request_timeout
-        if timeout is None or task is None:
-            yield
-            return
-
-        expired = False
-
-        def expire() -> None:
-            nonlocal expired
-            if not stream.over:
-                stream.fail(DeadlineExceeded(f"the request did not end within {timeout:g} s"))
-                expired = task.cancel()
-
-        timer = asyncio.get_running_loop().call_later(began + timeout - time.monotonic(), expire)
+        if self._given_up_by is not None:
+            raise self._given_up_by
+        self._streams.add(stream)
         try:
-            yield
+            with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
+                while (failure := await attempts.run(program)) is not None:
+                    retry = self._next_attempt(chosen, failure, sequence, tried_at)
+                    if retry is None:
+                        if _is_grammars_fault(failure, sequence):
+                            raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
+                        self._note_failed(chosen, failure)
+                        attempts.finish(_last_output(chosen, failure, request.seq_id))
+                        return
+                    trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
+                    await self._recovery.wait(retry)
+                    tried_at = self._clock()
+                    trace.program = sequence.program
+                    program = partial(one_engine, retry.request, fleet, retry.output)
         finally:
-            timer.cancel()
-            if expired:
-                task.uncancel()
+            self._streams.discard(stream)
+
+    def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
+        """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
+        timeout = self._request_timeout
+        task = asyncio.current_task() if timeout is not None else None
+        return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
 
     def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace) -> None:
         if not sequence.attempt:
@@ -210,7 +229,7 @@ class Service:
             self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
 
     def _note_failed(self, chosen: Chosen, error: BaseException) -> None:
-        """What its client did wrong counts nowhere."""
+        """Count it against the objectives, unless its client is to blame."""
         refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
         if self.attainment.objectives.any and not refused:
             self.attainment.failed()
@@ -222,6 +241,8 @@ class Service:
         """What is tried next after ``error``, or None if nothing is."""
         is_own_fault = _is_own_fault(chosen, error)
         if _is_grammars_fault(error, sequence):
+            return None
+        if is_own_fault and not self._retries_faults:
             return None
         if is_own_fault and not sequence.attempt:
             self._failed(chosen, error, sequence.request.seq_id)
@@ -242,7 +263,7 @@ class Service:
             log_events.RETRY.tell(program=ONE_ENGINE, **said)
             return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {traced}")
         sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
-        self.metrics.fallbacks.labels(chosen.name, code).inc()
+        self.metrics.fell_back(chosen.name, code)
         log_events.FALLBACK.tell(program=chosen.name, to=ONE_ENGINE, **said)
         return TraceEvent(FALLBACK, engine, end=tokens, code=code, reason=f"{sequence.program}: {traced}")
 
@@ -257,7 +278,7 @@ class Service:
 
     def _failed(self, chosen: Chosen, error: BaseException, seq_id: str) -> None:
         """The first failure in a row is logged with where it was; of the others their sequences' retries tell."""
-        self.metrics.failures.labels(chosen.name).inc()
+        self.metrics.program_failed(chosen.name)
         if not self.routing.failures.get(chosen.name):
             log_events.PROGRAM_FAILED.tell(error, program=chosen.name, seq_id=seq_id, reason=_words(error))
         returned = self.routing.failed(chosen, _words(error))
@@ -315,3 +336,22 @@ def _words(error: BaseException) -> str:
     if isinstance(error, ProgramFault):
         return str(error)
     return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _deadline(task: asyncio.Task[Any], stream: OutputStream, at: float, timeout: float) -> Generator[None]:
+    expired = False
+
+    def expire() -> None:
+        nonlocal expired
+        if not stream.over:
+            stream.fail(DeadlineExceeded(f"the request did not end within {timeout:g} s"))
+            expired = task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(at - time.monotonic(), expire)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if expired:
+            task.uncancel()

@@ -6,6 +6,7 @@ from http import HTTPStatus
 
 from tercet.fleet import Trace
 from tercet.protocol import ProgramFailed, Request, TercetError, Usage
+from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.settings.log_events import REQUEST_FAILED
 from tercet.wire.serving.request_context import RequestContext
@@ -14,10 +15,11 @@ from tercet.wire.serving.request_context import RequestContext
 class ServicePrograms:
     """Runs the programs of ``service`` for the sequences of HTTP requests, each of which keeps their traces."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service[Metrics]) -> None:
         self._service = service
 
     def run(self, request: Request, context: RequestContext) -> TracedRun:
+        context.prepared()
         return TracedRun(self._service, request, context)
 
     @property
@@ -41,7 +43,7 @@ def _with_cause(error: TercetError) -> str:
 class TracedRun:
     """One sequence's program; ``stream`` are its outputs."""
 
-    def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
+    def __init__(self, service: Service[Metrics], request: Request, context: RequestContext) -> None:
         self._trace = Trace()
         context.traces.append(self._trace)
         self.stream = service.run(

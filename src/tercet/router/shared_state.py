@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tercet.aio import TaskSet, run_in_thread
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
+from tercet.aio.whole_files import stamp_of
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
@@ -23,8 +24,9 @@ from tercet.fleet.observed_roles import prefill_line
 from tercet.programs import Program
 from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError, UnknownAdapter
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
-from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile, stamp_of
+from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
+from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
 from tercet.router.recovery import POLL_INTERVAL_S
 from tercet.router.routing import Plan
@@ -79,7 +81,7 @@ class SharedState:
         self,
         path: Path,
         membership: Membership,
-        service: Service,
+        service: Service[Metrics],
         shutdown: Shutdown | None = None,
         tells: bool = True,
     ) -> None:
@@ -119,7 +121,7 @@ class SharedState:
     async def start(self, first: FleetState) -> None:
         """Apply the existing state, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
         self.state = self._found = await self._filed(self._file.update, _unchanged, first, by=self._changes)
-        named = tuple(each for each in self.state.members if not each.pod)
+        named = tuple(each for each in self.state.members if not each.uid or each.joined)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
         self._stamp = await self._filed(stamp_of, self._file.path)
@@ -310,10 +312,14 @@ class SharedState:
 
         return await self.change(change, reason, loaded)
 
+    async def check(self, address: EngineAddress) -> None:
+        """Raise :class:`~tercet.protocol.TercetError` for an engine that does not answer, or does not fit."""
+        await self._membership.check(address)
+
     async def add(self, address: EngineAddress, reason: str = ASKED) -> Sequence[str]:
         """One more engine, once it has answered and turned out to fit."""
         self.state.with_member(address)
-        await self._membership.check(address)
+        await self.check(address)
         return await self.change(lambda state: state.with_member(address), reason)
 
     async def load_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -17,6 +16,7 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
 from tercet.router import admin
+from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
@@ -29,9 +29,6 @@ from tercet.router.workers import tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.serving.server_access import api_keys
-
-CLOSE_SECONDS = 1
-STARTED_POLL_S = 0.01
 
 
 class _Flags(argparse.ArgumentParser):
@@ -51,14 +48,6 @@ def flags_of(given: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(given))
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to its caller."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 async def serve_small(
     config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers,
     files: NamedFiles,
@@ -70,6 +59,7 @@ async def serve_small(
     service = state.service
     keys = RouterKeys(config, api_keys(flags_of(config.vllm_args)))
     keys.require_private(config.host, config)
+    keys.require_private_admin(config.admin_address)
     names = [config.public_name, *config.model_aliases]
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
@@ -77,35 +67,47 @@ async def serve_small(
     app.middleware_stack = RouterApp(
         app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
         shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
+        admin_apart=config.admin_listen is not None,
     )  # fmt: skip
-    server = _Server(
+    server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
                        timeout_graceful_shutdown=CLOSE_SECONDS)
     )  # fmt: skip
+    run = partial(shutdown.run, gate.close, service.give_up)
     with _listening(config) as sock:
-        await state.serving()
-        serving = asyncio.ensure_future(server.serve([sock]))
-        following = asyncio.ensure_future(keys.follow())
-        ending = asyncio.ensure_future(_shut_down(shutdown, partial(shutdown.run, gate.close, service.give_up)))
-        try:
-            while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
-                await asyncio.sleep(STARTED_POLL_S)
-            if server.started:
-                tell_ready(config)
-            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
-            server.should_exit = True
-            if ending.done():
-                ending.result()
-            await serving
-        finally:
-            following.cancel()
-            ending.cancel()
-            serving.cancel()
+        async with admin_served(app, config.admin_address):
+            await state.serving()
+            await _accept(server, sock, config, keys, _shut_down(shutdown, run))
 
 
-async def _shut_down(shutdown: Shutdown, run: partial[object]) -> None:
+async def _accept(
+    server: QuietServer,
+    sock: socket.socket,
+    config: RouterConfig,
+    keys: RouterKeys,
+    shut_down: Coroutine[Any, Any, None],
+) -> None:
+    """Serve until ``shut_down`` returns."""
+    serving = asyncio.ensure_future(server.serve([sock]))
+    following = asyncio.ensure_future(keys.follow())
+    ending = asyncio.ensure_future(shut_down)
+    try:
+        if await server.started_by(serving):
+            tell_ready(config)
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        if ending.done():
+            ending.result()
+        await serving
+    finally:
+        following.cancel()
+        ending.cancel()
+        serving.cancel()
+
+
+async def _shut_down(shutdown: Shutdown, run: Callable[[], Awaitable[None]]) -> None:
     with signals_to(shutdown.begin, shutdown.hurry):
-        await run()  # type: ignore[misc]
+        await run()
 
 
 def _listening(config: RouterConfig) -> socket.socket:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tercet.aio.importing import without_collections
+from tercet.aio.importing import import_late, without_collections
 from tercet.aio.warm_parent import serve_forks, unforkable
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -35,6 +35,9 @@ def main() -> None:
     """Import what workers need, and fork them until the supervisor closes its end."""
     _leave_signals_to_the_supervisor()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
+        from tercet.vllm_plugin.start.server import RESAMPLING
+
+        import_late(RESAMPLING)
         with without_collections():
             for module in IMPORTED:
                 importlib.import_module(module)

@@ -50,6 +50,7 @@ class Setting:
     panel: str = ""
     read: Callable[[Any, int], Any] | None = None
     is_key: bool = False
+    in_file: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -81,7 +82,12 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """As on the command line; empty if there is none."""
+        """As on a server's command line; empty if there is none."""
+        return "" if self.setting.in_file else self.any_flag
+
+    @property
+    def any_flag(self) -> str:
+        """As on the command line of a simulation, which has no file of settings; empty if there is none."""
         return f"--{self.key}" if self.setting.flag is None else self.setting.flag
 
     @property

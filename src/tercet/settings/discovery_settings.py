@@ -1,4 +1,4 @@
-"""How engines are found in Kubernetes, for each process with a fleet: router, rescheduler, endpoint picker."""
+"""How engines are found, in Kubernetes or in a roster: for router, rescheduler and endpoint picker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import Setting, Settings
+from tercet.settings.panels import ENGINES, KUBERNETES
 
-KUBERNETES = "Kubernetes"
 TargetPort = Annotated[int, Meta(ge=1, le=65535)]
 POOL_GROUP, EARLIER_POOL_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
 """API groups of InferencePools: of v1, and of v1alpha2 before it."""
@@ -19,8 +19,16 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 class DiscoverySettings(Settings, frozen=True):
-    """Which pods are engines: those of an InferencePool, or those with certain labels; none if neither is given."""
+    """Where engines are found: in the pods of an InferencePool, or in those with certain labels, or in a roster.
 
+    Without any of the three, none are looked for.
+    """
+
+    roster: Annotated[
+        str | None,
+        Setting("A JSON list of engines, read again when it changes; Ray's follower writes one, a Slurm job may.",
+                metavar="FILE", default="none", panel=ENGINES),
+    ] = None  # fmt: skip
     pool_name: Annotated[
         str | None,
         Setting("An InferencePool, whose selector and ports say which pods are engines.", default="none",
@@ -33,7 +41,7 @@ class DiscoverySettings(Settings, frozen=True):
         Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"],
         Setting(
             "The pool's API group: that of `v1`, or the earlier one of `v1alpha2`. InferenceObjectives of this pool "
-            "name the same one.", panel=KUBERNETES,
+            "name the same one.", metavar="GROUP", panel=KUBERNETES
         ),
     ] = POOL_GROUP  # fmt: skip
     endpoint_selector: Annotated[
@@ -46,7 +54,7 @@ class DiscoverySettings(Settings, frozen=True):
                 default="the pool's, or 8000", flag="--endpoint-target-ports", metavar="PORT", panel=KUBERNETES),
     ] = ()  # fmt: skip
     endpoint_scheme: Annotated[
-        Literal["http", "https"], Setting("URL scheme of engines in pods.", panel=KUBERNETES)
+        Literal["http", "https"], Setting("URL scheme of engines in pods.", panel=KUBERNETES, in_file=True)
     ] = "http"
     kubeconfig: Annotated[
         str | None,
@@ -57,12 +65,14 @@ class DiscoverySettings(Settings, frozen=True):
     @property
     def is_wanted(self) -> bool:
         """Whether engines shall be looked for at all."""
-        return self.pool_name is not None or self.endpoint_selector is not None
+        return any(each is not None for each in (self.pool_name, self.endpoint_selector, self.roster))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pool_group != POOL_GROUP and self.pool_name is None:
             raise BadRequest("pool-group: is of a pool; name it with pool-name", "pool-group")
+        if self.roster is not None and (self.pool_name is not None or self.endpoint_selector is not None):
+            raise BadRequest("roster: engines are found in pods or in a roster; give one of the two", "roster")
         if self.pool_name is not None and self.endpoint_selector is not None:
             raise BadRequest("endpoint-selector: the pool has one; give one of the two", "endpoint-selector")
         for key, name in (("pool-name", self.pool_name), ("pool-namespace", self.pool_namespace)):

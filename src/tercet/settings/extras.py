@@ -31,8 +31,8 @@ def import_extra(name: str, user: str) -> Any:
         return import_module(name)
     except ImportError as error:
         module = name.partition(".")[0]
-        extra = next(extra for extra, packages in EXTRAS.items() if module in packages)
-        raise _lacking(extra, module, user) from error
+        of: Extra = next(extra for extra, packages in EXTRAS.items() if module in packages)
+        raise _lacking(of, module, user) from error
 
 
 def _lacking(extra: Extra, module: str, user: str) -> BadRequest:

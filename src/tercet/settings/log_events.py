@@ -55,6 +55,9 @@ ADAPTER_UNLOADED = LogEvent("adapter_unloaded", WARNING, "{adapter}, what runs w
 ROLE_FALLBACK = LogEvent("role_fallback", WARNING, "{role} -> any engine that answers: {reason}")
 ROLE_BACK = LogEvent("role_back", WARNING, "engines of the role {role} are picked again: {reason}")
 
+PREFIX_DRIFT = LogEvent("prefix_drift", WARNING, "{engine}: picks predict what its cache does not have: {reason}")
+PREFIX_AGREES = LogEvent("prefix_agrees", WARNING, "{engine}: picks predict what its cache has again: {reason}")
+
 # ---- finding engines -------------------------------------------------------------------------------------------
 
 DISCOVERY_LOST = LogEvent("discovery_lost", ERROR, "the engines stay as they are, {path}: {reason}")

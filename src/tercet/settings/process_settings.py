@@ -9,6 +9,7 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings
 from tercet.settings.log_lines import LogFormat, LogLevel
+from tercet.settings.panels import ACCESS, OBSERVABILITY
 from tercet.settings.variables import ADMIN_KEY_VARIABLE
 
 EngineSecret = Annotated[
@@ -25,15 +26,23 @@ AdminKey = Annotated[
     ),
 ]  # fmt: skip
 AdminKeyFile = Annotated[
-    str | None, Setting("A file of admin keys, one a line, read again when it changes.", metavar="FILE", default="none")
+    str | None,
+    Setting(
+        "A file of admin keys, one a line, read again when it changes.", metavar="FILE", default="none", panel=ACCESS
+    ),
 ]
-LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.")]
+LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.", panel=OBSERVABILITY)]
 TLSCertificate = Annotated[
     str | None,
-    Setting("Certificate of this server (PEM), reloaded when it is replaced.", metavar="FILE", default="none: no TLS"),
+    Setting(
+        "Certificate of this server (PEM), reloaded when it is replaced.",
+        metavar="FILE",
+        default="none: no TLS",
+        panel=ACCESS,
+    ),
 ]
-TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none")]
-LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.")]
+TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none", panel=ACCESS)]
+LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.", panel=OBSERVABILITY)]
 
 
 def require_pair(certificate: str | None, key: str | None) -> None:
@@ -47,11 +56,15 @@ class EngineTLS(Settings, frozen=True):
 
     ca: Annotated[
         str | None,
-        Setting("Certificate authority of https:// engines (PEM).", metavar="FILE", default="the system's"),
+        Setting(
+            "Certificate authority of https:// engines (PEM).", metavar="FILE", default="the system's", panel=ACCESS
+        ),
     ] = msgspec.field(default=None, name="engine-ca")
     cert: Annotated[
-        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none")
+        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none", panel=ACCESS)
     ] = msgspec.field(default=None, name="engine-cert")
     key: Annotated[
-        str | None, Setting("Private key of it (PEM).", metavar="FILE", default="in the certificate's file")
+        str | None, Setting(
+            "Private key of it (PEM).", metavar="FILE", default="in the certificate's file", panel=ACCESS,
+        )
     ] = msgspec.field(default=None, name="engine-key")  # fmt: skip

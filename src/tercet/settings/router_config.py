@@ -21,14 +21,16 @@ from tercet.settings.declaration import (
 )
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
+from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, OBSERVABILITY, PLACEMENT, SERVER
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-LIMITS = "Limits"
-ACCESS = "Access"
+LAST_PORT = 65535
+FILE_PREFIX = "unix:"
+LONGEST_SOCKET_PATH = 107
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -76,17 +78,52 @@ def engine_address(given: str, index: int) -> EngineAddress:
         raise BadRequest(f"--engine: {error.message}", "--engine") from None
 
 
+class AdminAddress(msgspec.Struct, frozen=True):
+    """Where `/tercet/v1` alone is served: a ``host`` and a ``port``, or the ``path`` of a socket's file."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"{FILE_PREFIX}{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def of(cls, text: str) -> AdminAddress:
+        """From ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; raises :class:`~tercet.protocol.BadRequest`."""
+        if text.startswith(FILE_PREFIX):
+            path = text.removeprefix(FILE_PREFIX)
+            if path.startswith("/") and len(path.encode()) <= LONGEST_SOCKET_PATH:
+                return cls(path=path)
+        else:
+            host, _, port = text.rpartition(":")
+            bracketed = host.startswith("[") and host.endswith("]")
+            bare = host[1:-1] if bracketed else host
+            is_host = ":" in bare if bracketed else bool(bare) and not set(bare) & set(":[]/ ")
+            if is_host and port.isascii() and port.isdigit() and 0 < int(port) <= LAST_PORT:
+                return cls(bare, int(port))
+        raise BadRequest(
+            f"admin-listen: must be HOST:PORT, [IPv6]:PORT or unix:/PATH of at most {LONGEST_SOCKET_PATH} bytes, is "
+            f"{text[:200]!r}",
+            "admin-listen",
+        )
+
+
 class RetryBudget(Settings, frozen=True):
     """How much is done for one sequence before its client gets the error."""
 
     retries: Annotated[
-        NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.")
+        NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.", panel=FAILURES)
     ] = 2
     within_s: Annotated[
         Seconds,
         Setting(
             "Stop retrying this long after the last token that the client got, or after the request if it got none.",
             unit="seconds",
+            in_file=True,
+            panel=FAILURES,
         ),
     ] = msgspec.field(default=600.0, name="retry-within")
 
@@ -96,7 +133,8 @@ class Limits(Settings, frozen=True):
 
     ``in_flight`` counts sequences, of which a request has one for each prompt and choice, and at least one; ``tokens``
     the prompt tokens of sequences on engines, each engine's own; the ones ``per_engine`` are multiplied by the engines
-    that decode and can be picked. ``sequences``, ``at_once`` and ``items`` are one request's: no fleet is full by them.
+    that decode and can be picked. ``sequences``, ``at_once`` and ``items`` are one request's, ``long_queued``
+    one client's: no fleet is full by them.
     """
 
     in_flight: Annotated[
@@ -127,19 +165,31 @@ class Limits(Settings, frozen=True):
     ] = msgspec.field(default=30.0, name="queue-timeout")
 
     sequences: Annotated[
-        AtLeastOne, Setting("Sequences of one request, prompts times `n`; more get 400.", panel=LIMITS)
+        AtLeastOne, Setting("Sequences of one request, prompts times `n`; more get 400.", panel=LIMITS, in_file=True)
     ] = msgspec.field(default=512, name="max-sequences")
     at_once: Annotated[
         AtLeastOne,
-        Setting("Sequences of one request under way at once; the others follow as these end.", panel=LIMITS),
+        Setting(
+            "Sequences of one request under way at once; the others follow as these end.", panel=LIMITS, in_file=True
+        ),
     ] = msgspec.field(default=128, name="max-sequences-at-once")
 
     items: Annotated[
         AtLeastOne,
         Setting(
-            "Lists and objects in a request's body, such as messages, parts and tools; more get 400.", panel=LIMITS
+            "Lists and objects in a request's body, such as messages, parts and tools; more get 400.",
+            panel=LIMITS,
+            in_file=True,
         ),
     ] = msgspec.field(default=4096, name="max-request-items")
+    long_queued: Annotated[
+        NotNegative,
+        Setting(
+            "Long bodies of one client that wait while one of them is prepared; more get 429.",
+            panel=LIMITS,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=64, name="max-long-queued")
 
     @property
     def any(self) -> bool:
@@ -154,36 +204,47 @@ class RouterSettings(Settings, frozen=True):
     ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
     """
 
-    model: Annotated[str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")] = (
-        "smollm2"
-    )
+    model: Annotated[
+        str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.", panel=MODEL)
+    ] = "smollm2"
     served_model_name: Annotated[
-        str | None, Setting("The model's name in the OpenAI API.", default="the model's")
+        str | None, Setting("The model's name in the OpenAI API.", default="the model's", panel=MODEL)
     ] = None  # fmt: skip
     model_aliases: Annotated[
         tuple[str, ...],
-        Setting("One more name of the model, that rules may go by; repeatable.", flag="--model-alias"),
+        Setting(
+            "One more name of the model, that rules may go by; repeatable.",
+            flag="--model-alias",
+            in_file=True,
+            panel=MODEL,
+        ),
     ] = ()
-    host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Setting("Address to listen on.", panel=SERVER)] = "127.0.0.1"
     program: Annotated[
-        str, Setting("A built-in program (such as `data_parallel`), or your own: `file.py:function`.")
+        str, Setting("A built-in program (such as `data_parallel`), or your own: `file.py:function`.", panel=PLACEMENT)
     ] = "disaggregated"
     program_args: Annotated[
-        Mapping[str, str], Setting("A parameter of the program; repeatable.", flag="--program-arg")
+        Mapping[str, str], Setting("A parameter of the program; repeatable.", flag="--program-arg", panel=PLACEMENT)
     ] = {}
     return_after: Annotated[
-        NotNegative, Setting("Failures of a program in a row before the one before it is used again; 0: never.")
+        NotNegative,
+        Setting(
+            "Failures of a program in a row before the one before it is used again; 0: never.",
+            in_file=True,
+            panel=PLACEMENT,
+        ),
     ] = 5
     dev: Annotated[
         bool,
         Setting(
             "Reload the program or the scheduling file when its file changes; traces show what a program raised.",
             default="off",
+            panel=PLACEMENT,
         ),
     ] = False
     fast_path: Annotated[
         Literal["on", "off"],
-        Setting("`off`: vLLM's own code writes plain streams too, with the same bytes, at a higher cost per token."),
+        Setting("`off`: vLLM's own code writes plain streams too, at a higher cost per token.", panel=SERVER),
     ] = "on"
     log_format: LogLines = "text"
     access_log: Annotated[
@@ -191,11 +252,14 @@ class RouterSettings(Settings, frozen=True):
         Setting(
             "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
             default="off",
+            panel=OBSERVABILITY,
         ),
     ] = False
     scheduling: Annotated[
         str | None,
-        Setting("A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none"),
+        Setting(
+            "A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none", panel=PLACEMENT
+        ),
     ] = None
     lora_modules: Annotated[
         Mapping[str, str],
@@ -203,11 +267,16 @@ class RouterSettings(Settings, frozen=True):
             "A LoRA adapter that engines are to have, and where its files are on them; repeatable.",
             flag="--lora-modules",
             metavar="NAME=PATH",
+            panel=MODEL,
         ),
     ] = {}
     missing_adapters: Annotated[
         Literal["load", "leave"],
-        Setting("`load` one of these on an engine that lacks it, or `leave` the engine out of requests for it."),
+        Setting(
+            "`load` one of these on an engine that lacks it, or `leave` the engine out of requests for it.",
+            in_file=True,
+            panel=MODEL,
+        ),
     ] = "load"
     retries: RetryBudget = RetryBudget()
     stuck_after_s: Annotated[
@@ -216,16 +285,24 @@ class RouterSettings(Settings, frozen=True):
             "Time without progress after which an engine's sequences continue on other engines; must exceed its "
             "longest step.",
             unit="seconds",
+            panel=FAILURES,
         ),
     ] = msgspec.field(default=5.0, name="stuck-after")
     wait_for_engine_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("When no engine answers, how long a sequence waits for one before it is tried again.", unit="seconds"),
+        Setting(
+            "When no engine answers, how long a sequence waits for one before it is tried again.",
+            unit="seconds",
+            in_file=True,
+            panel=FAILURES,
+        ),
     ] = msgspec.field(default=30.0, name="wait-for-engine")
     without_role: Annotated[
         WithoutRole,
         Setting(
-            "While no engine of a role can be picked: `serve` on those that are left, or `refuse` what needs it (503)."
+            "While no engine of a role can be picked: `serve` on those that are left, or `refuse` what needs it (503).",
+            in_file=True,
+            panel=PLACEMENT,
         ),
     ] = "serve"
     limits: Limits = Limits()
@@ -239,26 +316,29 @@ class RouterSettings(Settings, frozen=True):
     ] = msgspec.field(default=None, name="request-timeout")
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("Longest time that running requests may continue after a signal to stop.", unit="seconds"),
+        Setting(
+            "Longest time that running requests may continue after a signal to stop.", unit="seconds", panel=SERVER
+        ),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
     max_request_bytes: Annotated[
         AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
     ] = MAX_REQUEST_BYTES
     workers: Annotated[
-        Annotated[int, Meta(ge=1, le=256)], Setting("Router processes that share the port.")
+        Annotated[int, Meta(ge=1, le=256)], Setting("Router processes that share the port.", panel=SERVER)
     ] = 1  # fmt: skip
     stream_port: Annotated[
         Port,
         Setting(
             "Port to which engines connect their token streams; each further worker takes the next one.",
             default="any free one",
+            panel=SERVER,
         ),
     ] = 0
     pooling_servers: Annotated[
         tuple[str, ...],
         Setting(
             "A vLLM server of a pooling model, to which embeddings, scores and reranking go. Repeatable.",
-            flag="--pooling-server", metavar="URL",
+            flag="--pooling-server", metavar="URL", panel=MODEL,
         ),
     ] = ()  # fmt: skip
     pooling_key: Annotated[
@@ -273,7 +353,8 @@ class RouterSettings(Settings, frozen=True):
         Literal["auto", "vllm", "small"],
         Setting(
             "OpenAI API: vLLM's, or a small one (completions and chat as text) that needs neither vLLM nor torch; "
-            "auto: small before engines of `tercet up --simulate`, else vLLM's."
+            "auto: small before engines of `tercet up --simulate`, else vLLM's.",
+            panel=MODEL,
         ),
     ] = "auto"
     admin_key: AdminKey = ""
@@ -297,7 +378,8 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = ()  # fmt: skip
     vllm_args: Annotated[
-        tuple[str, ...], Setting("Flags of the router's vLLM layer; with `tercet router` after `--`.", flag="")
+        tuple[str, ...],
+        Setting("Flags of the router's vLLM layer; with `tercet router` after `--`.", flag="", panel=MODEL),
     ] = msgspec.field(default=(), name="router-args")
 
     def __post_init__(self) -> None:
@@ -335,21 +417,27 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         tuple[EngineAddress, ...],
         Setting(
             "An engine; role is prefill, decode or both, labels are for scheduling. Repeatable.", flag="--engine",
-            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
+            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields, panel=ENGINES,
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
     # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
     port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT")
+        Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT", panel=SERVER)
     ] = 8000
     state: Annotated[
         str | None,
         Setting(
             "File that keeps engines, programs and scheduling; routers with the same file share them.",
-            metavar="FILE", default="of this router alone",
+            metavar="FILE", default="of this router alone", panel=ENGINES,
         ),
     ] = None  # fmt: skip
+    admin_listen: Annotated[
+        str | None,
+        Setting(
+            "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
+        ),
+    ] = None
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 
@@ -357,13 +445,23 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         super().__post_init__()
         require_unlike(self.engines, self.discovery)
         self.require_stream_ports_beside(self.port)
+        address = self.admin_address
+        if address is not None and address.port == self.port:
+            raise BadRequest(f"admin-listen: clients come to the port {self.port}; choose another one", "admin-listen")
+        if address is not None and self.stream_port and 0 <= address.port - self.stream_port < self.workers:
+            raise BadRequest("admin-listen: a token stream has this port; choose another one", "admin-listen")
+
+    @property
+    def admin_address(self) -> AdminAddress | None:
+        """Where admin routes are served, if apart from the port for clients."""
+        return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
 
 
 def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found, and for two of one name or URL."""
     if not engines and not discovery.is_wanted:
         raise BadRequest(
-            "engines: at least one is needed, or --endpoint-selector or --pool-name to find some", "engines"
+            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some", "engines"
         )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:

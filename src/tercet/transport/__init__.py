@@ -37,7 +37,7 @@ from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
-from tercet.transport.peer import SendReport
+from tercet.transport.outgoing import SendReport
 from tercet.transport.rank import RankTransport
 from tercet.transport.region import (
     CORE_WORDS,

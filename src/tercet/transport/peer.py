@@ -8,26 +8,23 @@ blocks that it reads by itself after that.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from tercet.protocol import BadRequest, Content, TercetError, TransferFailed
+from tercet.protocol import BadRequest, TercetError, TransferFailed
 from tercet.transport.backends import tcp
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.core_words import is_core_word
 from tercet.transport.greeting import chosen, greet
-from tercet.transport.head_slices import HeadSlice
-from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.outgoing import Leg, SendReport, parts_of, send_numbers
 from tercet.transport.pacing import start_thread
 from tercet.transport.peer_messages import (
     BLOCK_NUMBER,
@@ -35,16 +32,12 @@ from tercet.transport.peer_messages import (
     Challenge,
     FromReceiver,
     ProtocolViolation,
-    ReadDescriptors,
     ReadRequest,
     Refused,
-    SendBegin,
-    SendEnd,
     Welcome,
     framed,
 )
 from tercet.transport.receiver_answers import ReceiverAnswers
-from tercet.transport.region import Numbers
 from tercet.transport.sockets import UNIX, Post, connect_unix, parse_address, shut, tune, wait_in_calls
 from tercet.transport.vectors import Vector
 
@@ -55,46 +48,6 @@ CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
 # In one message, if no connection has to carry the bytes.
 MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES = 65536, 64 * 1024 * 1024
-
-# Never repeated in a process, on any connection: a reader that checks a generation word late must not find there the
-# number of a send that has ended. The core's words have separate numbers.
-_numbers = itertools.filterfalse(is_core_word, itertools.count(1 + secrets.randbits(62)))
-
-
-@dataclass(frozen=True)
-class SendReport:
-    """A send that is in place at the receiver: bytes of KV, number of chunks, and the transport."""
-
-    bytes: int
-    chunks: int
-    transport: str = ""
-
-
-OnDone = Callable[[SendReport | TercetError], None]
-
-
-@dataclass(eq=False)
-class Leg:
-    """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is its part of each block.
-
-    ``planes`` are those that it gets, all of them if empty. ``chunks`` are those that the receiver was told to read.
-    ``on_done`` is called once, without locks of the transport. ``number`` names the send. It is also the value of its
-    generation word, which is written here while the blocks are pinned, or by the core (:mod:`.core_words`), whose
-    number must not be cleared here.
-    """
-
-    lease: str
-    content: Content
-    head_slice: HeadSlice
-    on_done: OnDone
-    number: int = field(default_factory=lambda: next(_numbers))
-    planes: tuple[PlaneRun, ...] = ()
-    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
-    begun: bool = False  # whether the receiver has the begin message
-    finished_at: float | None = None  # when the receiver got the end message
-    readers: int = 0  # threads that are writing its blocks to the receiver
-    outcome: SendReport | TercetError | None = None
-    told: bool = False
 
 
 class TransferPeer:
@@ -141,14 +94,14 @@ class TransferPeer:
         if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
             return self._end(leg, BadRequest(reason))
-        numbers = np.array(blocks, dtype=np.int64)
+        wanted = np.array(blocks, dtype=np.int64)
 
         def write(post: Post) -> None:
             # The receiver may want none of these layers: other stages get them.
             for run in parts_of(layers, leg.planes):
-                for chunk in self._chunks(leg, run, slot, numbers):
+                for chunk in leg.next_chunks(run, slot, wanted, self._most_blocks(leg, run.length * len(wanted))):
                     leg.chunks.append(chunk)
-                    post.send(self._beginning(leg) + framed(chunk))
+                    post.send(leg.beginning() + framed(chunk))
                     self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
 
         return self._say(leg, write)
@@ -160,9 +113,7 @@ class TransferPeer:
 
         def write(post: Post) -> None:
             leg.finished_at = time.monotonic()
-            part = leg.head_slice
-            last = SendEnd(leg.number, leg.lease, begin, end, len(leg.chunks), part.part, part.parts)
-            post.send(self._beginning(leg) + framed(last))
+            post.send(leg.beginning() + framed(leg.ending(begin, end)))
 
         return self._say(leg, write)
 
@@ -263,7 +214,7 @@ class TransferPeer:
         """Begin the session; returns the chosen transport."""
         memory = self._host if sock.family == socket.AF_UNIX else None
         offers = {each.name: each.offer() for each in self._rank.backends if each is memory or each is not self._host}
-        word = next(_numbers)
+        word = next(send_numbers)
         self._rank.region.set_word(word)
         try:
             challenge = answers.expect(Challenge)
@@ -345,28 +296,12 @@ class TransferPeer:
         finally:
             post.close()  # before its socket is closed: callers may be writing
 
-    def _beginning(self, leg: Leg) -> bytes:
-        """The begin message of a send; empty if the receiver has it."""
-        if leg.begun:
-            return b""
-        leg.begun = True
-        planes = tuple((run.target, run.target + run.length) for run in leg.planes)
-        return framed(SendBegin(leg.number, leg.lease, leg.content, planes))
-
-    def _chunks(self, leg: Leg, run: PlaneRun, slot: int, blocks: Numbers) -> Iterator[ReadDescriptors]:
-        """A push in chunks of the best size for its transport."""
-        part = leg.head_slice
-        limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // part.size))
+    def _most_blocks(self, leg: Leg, count: int) -> int:
+        """The best number of blocks in a chunk for the transport, if ``count`` are to be sent."""
+        size = leg.head_slice.size
         if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
-            total = run.length * len(blocks) * part.size
-            limit = max(1, tcp.chunk_bytes(total, self._rank.settings.streams) // part.size)
-        away = run.source - run.target
-        for some, cut in cuts(range(run.target, run.target + run.length), len(blocks), limit):
-            yield ReadDescriptors(
-                leg.number, leg.lease, len(leg.chunks), some.start, len(some), slot + cut.start, slot + cut.stop,
-                blocks[cut].astype(BLOCK_NUMBER).tobytes(), part.source_offset, part.size, part.part, part.parts,
-                source=some.start + away if away else None,
-            )  # fmt: skip
+            return max(1, tcp.chunk_bytes(count * size, self._rank.settings.streams) // size)
+        return max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
 
     # ---- what the receiver answers -----------------------------------------------------------------------------------
 
@@ -453,27 +388,6 @@ class TransferPeer:
                 self._post.close()
         for leg in orphans:
             self._end(leg, error)
-
-
-def parts_of(layers: range, planes: Sequence[PlaneRun]) -> list[PlaneRun]:
-    """Those of the layers that go to ``planes``; all of them if that is empty."""
-    if not planes:
-        return [PlaneRun(layers.start, layers.start, len(layers))]
-    return [found for run in planes if (found := run.within(layers)) is not None]
-
-
-def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
-    """Cut ``count`` blocks in each layer into chunks of at most ``limit``: layers, and blocks of them.
-
-    A chunk has several whole layers if there is room, or some of one layer's blocks.
-    """
-    if not count:
-        return
-    at_once, parts = max(1, limit // count), -(-count // limit)
-    size = -(-count // parts)
-    for first in range(0, len(layers), at_once):
-        for start in range(0, count, size):
-            yield layers[first : first + at_once], slice(start, min(start + size, count))
 
 
 def _words(error: BaseException) -> str:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterator
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
 from tercet.protocol import Content, TercetError
+from tercet.protocol.splitting import BrokenFrame, FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.region import RegionShape
@@ -175,37 +175,26 @@ def framed(message: msgspec.Struct) -> bytes:
     return _HEADER.pack(MAGIC, len(body)) + body
 
 
-class Splitter(Generic[M]):
+class MessageSplitter(Generic[M]):
     """Splits received bytes into messages of the kinds that a decoder knows."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self._decoder = decoder
-        self._data = bytearray()
+        self._frames = FrameSplitter(MAX_MESSAGE_BYTES, _HEADER, MAGIC)
 
     @property
-    def left(self) -> int:
+    def held(self) -> int:
         """Bytes of an incomplete message."""
-        return len(self._data)
+        return self._frames.held
 
-    def feed(self, data: bytes) -> Iterator[M]:
-        """Yield the messages that are complete with ``data``; raises :class:`ProtocolViolation` for an invalid one."""
-        self._data += data
-        while len(self._data) >= HEADER_BYTES:
-            magic, nbytes = _HEADER.unpack_from(self._data)
-            if magic != MAGIC:
-                raise ProtocolViolation(f"not a KV transfer: the header begins with {magic!r}")
-            if nbytes > MAX_MESSAGE_BYTES:
-                raise ProtocolViolation(f"a message of {nbytes} bytes, which is more than {MAX_MESSAGE_BYTES}")
-            end = HEADER_BYTES + nbytes
-            if len(self._data) < end:
-                return
-            body = bytes(self._data[HEADER_BYTES:end])
-            del self._data[:end]
-            yield self._decode(body)
-
-    def _decode(self, body: bytes) -> M:
+    def feed(self, data: bytes) -> list[M]:
+        """Return the messages that are complete now; raises :class:`ProtocolViolation` for an invalid one."""
         try:
-            return self._decoder.decode(body)
+            return [self._decoder.decode(body) for body in self._frames.split(data)]
+        except BrokenFrame as error:
+            raise ProtocolViolation(f"not a KV transfer: {error}") from error
+        except ItemTooLong as error:
+            raise ProtocolViolation(str(error)) from error
         except UNREADABLE as error:
             raise ProtocolViolation(f"not a message of this protocol: {error}") from error
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -37,10 +37,10 @@ from tercet.transport.peer_messages import (
     Challenge,
     FromSender,
     Greeting,
+    MessageSplitter,
     ProtocolViolation,
     Refused,
     SendEnd,
-    Splitter,
     framed,
 )
 from tercet.transport.sockets import listen, listen_unix, require_own_user, shut, tune, wait_in_calls
@@ -217,7 +217,7 @@ class _Talk:
         self.connection = connection
         self.memory: int | None = None
         self._greeted = False
-        self._splitter = Splitter(FROM_SENDER)
+        self._splitter = MessageSplitter(FROM_SENDER)
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
@@ -227,16 +227,17 @@ class _Talk:
         self.say(challenge)
         deadline = time.monotonic() + GREETING_SECONDS
         while True:
-            for message in self.receive():
-                if not isinstance(message, Greeting) or self._splitter.left:
+            if messages := self.receive():
+                greeting, *others = messages
+                if not isinstance(greeting, Greeting) or others or self._splitter.held:
                     raise ProtocolViolation("the first message must be a greeting, and nothing may come with it")
                 self._greeted = True
-                return message
+                return greeting
             if not self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError("the sender's greeting did not come in time")
 
-    def receive(self) -> Iterable[FromSender]:
-        """Yield the messages that have arrived, if any; raises ``ConnectionResetError`` at the end."""
+    def receive(self) -> Sequence[FromSender]:
+        """Return the messages that have arrived, if any; raises ``ConnectionResetError`` at the end."""
         try:
             if self._greeted:
                 data = self.connection.recv(RECEIVED_AT_A_TIME, socket.MSG_DONTWAIT)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tercet.protocol import TransferFailed
-from tercet.transport.peer_messages import FROM_RECEIVER, FromReceiver, ProtocolViolation, Refused, Splitter
+from tercet.transport.peer_messages import FROM_RECEIVER, FromReceiver, MessageSplitter, ProtocolViolation, Refused
 
 M = TypeVar("M", bound=FromReceiver)
 
@@ -23,7 +23,7 @@ class ReceiverAnswers:
         self._sock = sock
         self._deadline: float | None = time.monotonic() + seconds
         self._on_silence = self._give_up
-        self._splitter = Splitter(FROM_RECEIVER)
+        self._splitter = MessageSplitter(FROM_RECEIVER)
         self._messages = self._receive()
 
     def read_from(self, sock: socket.socket, on_silence: Callable[[], None]) -> None:

@@ -20,7 +20,8 @@ from tercet.transport.core_words import is_core_word
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import LocalRank
-from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
+from tercet.transport.outgoing import Leg, OnDone, SendReport
+from tercet.transport.peer import TransferPeer
 
 _LEASE = re.compile(r"[0-9a-f]{32}")
 REMEMBERED_CANCELLED = 4096

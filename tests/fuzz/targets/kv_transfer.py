@@ -17,8 +17,9 @@ from tercet.transport import BlockShape, HeadSlice, KVRegion, SendReport, Transp
 from tercet.transport.backends import tcp
 from tercet.transport.greeting import agree, chosen, greet, require_ours
 from tercet.transport.local_rank import LocalRank
+from tercet.transport.outgoing import Leg
 from tercet.transport.pacing import Pace
-from tercet.transport.peer import Leg, TransferPeer
+from tercet.transport.peer import TransferPeer
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,
@@ -26,11 +27,11 @@ from tercet.transport.peer_messages import (
     Acknowledged,
     Challenge,
     Greeting,
+    MessageSplitter,
     ProtocolViolation,
     ReadDescriptors,
     ReadRequest,
     Refused,
-    Splitter,
     Welcome,
     framed,
     proof_of,
@@ -102,7 +103,7 @@ class SendersRoom:
         return Outcome(len(case), " | ".join(happened[:4]))
 
     def _converse(self, conversation: Conversation, case: Case) -> str:
-        receiving, splitter, random = self._receiving, Splitter(FROM_SENDER), random_of(case)
+        receiving, splitter, random = self._receiving, MessageSplitter(FROM_SENDER), random_of(case)
         session: SenderSession | None = None
         try:
             for item in case:
@@ -224,7 +225,7 @@ class AnswersRoom:
         return Outcome(len(case), happened)
 
     def _hear(self, peer: TransferPeer, case: Case) -> str:
-        splitter, greeting, random = Splitter(FROM_RECEIVER), None, random_of(case)
+        splitter, greeting, random = MessageSplitter(FROM_RECEIVER), None, random_of(case)
         challenge = Challenge(b"")
         welcomed = False
         try:

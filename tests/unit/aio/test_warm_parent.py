@@ -15,6 +15,7 @@ import pytest
 
 from tercet.aio.warm_parent import FORK, MOST_BYTES
 
+pytestmark = pytest.mark.processes
 SECONDS = 20.0
 # A child does what the pipe that it gets says; the parent does BEFORE, then serves.
 PARENT = """

@@ -54,5 +54,5 @@ def test_a_server_names_them_and_a_look_at_it_does_not(
     monkeypatch.setenv("TERCET_PREFIL", "2")
     assert app._run(["router"]) == 2
     assert "TERCET_PREFIL in the environment is ignored" in capsys.readouterr().err
-    assert app._run(["program", "set"]) == 2
+    assert app._run(["program", "--sticky", "x"]) == 2
     assert "TERCET_PREFIL" not in capsys.readouterr().err

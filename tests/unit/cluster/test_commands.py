@@ -204,6 +204,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert [name for name, _ in config.roles] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
 
 
+def test_a_ratio_and_a_number_of_engines_are_counts_in_the_order_of_starts() -> None:
+    config = UpConfig(max_instances=4, pd_ratio="1:3")
+    assert config.roles == [
+        ("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode"), ("decode-2", "decode"),
+    ]  # fmt: skip
+    assert [name for name, _ in UpConfig(both=1, decode=0).roles] == ["prefill-0", "engine-0"]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -221,6 +229,10 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("router-args: [--model=x]", "router-args: --model"),
         ("program-args: {x: {}}", "program-args"),
         ("prefill: 0\ndecode: 0", "no engine"),
+        ("max-instances: 1", "max-instances"),
+        ("max-instances: 4\nboth: 1", "max-instances: is split by pd-ratio"),
+        ("pd-ratio: '2:1'", "pd-ratio: requires max-instances"),
+        ("max-instances: 4\npd-ratio: '0:1'", "pd-ratio: '0:1' is not a ratio"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, says: str) -> None:

@@ -22,6 +22,7 @@ from tercet.cluster.guard import Forked
 from tercet.cluster.warm_start import READ_LATE, can_fork, early_differences, listening_for_guards
 
 SECONDS = 20.0
+pytestmark = pytest.mark.processes
 # Its children run the code of `python -c CODE`, with the output and the variables that were asked for.
 PARENT = """
 import json, os, socket, sys, threading, time
@@ -137,7 +138,6 @@ def test_a_killed_command_is_reported(parent: WarmParent) -> None:
     assert run.ends() == 128 + signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_it_ends_with_the_process_that_wants_it(parent: WarmParent) -> None:
     run = Run(parent.address, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS)
     run.line()

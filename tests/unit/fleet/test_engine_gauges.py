@@ -25,7 +25,7 @@ def test_each_engine_that_has_reported_has_its_load_and_the_reports_age() -> Non
     text = generate_latest(registry).decode()
     assert 'tercet_engine_report_age_seconds{engine="a"} 7.5' in text
     assert 'tercet_engine_waiting{engine="a"} 3.0' in text
-    assert 'tercet_engine_step_time{engine="a"} 0.02' in text
+    assert 'tercet_engine_step_seconds{engine="a"} 0.02' in text
     assert 'tercet_engine_tokens{engine="a"}' not in text, "what was not said is not there"
     assert [line for line in text.splitlines() if 'engine="b"' in line] == ['tercet_engine_up{engine="b"} 0.0']
     fleet.member("a").reachable = False

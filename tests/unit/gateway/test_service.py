@@ -263,7 +263,7 @@ async def test_metrics() -> None:
         'llm_d_inference_scheduler_disagg_decision_total{decision_type="decode-only",model_name="m"} 1.0',
         'inference_pool_ready_pods{name="p"} 2.0',
         'inference_pool_per_pod_queue_size{model_server_pod="e0",name="p"} 3.0',
-        'tercet_engine_kv_usage{engine="e0"} 0.25',
+        'tercet_engine_kv_usage_ratio{engine="e0"} 0.25',
         'tercet_engine_waiting{engine="e0"} 3.0',
         'tercet_engine_up{engine="e1"} 1.0',
         'tercet_picker_served_total{endpoint="first"} 1.0',

@@ -15,6 +15,7 @@ import httpx
 import prometheus_client
 import pytest
 from fastapi import FastAPI
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
@@ -216,6 +217,17 @@ def programs(tmp_path: Path) -> str:
     return str(tmp_path / "programs.py")
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of which there is a tokenizer alone, of 500 words."""
+    directory = tmp_path_factory.mktemp("words")
+    words = {word: number for number, word in enumerate(["?", *(f"w{number}" for number in range(500)), ":"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
 @pytest.fixture
 async def router(metrics: Metrics) -> AsyncIterator[LiveRouter]:
     router = LiveRouter(metrics, "disaggregated", return_after=3)
@@ -227,3 +239,9 @@ async def router(metrics: Metrics) -> AsyncIterator[LiveRouter]:
 
 def counted(name: str, **labels: str) -> float:
     return prometheus_client.REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def series() -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Every series of Tercet's in this process."""
+    samples = (sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples)
+    return {(each.name, tuple(sorted(each.labels.items()))) for each in samples if each.name.startswith("tercet_")}

@@ -10,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.router.admin_access import is_admin_path
+from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
-from tercet.settings import EngineAddress, RouterConfig
+from tercet.settings import EngineAddress, Limits, RouterConfig
 
 from .conftest import LiveRouter
 
@@ -200,13 +202,13 @@ async def test_a_route_that_the_router_has_not_looked_at_does_not_answer(router:
         assert (await client.get("/tercet/v1/engines")).status_code == 403
 
 
-async def test_a_websocket_needs_a_clients_key(router: LiveRouter) -> None:
+async def test_a_websocket_needs_a_clients_key(router: LiveRouter, metrics: Metrics) -> None:
     served = list[Any]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         served.append(scope)
 
-    front = RouterApp(app, None, None, ("key",), lambda _: None, 1)  # type: ignore[arg-type]
+    front = RouterApp(app, None, Gate(Limits(), router.fleet, metrics), ("key",), lambda _: None, 1)
     sent = list[Any]()
 
     async def send(message: Any) -> None:

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.aio.whole_files import stamp_of
 from tercet.fleet.membership import MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
 from tercet.router import fleet_state
-from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile, stamp_of
+from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan, Share
 from tercet.router.state_changes import REMEMBERED, because, changes_with_reasons

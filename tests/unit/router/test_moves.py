@@ -28,7 +28,7 @@ from tercet.protocol import (
 )
 from tercet.router.followers import Followers
 from tercet.router.metrics import Metrics
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.routing import Plan
 from tercet.settings import MoveSettings, RescheduleSettings
 
@@ -324,7 +324,8 @@ async def test_an_engine_that_stood_still_already_when_it_was_to_begin_is_given_
 
 
 def rescheduler_of(router: LiveRouter, **settings: Any) -> Rescheduler:
-    return Rescheduler(router.fleet, router.service.sequences, router.service.moves, RescheduleSettings(**settings))
+    own = OwnSequences(router.fleet, router.service.sequences, router.service.moves)
+    return Rescheduler(router.fleet, own, RescheduleSettings(**settings))
 
 
 async def test_a_drained_engine_is_emptied(router: LiveRouter) -> None:

@@ -135,7 +135,11 @@ async def disorder(bulk: Bulk, seed: int) -> None:
         bulk.check(number, length, whole=f"s{number}" not in leaving)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples * 3 // 10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(30, 120))
 def test_nothing_is_lost_or_left_where_kv_is_scarce(metrics: Metrics, seed: int, blocks: int) -> None:
     async def check() -> None:

@@ -567,3 +567,86 @@ async def test_without_being_asked_for_nothing_is_logged(house: House, caplog: p
     caplog.set_level("INFO", "tercet.access")
     await house.post()
     assert caplog.messages == []
+
+
+# ---- long bodies ------------------------------------------------------------------------------------------------
+
+LONG = {"prompt": "x", "unknown": [[]] * 300}
+
+
+async def many(
+    house: House, count: int, client: str = "10.0.0.1", **headers: str
+) -> list[asyncio.Task[httpx.Response]]:
+    transport = httpx.ASGITransport(house.front, client=(client, 1))
+    asking = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+    tasks = [asyncio.create_task(asking.post(PATH, json=LONG, headers=headers)) for _ in range(count)]
+    for _ in range(60):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)  # they are counted in a thread
+    return tasks
+
+
+@pytest.fixture
+def crowd(router: LiveRouter, metrics: Metrics) -> House:
+    house = House(router, metrics, Limits(long_queued=2), size=100_000)
+    house.app.go.clear()
+    return house
+
+
+async def test_a_client_has_one_long_body_in_preparation(crowd: House) -> None:
+    first = await many(crowd, 4)
+    assert crowd.app.running == 1
+    assert [task.result().status_code for task in first if task.done()] == [429]
+    other = await many(crowd, 1, "10.0.0.2")
+    short = await crowd.one(prompt="x")
+    assert crowd.app.running == 3, "those of others, and short ones, do not wait"
+    crowd.app.go.set()
+    answers = await asyncio.gather(*first, *other, short)
+    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429]
+    assert len(crowd.front._long) == 0
+
+
+async def test_once_its_sequence_runs_the_next_one_is_prepared(crowd: House) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(current())
+        current().prepared()
+        await crowd.app(scope, receive, send)
+
+    crowd.front._app = app
+    tasks = await many(crowd, 3)
+    for _ in range(60):
+        await asyncio.sleep(0.001)
+    assert crowd.app.running == 3
+    crowd.app.go.set()
+    assert {task.status_code for task in await asyncio.gather(*tasks)} == {200}
+    assert len(crowd.front._long) == 0
+
+
+async def test_clients_are_their_keys_where_there_are_any(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(long_queued=0), keys=("one", "two"))
+    house.app.go.clear()
+    first = await many(house, 1, authorization="Bearer one")
+    same = await many(house, 1, "10.0.0.9", authorization="bearer one")
+    other = await many(house, 1, authorization="Bearer two")
+    house.app.go.set()
+    assert [(await task).status_code for task in (*first, *same, *other)] == [200, 429, 200]
+
+
+async def test_a_long_body_that_waits_at_the_gate_keeps_no_turn(router: LiveRouter, metrics: Metrics) -> None:
+    house = House(router, metrics, Limits(in_flight=1, long_queued=0))
+    (running,) = await house.fill(1, prompt="x")
+    waiting = [(await many(house, 1))[0] for _ in range(3)]
+    assert not any(task.done() for task in waiting), "it is the gate's queue in which they wait"
+    house.app.go.set()
+    assert {(await task).status_code for task in (running, *waiting)} == {200}
+    assert house.is_empty
+    assert len(house.front._long) == 0
+
+
+async def test_a_refused_long_body_gives_its_turn_back(crowd: House) -> None:
+    wrong = {"prompt": "x", "unknown": [[]] * 5000}
+    answers = [await crowd.client.post(PATH, json=wrong) for _ in range(3)]
+    assert {answer.status_code for answer in answers} == {400}
+    assert len(crowd.front._long) == 0

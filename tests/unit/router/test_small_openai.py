@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.cluster.local import router_config
 from tercet.cluster.model import resolve_tokenizer
@@ -28,19 +27,9 @@ from tercet.router.small_openai import CHAT_MAX_TOKENS, small_app
 from tercet.router.small_server import flags_of
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
-from .conftest import LiveRouter
+from .conftest import LiveRouter, counted, series
 
 LENGTH = 1000
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("words")
-    words = {word: number for number, word in enumerate(["?", *(f"w{number}" for number in range(500)), ":"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 @pytest.fixture
@@ -193,3 +182,25 @@ import tercet.cluster.built_in_tokenizer
 @pytest.mark.slow
 def test_neither_vllm_nor_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", NEEDS_NOTHING], check=True, timeout=120)
+
+
+async def test_a_client_that_makes_names_up_makes_no_series(client: httpx.AsyncClient) -> None:
+    async def attack(number: int) -> None:
+        odd = f'{number}\\"}}-{"x" * 50}'
+        headers = {"x-request-id": odd, "x-tercet-program": odd, "user-agent": odd, "x-session-id": odd}
+        ours = {**headers, "x-tercet-program": "data_parallel"}
+        body = {"model": "m", "prompt": "w1", "max_tokens": 1, "user": odd}
+        await client.post("/v1/completions", json=body, headers=headers)
+        await client.post("/v1/completions", json=body, headers=ours)
+        await client.post("/v1/completions", json={**body, "model": odd}, headers=ours)
+        await client.post("/v1/completions", json={**body, odd: odd}, headers=ours)
+        await client.post(f"/v1/{number}", json=body, headers=ours)
+        await client.post("/v1/completions", content=odd, headers=ours)
+
+    for number in range(5):
+        await attack(number)
+    before = series()
+    for number in range(5, 60):
+        await attack(number)
+    assert series() == before
+    assert counted("tercet_sequences_total", program="data_parallel") >= 60

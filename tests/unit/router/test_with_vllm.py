@@ -17,7 +17,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
-from tercet.protocol.sse import events_of, object_of
+from tercet.protocol.sse import EventSplitter, object_of
 from tercet.router import admin
 from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
@@ -159,7 +159,7 @@ async def test_what_no_engine_can_serve_is_an_error_in_openais_words(house: Hous
 def events_in(answer: httpx.Response) -> list[dict[str, Any]]:
     """Of a stream, what its events say."""
     assert answer.status_code == 200, answer.text
-    return [said for event in events_of(answer.content) if (said := object_of(event))]
+    return [said for event in EventSplitter().split(answer.content) if (said := object_of(event))]
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -398,7 +398,7 @@ def three_at_once(house: House) -> Iterator[None]:
 async def test_a_request_of_too_many_sequences_is_refused(house: House, path: str, fields: dict[str, Any]) -> None:
     async with house.client() as client:
         answer = await client.post(path, json={"model": "m", "max_tokens": 2, **fields})
-    assert (answer.status_code, "--max-sequences" in answer.text) == (400, True)
+    assert (answer.status_code, "max-sequences" in answer.text) == (400, True)
     assert house.is_empty
 
 
@@ -418,7 +418,7 @@ async def test_sequences_come_in_by_portions_and_count_in_the_limits(
     assert tokens_of(await other) == ANSWER
     answer = await request
     if stream:
-        chunks = [said["choices"][0] for event in events_of(answer.content) if (said := object_of(event))]
+        chunks = [said["choices"][0] for event in EventSplitter().split(answer.content) if (said := object_of(event))]
         assert {chunk["index"] for chunk in chunks if chunk["finish_reason"]} == set(range(8))
     else:
         assert [choice["token_ids"] for choice in answer.json()["choices"]] == [ANSWER] * 8

@@ -22,11 +22,11 @@ from tercet.transport.peer_messages import (
     Challenge,
     FromSender,
     Greeting,
+    MessageSplitter,
     ReadDescriptors,
     Refused,
     SendBegin,
     SendEnd,
-    Splitter,
     framed,
     proof_of,
 )
@@ -165,7 +165,7 @@ class Conversation:
         self.challenge = Challenge(bytes(reversed(NONCE)))
         self.on_filled: Callable[[str, int], None] = lambda lease, end: self.receiving.finished.append((lease, end))
         self.agreed: Agreement | None = None
-        self._splitter = Splitter(FROM_SENDER)
+        self._splitter = MessageSplitter(FROM_SENDER)
         self._begins: set[tuple[int, str]] = set()
         if not self.receiving.backends:
             self.receiving.backends.append(FakeBackend(self.reader))

@@ -16,7 +16,7 @@ from tercet.protocol import TransferFailed
 from tercet.transport import CORE_WORDS, CoreWords, KVRegion, RankTransport, SendReport, TransportSettings, core_word
 from tercet.transport.backends import host, tcp
 from tercet.transport.core_words import is_core_word
-from tercet.transport.peer import _numbers
+from tercet.transport.outgoing import send_numbers
 from tercet.transport.region import WORDS
 from tests.unit.transport.ranks import (
     TOKENS,
@@ -197,7 +197,7 @@ def test_a_cancelled_send_leaves_the_words_to_the_core() -> None:
 def test_only_a_word_of_the_cores_vouches_for_anything() -> None:
     source = filled(LAYERS, BLOCKS, BYTES, 1)
     with rank(source) as sender:
-        ordinary = next(_numbers)
+        ordinary = next(send_numbers)
         source.set_word(ordinary)
         found = Send(sender, ("127.0.0.1:1",), new_lease(), whole(source), word=ordinary)
         assert isinstance(found.wait(), TransferFailed)
@@ -211,7 +211,7 @@ def test_numbers_of_the_cores_words_are_nobody_elses(epoch: int, index: int) -> 
 
 
 def test_ordinary_sends_pass_the_cores_words_by() -> None:
-    numbers: Iterator[int] = (next(_numbers) for _ in count())
+    numbers: Iterator[int] = (next(send_numbers) for _ in count())
     some = [next(numbers) for _ in range(2 * WORDS)]
     assert not any(map(is_core_word, some))
     assert some == sorted(set(some))

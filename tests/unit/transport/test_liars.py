@@ -22,12 +22,12 @@ from tercet.transport.peer_messages import (
     Acknowledged,
     Challenge,
     Greeting,
+    MessageSplitter,
     ReadDescriptors,
     ReadRequest,
     Refused,
     SendBegin,
     SendEnd,
-    Splitter,
     Welcome,
     framed,
     proof_of,
@@ -88,7 +88,7 @@ def introduce(connection: socket.socket) -> tuple[Greeting, bytes]:
 
 def heard(connection: socket.socket) -> Iterator[object]:
     """What a sender says."""
-    splitter = Splitter(FROM_SENDER)
+    splitter = MessageSplitter(FROM_SENDER)
     while data := connection.recv(4096):
         yield from splitter.feed(data)
 

@@ -1,11 +1,10 @@
-"""``nixl``: KV between ranks byte for byte, and senders that are lost while they are read."""
+"""``nixl``: senders that stop while they are read, and how it starts; :mod:`.test_libraries` has the rest."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,11 +12,8 @@ import numpy as np
 import pytest
 
 from tercet.protocol import TransferFailed
-from tercet.transport import HeadSlice, SendReport
 from tercet.transport.backends import BackendUnavailable, backends_for, nixl
-from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read, send
-from tests.unit.transport.models import a_grant
-from tests.unit.transport.ranks import transport_to
+from tests.unit.transport.crossing import elsewhere, filled, read
 
 pytestmark = pytest.mark.processes
 
@@ -30,83 +26,6 @@ ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "READ_SECONDS", 2.0)
-
-
-@pytest.mark.parametrize(("sources", "targets"), [SCATTERED, ADJACENT], ids=["scattered", "adjacent"])
-def test_blocks_arrive_byte_for_byte_and_nothing_else_changes(sources: Sequence[int], targets: Sequence[int]) -> None:
-    ours, theirs = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
-    before = [bytes(theirs.blocks(layer, 0, BLOCKS)) for layer in range(LAYERS)]
-    with rank("nixl", ours) as sender, rank("nixl", theirs) as receiver:
-        report = send(sender, receiver, LAYERS, sources, targets, HeadSlice(0, BYTES))
-        assert isinstance(report, SendReport)
-        assert transport_to(sender, receiver.addresses) == "nixl"
-        assert receiver.counters()["chunks_received"] == report.chunks == 1
-        for layer in range(LAYERS):
-            expected = bytearray(before[layer])
-            for source, target in zip(sources, targets, strict=True):
-                expected[target * BYTES : (target + 1) * BYTES] = ours.blocks(layer, source)
-            assert theirs.blocks(layer, 0, BLOCKS) == expected
-
-
-def test_one_rank_sends_each_of_two_its_half_of_every_block() -> None:
-    whole, half = filled(LAYERS, BLOCKS, BYTES, 1), BYTES // 2
-    sources, targets = SCATTERED
-    with rank("nixl", whole) as sender:
-        for number in range(2):
-            part = filled(LAYERS, BLOCKS, half, 2 + number)
-            with rank("nixl", part) as receiver:
-                head_slice = HeadSlice(number * half, half)
-                assert isinstance(send(sender, receiver, LAYERS, sources, targets, head_slice), SendReport)
-                for layer in range(LAYERS):
-                    for source, target in zip(sources, targets, strict=True):
-                        cut = whole.blocks(layer, source)[number * half : (number + 1) * half]
-                        assert part.blocks(layer, target) == cut
-
-
-def test_two_ranks_fill_a_half_of_every_block_of_one() -> None:
-    half = BYTES // 2
-    whole, parts = filled(LAYERS, BLOCKS, BYTES, 1), [filled(LAYERS, BLOCKS, half, 2 + number) for number in range(2)]
-    sources, targets = SCATTERED
-    end, lease = len(targets) * TOKENS, "0" * 32
-    with rank("nixl", whole) as receiver:
-        receiver.grants.grant(a_grant(lease, targets, 0, end, TOKENS))
-        for number, part in enumerate(parts):
-            with rank("nixl", part) as sender:
-                head_slice = HeadSlice(0, half, number, 2)
-                assert isinstance(send(sender, receiver, LAYERS, sources, targets, head_slice, lease), SendReport)
-                for layer in range(LAYERS):
-                    for source, target in zip(sources, targets, strict=True):
-                        cut = whole.blocks(layer, target)[number * half : (number + 1) * half]
-                        assert cut == part.blocks(layer, source)
-        assert receiver.grants.revoke(lease) == end
-
-
-def test_without_a_lease_nothing_is_written() -> None:
-    ours, theirs = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
-    with rank("nixl", ours) as sender, rank("nixl", theirs) as receiver:
-        before = bytes(theirs.blocks(0, 0, BLOCKS))
-        outcome = send(sender, receiver, LAYERS, *SCATTERED, HeadSlice(0, BYTES), lease="0" * 32)
-        assert isinstance(outcome, TransferFailed)
-        assert theirs.blocks(0, 0, BLOCKS) == before
-
-
-def test_a_killed_sender_is_an_error_and_another_can_be_read() -> None:
-    region = filled(1, 8, BYTES, 1)
-    (backend,) = backends_for("nixl", region)
-    copy = (BYTES, 0, BYTES)
-    with elsewhere("nixl", 8, BYTES) as lost, elsewhere("nixl", 8, BYTES) as kept:
-        reader, other = backend.connect(lost.offer, lost.sender), backend.connect(kept.offer, kept.sender)
-        read(reader, np.array([copy]))
-        assert region.blocks(0, 1) == b"\7" * BYTES
-        lost.kill()
-        with pytest.raises(TransferFailed, match="nixl"):
-            read(reader, np.array([copy]))
-        read(other, np.array([(BYTES, 0, 2 * BYTES)]))
-        assert region.blocks(0, 2) == b"\7" * BYTES
-        reader.close()
-        other.close()
-    backend.close()
-    region.close()
 
 
 def test_nothing_is_written_once_a_stopped_sender_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

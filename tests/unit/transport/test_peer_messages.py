@@ -23,12 +23,12 @@ from tercet.transport.peer_messages import (
     Acknowledged,
     Challenge,
     Greeting,
+    MessageSplitter,
     ProtocolViolation,
     ReadDescriptors,
     ReadRequest,
     Refused,
     SendEnd,
-    Splitter,
     Welcome,
     framed,
     proof_of,
@@ -48,19 +48,19 @@ OF_RECEIVERS = [Challenge(b"n"), Welcome("tcp", b"p"), Acknowledged(7), Refused(
 @given(cuts=st.lists(st.integers(0, 400), max_size=5))
 def test_what_senders_say_comes_back_as_it_went(message: msgspec.Struct, cuts: list[int]) -> None:
     """However it is cut on its way."""
-    data, splitter = 2 * framed(message), Splitter(FROM_SENDER)
+    data, splitter = 2 * framed(message), MessageSplitter(FROM_SENDER)
     bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     found = [each for begin, end in itertools.pairwise(bounds) for each in splitter.feed(data[begin:end])]
-    assert (found, splitter.left) == ([message] * 2, 0)
+    assert (found, splitter.held) == ([message] * 2, 0)
 
 
 @pytest.mark.parametrize("message", OF_RECEIVERS, ids=lambda each: type(each).__name__)
 def test_what_receivers_say_comes_back_as_it_went(message: msgspec.Struct) -> None:
-    assert list(Splitter(FROM_RECEIVER).feed(framed(message))) == [message]
+    assert list(MessageSplitter(FROM_RECEIVER).feed(framed(message))) == [message]
 
 
 def test_what_is_asked_for_comes_back_as_it_went() -> None:
-    assert list(Splitter(REQUESTS).feed(framed(ReadRequest(1, 0, 4096)))) == [ReadRequest(1, 0, 4096)]
+    assert list(MessageSplitter(REQUESTS).feed(framed(ReadRequest(1, 0, 4096)))) == [ReadRequest(1, 0, 4096)]
 
 
 def test_where_the_fields_are() -> None:
@@ -72,13 +72,13 @@ def test_where_the_fields_are() -> None:
 @given(st.binary(min_size=HEADER_BYTES, max_size=64))
 def test_random_bytes_are_no_header(data: bytes) -> None:
     with pytest.raises(ProtocolViolation, match="not a KV transfer"):
-        list(Splitter(FROM_SENDER).feed(data.replace(MAGIC, b"HTTP")))
+        list(MessageSplitter(FROM_SENDER).feed(data.replace(MAGIC, b"HTTP")))
 
 
 @pytest.mark.parametrize("nbytes", [MAX_MESSAGE_BYTES + 1, 2**32 - 1])
 def test_a_message_has_a_reasonable_length(nbytes: int) -> None:
     with pytest.raises(ProtocolViolation, match=f"a message of {nbytes} bytes"):
-        list(Splitter(FROM_SENDER).feed(struct.pack("<4sI", MAGIC, nbytes)))
+        list(MessageSplitter(FROM_SENDER).feed(struct.pack("<4sI", MAGIC, nbytes)))
 
 
 def with_header(body: bytes) -> bytes:
@@ -88,9 +88,9 @@ def with_header(body: bytes) -> bytes:
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_no_message(data: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        list(Splitter(FROM_SENDER).feed(with_header(b"\xc1" + data)))
+        list(MessageSplitter(FROM_SENDER).feed(with_header(b"\xc1" + data)))
     with suppress(ProtocolViolation):
-        assert list(Splitter(FROM_SENDER).feed(with_header(data)))
+        assert list(MessageSplitter(FROM_SENDER).feed(with_header(data)))
 
 
 @given(st.data())
@@ -98,12 +98,11 @@ def test_a_message_with_a_byte_changed_or_lost(data: st.DataObject) -> None:
     whole = bytearray(msgspec.msgpack.encode(GREETING))
     at = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(ProtocolViolation):
-        list(Splitter(FROM_SENDER).feed(with_header(bytes(whole[:at]))))
+        list(MessageSplitter(FROM_SENDER).feed(with_header(bytes(whole[:at]))))
     whole[at] = data.draw(st.integers(0, 255))
     with suppress(ProtocolViolation):
-        assert isinstance(
-            next(Splitter(FROM_SENDER).feed(with_header(bytes(whole)))), Greeting | ReadDescriptors | SendEnd
-        )
+        [found] = MessageSplitter(FROM_SENDER).feed(with_header(bytes(whole)))
+        assert isinstance(found, Greeting | ReadDescriptors | SendEnd)
 
 
 PREFIX = msgspec.msgpack.encode(GREETING)[1:]
@@ -130,7 +129,7 @@ OF_NO_SENDER = {
 @pytest.mark.parametrize("said", OF_NO_SENDER.values(), ids=OF_NO_SENDER)
 def test_what_no_sender_says(said: list[object]) -> None:
     with pytest.raises(ProtocolViolation, match="not a message"):
-        list(Splitter(FROM_SENDER).feed(with_header(msgspec.msgpack.encode(said))))
+        list(MessageSplitter(FROM_SENDER).feed(with_header(msgspec.msgpack.encode(said))))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_what_no_sender_says(said: list[object]) -> None:
 )
 def test_messages_that_are_hard_to_read(body: bytes) -> None:
     with pytest.raises(ProtocolViolation, match="not a message"):
-        list(Splitter(FROM_SENDER).feed(with_header(body)))
+        list(MessageSplitter(FROM_SENDER).feed(with_header(body)))
 
 
 # ---- proofs --------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
+    MessageSplitter,
     ProtocolViolation,
     ReadDescriptors,
     ReadRequest,
-    Splitter,
     framed,
 )
 from tercet.transport.sockets import wait_in_calls
@@ -60,7 +60,7 @@ def reader_of(*servers: Serve, timeout: float = SECONDS) -> Generator[TcpReader]
     reader, threads, ends = TcpReader(), list[threading.Thread](), list[socket.socket]()
 
     def serve(sock: socket.socket, server: Serve) -> None:
-        splitter = Splitter(REQUESTS)
+        splitter = MessageSplitter(REQUESTS)
         try:
             while data := sock.recv(4096):
                 for request in splitter.feed(data):

@@ -57,7 +57,7 @@ def finish(pair: Pair) -> None:
         each.engine.assert_nothing_held()
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     model=st.sampled_from(list(MODELS)),
     retention=st.sampled_from([0, None]),
@@ -98,7 +98,7 @@ def test_a_prompt_of_whole_blocks_is_found_again(pair: Pair, ahead: int) -> None
     finish(pair)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(
     model=st.sampled_from(list(MODELS)),
     retention=st.sampled_from([0, 6 * BLOCK, None]),
@@ -133,7 +133,7 @@ def test_a_sequence_that_grows_is_sent_bit_by_bit(
     finish(pair)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(
     model=st.sampled_from(list(MODELS)),
     retention=st.sampled_from([0, 6 * BLOCK, None]),

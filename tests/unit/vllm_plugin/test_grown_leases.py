@@ -67,7 +67,7 @@ def move_on(pair: Pair, running: Request, steps: int, begin: int | None) -> int:
     return len(so_far) // BLOCK * BLOCK
 
 
-@settings(max_examples=80)
+@settings(max_examples=settings().max_examples * 4 // 5)
 @given(
     model=st.sampled_from(list(MODELS)),
     retention=st.sampled_from([0, 6 * BLOCK, None]),

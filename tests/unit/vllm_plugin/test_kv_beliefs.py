@@ -217,7 +217,7 @@ class Engine:
 @given(st.lists(starts | acts, min_size=1, max_size=40))
 @example([Start((0,)), Act("evict", 1), Act("grow"), Start((0,))])  # a block is stored while its parent is gone
 @example([Start((0, 1)), Act("end"), Start((0, 1)), Act("evict", 2)])  # one of two copies goes
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 2, deadline=None)
 def test_what_is_believed_is_what_vllms_block_manager_has(steps: list[Start | Act]) -> None:
     engine = Engine([FULL])
     for step in steps:
@@ -229,7 +229,7 @@ def test_what_is_believed_is_what_vllms_block_manager_has(steps: list[Start | Ac
 
 @pytest.mark.parametrize("specs", [(SLIDING, FULL), (SLIDING, DOUBLE)], ids=["one size", "two sizes"])
 @given(steps=st.lists(starts | acts, min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 5, deadline=None)
 def test_of_several_kinds_of_layers_those_that_look_back_count(
     specs: Sequence[KVCacheSpec], steps: list[Start | Act]
 ) -> None:

@@ -111,7 +111,7 @@ def test_prompts_under_way_keep_the_blocks_that_they_will_need(engine: TinyEngin
 # ---- extend --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings().max_examples * 3 // 10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 15 * BLOCK), min_size=1, max_size=5), st.integers(0, 3))
 def test_extended_step_by_step_a_lease_is_as_one_reservation(engine: TinyEngine, ends: list[int], cached: int) -> None:
     steps, salt = sorted(set(ends)), f"{ends} {cached}"

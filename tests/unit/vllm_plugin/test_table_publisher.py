@@ -303,7 +303,7 @@ def test_whatever_happens_what_stands_is_true(
     """A pool of few blocks: requests are preempted, and their blocks given to others and to peers under a lease."""
 
     @given(actions)
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=settings().max_examples * 3 // 5, deadline=None)
     def happens(wanted: list[tuple[str, int, int, int]]) -> None:
         with publishing(config, kind, specs) as published:
             leases: list[str] = []

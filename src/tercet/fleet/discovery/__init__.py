@@ -1,24 +1,27 @@
-"""Engines in pods: found by their labels or by an InferencePool, and followed as they come and go.
+"""Engines that are found, in pods of Kubernetes or in a roster, and followed as they come and go.
 
-The watch on the API server is :class:`.watching.Watch`; :func:`.pods.engines_of` returns a pod's engines;
-:func:`.members.with_pods` computes the fleet's members.
+The watch on the API server is :class:`.watching.Watch`; :func:`.pods.engines_of` returns a pod's engines,
+:func:`.roster.read_roster` those of a roster;
+:func:`.members.with_found` computes the fleet's members.
 """
 
 from tercet.fleet.discovery.api_objects import PoolReference
-from tercet.fleet.discovery.members import follow_pods, roles_of, until_known, with_pods
+from tercet.fleet.discovery.chosen import discovery_of
+from tercet.fleet.discovery.found import Discovery, FoundEngine
+from tercet.fleet.discovery.members import follow_found, roles_of, until_known, with_found
 from tercet.fleet.discovery.objectives import follow_objectives
-from tercet.fleet.discovery.pod_discovery import PodDiscovery, access_of, discovery_of
-from tercet.fleet.discovery.pods import PodEngine
+from tercet.fleet.discovery.pod_discovery import PodDiscovery, access_of
 
 __all__ = [
+    "Discovery",
+    "FoundEngine",
     "PodDiscovery",
-    "PodEngine",
     "PoolReference",
     "access_of",
     "discovery_of",
+    "follow_found",
     "follow_objectives",
-    "follow_pods",
     "roles_of",
     "until_known",
-    "with_pods",
+    "with_found",
 ]

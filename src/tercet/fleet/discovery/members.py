@@ -1,4 +1,4 @@
-"""Computes the members of a fleet as pods come and go, and lets a fleet follow them."""
+"""Computes the members of a fleet as engines are found and gone, and lets a fleet follow them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from tercet.fleet.discovery.pod_discovery import PodDiscovery
-from tercet.fleet.discovery.pods import PodEngine
+from tercet.fleet.discovery.found import Discovery, FoundEngine
 from tercet.fleet.member_changes import member_changes
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineUnreachable, Role
@@ -18,26 +17,26 @@ from tercet.settings import EngineAddress
 KNOWN_SECONDS = 60.0
 
 
-def with_pods(
-    members: Sequence[MemberState], found: Sequence[PodEngine], told: Mapping[str, Role] | None = None
+def with_found(
+    members: Sequence[MemberState], found: Sequence[FoundEngine], told: Mapping[str, Role] | None = None
 ) -> tuple[MemberState, ...]:
-    """Return the members for the pods ``found``; members that are not pods stay unchanged.
+    """Return the members for the engines ``found``; those that were named or joined stay.
 
-    A pod joins when it is ready. A pod that is not ready any more, or is being deleted, stays as long as it exists, but
-    gets nothing new: its sequences can be followed, and moved. ``told`` are the pods' previous roles: a role that was
-    changed since is kept until the pod's label changes.
+    An engine joins when it is ready. One that is not ready any more, or is about to go, stays as long as it is found,
+    but gets nothing new: its sequences can be followed, and moved. ``told`` are the previous roles of those found: a
+    role that was changed since is kept until the one that is found changes.
     """
-    named = [each for each in members if not each.pod]
+    named = [each for each in members if not each.uid or each.joined]
     names = {each.address.name for each in named}
     urls = {each.address.url.rstrip("/") for each in named}
-    known = {each.address.name: each for each in members if each.pod}
+    known = {each.address.name: each for each in members if each.uid and not each.joined}
     joined: dict[str, MemberState] = {}
     for engine in sorted(found, key=lambda each: (not each.serves, each.address.name)):
         address = engine.address
         if address.name in names or address.url in urls:
             continue
         before = known.get(address.name)
-        if before is not None and before.pod != engine.uid:
+        if before is not None and before.uid != engine.uid:
             before = None
         if before is None and not engine.serves:
             continue
@@ -48,32 +47,32 @@ def with_pods(
     return (*named, *(joined[name] for name in order))
 
 
-def _member(engine: PodEngine, before: MemberState | None, told: Mapping[str, Role]) -> MemberState:
+def _member(engine: FoundEngine, before: MemberState | None, told: Mapping[str, Role]) -> MemberState:
     if before is None:
-        return MemberState(engine.address, pod=engine.uid, withheld=engine.withheld)
+        return MemberState(engine.address, uid=engine.uid, withheld=engine.withheld)
     address = engine.address
     if told.get(address.name) == address.role:
         address = msgspec.structs.replace(address, role=before.address.role)
     return msgspec.structs.replace(before, address=address, withheld=engine.withheld)
 
 
-def roles_of(found: Sequence[PodEngine]) -> dict[str, Role]:
-    """The roles in the pods' labels."""
+def roles_of(found: Sequence[FoundEngine]) -> dict[str, Role]:
+    """The roles that they are found with."""
     return {each.address.name: each.address.role for each in found}
 
 
-async def follow_pods(
-    discovery: PodDiscovery, membership: Membership, named: Sequence[EngineAddress], known: asyncio.Event
+async def follow_found(
+    discovery: Discovery, membership: Membership, named: Sequence[EngineAddress], known: asyncio.Event
 ) -> None:
-    """Keep a fleet's members equal to those ``named`` and the pods, until cancelled; changes are logged.
+    """Keep a fleet's members equal to those ``named`` and those found, until cancelled; changes are logged.
 
-    ``known`` is set once the pods are known.
+    ``known`` is set once some were looked for.
     """
     members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
     told: dict[str, Role] = {}
     async with aclosing(discovery.changes()) as changes:
         async for found in changes:
-            after = with_pods(members, found, told)
+            after = with_found(members, found, told)
             told = roles_of(found)
             await membership.become(after)
             for event, fields, reason in member_changes(members, after):
@@ -82,10 +81,10 @@ async def follow_pods(
             known.set()
 
 
-async def until_known(known: asyncio.Event, seconds: float = KNOWN_SECONDS) -> None:
-    """Wait at most ``seconds`` for the pods; then raise :class:`~tercet.protocol.EngineUnreachable`."""
+async def until_known(known: asyncio.Event, source: str, seconds: float = KNOWN_SECONDS) -> None:
+    """Wait at most ``seconds`` for a source's engines; then raise :class:`~tercet.protocol.EngineUnreachable`."""
     try:
         async with asyncio.timeout(seconds):
             await known.wait()
     except TimeoutError:
-        raise EngineUnreachable(f"the API server of Kubernetes has not listed the pods within {seconds:g} s") from None
+        raise EngineUnreachable(f"{source} are not known after {seconds:g} s") from None

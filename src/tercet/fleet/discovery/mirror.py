@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -11,8 +11,6 @@ from tercet.fleet.discovery.api_objects import Marked, Metadata, Status, WatchEv
 from tercet.protocol.wire import UNREADABLE
 
 GONE = 410
-# A pod with many annotations has some ten kilobytes.
-LONGEST_LINE = 8 * 1024 * 1024
 
 
 class HasMetadata(Protocol):
@@ -86,26 +84,3 @@ class Mirror(Generic[T]):
             return False
         del self._objects[gone.name]
         return True
-
-
-class LineSplitter:
-    """Splits pieces into whole lines; an unfinished line is dropped when the stream ends."""
-
-    def __init__(self, longest: int = LONGEST_LINE) -> None:
-        self._longest = longest
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def fed(self, piece: bytes) -> Iterator[bytes]:
-        """Yield the lines that are complete now. Raises :class:`WatchBroken` for one that is too long."""
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            line = b"".join([*self._pieces, end])
-            self._pieces, self._size = [], 0
-            if line.strip():
-                yield line
-        if rest:
-            self._pieces.append(rest)
-            self._size += len(rest)
-        if self._size > self._longest:
-            raise WatchBroken(f"a line of more than {self._longest} bytes")

@@ -11,7 +11,8 @@ from pathlib import Path
 from tercet.aio import TaskSet
 from tercet.fleet.discovery.api_access import ApiAccess, from_kubeconfig, in_cluster
 from tercet.fleet.discovery.api_objects import EarlierInferencePool, InferencePool, Pod
-from tercet.fleet.discovery.pods import PodEngine, engines_of
+from tercet.fleet.discovery.found import FoundEngine
+from tercet.fleet.discovery.pods import engines_of
 from tercet.fleet.discovery.watching import WAITS, Waits, Watch
 from tercet.protocol import BadRequest
 from tercet.settings import DiscoverySettings, log_events
@@ -24,11 +25,6 @@ PODS = "/api/v1/namespaces/{}/pods"
 PORT = 8000
 Wanted = tuple[str, Sequence[int]]
 """A label selector for pods, and the ports of their engines."""
-
-
-def discovery_of(settings: DiscoverySettings) -> PodDiscovery:
-    """Return a discovery of the pods in ``settings``; raises :class:`~tercet.protocol.BadRequest` without an API."""
-    return PodDiscovery(settings, access_of(settings))
 
 
 def access_of(settings: DiscoverySettings) -> ApiAccess:
@@ -49,7 +45,7 @@ class PodDiscovery:
         self._pods: asyncio.Task[None] | None = None
         self._wanted: Wanted | None = None
         self._tasks = TaskSet()
-        self._engines: Sequence[PodEngine] = ()
+        self._engines: Sequence[FoundEngine] = ()
         self._changed = asyncio.Event()
         self._refused = set[tuple[str, str]]()
 
@@ -60,7 +56,7 @@ class PodDiscovery:
             return f"the pods of the InferencePool {self._namespace}/{self._settings.pool_name}"
         return f"the pods of {self._namespace} with {self._settings.endpoint_selector}"
 
-    async def changes(self) -> AsyncGenerator[Sequence[PodEngine]]:
+    async def changes(self) -> AsyncGenerator[Sequence[FoundEngine]]:
         """Yield the engines once the pods are known, and again at each change; of fast changes, the newest only.
 
         The caller closes the generator (``aclosing``): its watches end then, and not when it is collected.
@@ -119,7 +115,7 @@ class PodDiscovery:
     def _pods_changed(self, ports: Sequence[int], pods: Sequence[Pod]) -> None:
         self._tell([each for pod in pods for each in self._engines_of(pod, ports)])
 
-    def _engines_of(self, pod: Pod, ports: Sequence[int]) -> Sequence[PodEngine]:
+    def _engines_of(self, pod: Pod, ports: Sequence[int]) -> Sequence[FoundEngine]:
         try:
             return engines_of(pod, ports, self._settings.endpoint_scheme)
         except BadRequest as error:
@@ -128,6 +124,6 @@ class PodDiscovery:
                 logger.warning("the pod %s is not an engine: %s", pod.metadata.name, error.message)
             return ()
 
-    def _tell(self, engines: Sequence[PodEngine]) -> None:
+    def _tell(self, engines: Sequence[FoundEngine]) -> None:
         self._engines = engines
         self._changed.set()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from tercet.fleet.discovery.api_objects import Pod
+from tercet.fleet.discovery.found import FoundEngine
 from tercet.protocol import BadRequest, Role
 from tercet.settings import EngineAddress
 
@@ -25,19 +24,7 @@ _PORT = re.compile("[0-9]{1,5}")
 OVER = ("Succeeded", "Failed")
 
 
-class PodEngine(msgspec.Struct, frozen=True):
-    """An engine in a pod. ``uid`` is the pod's: a later pod may have the same name.
-
-    ``serves``: the pod is ready and stays. ``withheld`` is the reason why nothing new may begin there, or empty.
-    """
-
-    address: EngineAddress
-    uid: str
-    serves: bool
-    withheld: str = ""
-
-
-def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence[PodEngine]:
+def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence[FoundEngine]:
     """The engines of a pod, one for each of ``ports``; none before it has an address, and after it has ended.
 
     Raises :class:`~tercet.protocol.BadRequest` for a pod with invalid labels or annotations.
@@ -53,7 +40,7 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
         EngineAddress(each, f"{scheme}://{host}:{port}", role, pod.metadata.labels or {})
         for each, port in zip(names, own, strict=True)
     )
-    return [PodEngine(address, pod.metadata.uid, serves, withheld) for address in addresses]
+    return [FoundEngine(address, pod.metadata.uid, serves, withheld) for address in addresses]
 
 
 def role_of(told: Mapping[str, str]) -> Role:

@@ -22,7 +22,8 @@ import msgspec
 
 from tercet.fleet.discovery.api_access import ApiAccess
 from tercet.fleet.discovery.api_objects import ObjectList, Status
-from tercet.fleet.discovery.mirror import GONE, HasMetadata, LineSplitter, Mirror, WatchBroken
+from tercet.fleet.discovery.mirror import GONE, HasMetadata, Mirror, WatchBroken
+from tercet.protocol.splitting import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import log_events
 from tercet.wire.client.connection_errors import reason_of
@@ -30,6 +31,8 @@ from tercet.wire.client.connection_errors import reason_of
 logger = logging.getLogger("tercet.fleet.discovery")
 T = TypeVar("T", bound=HasMetadata)
 PAGE = 500
+# A pod with many annotations has some ten kilobytes.
+LONGEST_LINE = 8 * 1024 * 1024
 BUSY = 429, 503
 HINTS = {
     401: "; is the token still valid?",
@@ -178,7 +181,7 @@ class Watch(Generic[T]):
             "resourceVersion": self._mirror.version,
             "timeoutSeconds": str(max(1, round(self._waits.watch_s))),
         }
-        splitter, opened = LineSplitter(), 0.0
+        splitter, opened = LineSplitter(LONGEST_LINE), 0.0
         try:
             async with (
                 asyncio.timeout(self._waits.watch_s + self._waits.grace_s),
@@ -198,9 +201,12 @@ class Watch(Generic[T]):
     def _heard(self, splitter: LineSplitter, piece: bytes) -> None:
         changed = False
         try:
-            for line in splitter.fed(piece):
-                changed |= self._mirror.heard(line)
-                self._pause_s = self._waits.first_pause_s
+            for line in splitter.split(piece):
+                if line.strip():
+                    changed |= self._mirror.heard(line)
+                    self._pause_s = self._waits.first_pause_s
+        except ItemTooLong as error:
+            raise WatchBroken(str(error)) from error
         finally:
             if changed:
                 self._on_change(self._mirror.objects)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 import h11
 
@@ -280,6 +280,12 @@ async def _linger(connection: Connection) -> None:
                 pass
 
 
+# With the path as it is written: readers of URLs drop an empty query, and raise for some hosts.
+_ABSOLUTE = re.compile(
+    rb"https?://([^/?@]*@)?(?P<host>(\[[0-9a-f:.]+\]|[^/?@\[\]:]+)(:[0-9]*)?)(?P<path>([/?].*)?)", re.IGNORECASE
+)
+
+
 def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
     """The path and the host for the engine, from a target in any of HTTP's forms.
 
@@ -291,8 +297,8 @@ def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
         raise NotReadable("the request's target must not have a fragment")
     if target.startswith(b"/") or target == b"*":
         return target, None
-    parts = urlsplit(target.decode("ascii"))
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    url = _ABSOLUTE.fullmatch(target)
+    if url is None:
         raise NotReadable("the request's target is neither a path nor a URL")
-    query = f"?{parts.query}" if parts.query else ""
-    return f"{parts.path or '/'}{query}".encode(), parts.netloc.rpartition("@")[2].encode()
+    path = url["path"]
+    return path if path.startswith(b"/") else b"/" + path, url["host"]

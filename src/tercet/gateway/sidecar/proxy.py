@@ -15,9 +15,9 @@ from typing import Any, cast
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.sidecar.listener import ClientCall
+from tercet.gateway.sidecar.opening import Opening
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
-from tercet.gateway.sidecar.sse import Opening
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.error_forms import error_body, last_events
@@ -25,7 +25,7 @@ from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEA
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.protocol.sse import EVENTS, WholeEvents, object_of
+from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX
 from tercet.settings import SidecarConfig
@@ -383,7 +383,7 @@ class _ProxiedAnswer:
     def __init__(self, http: ClientCall) -> None:
         self.traces: Sequence[VerbTrace] = ()
         self._http = http
-        self._events: WholeEvents | None = None
+        self._events: EventSplitter | None = None
         self._last = b""
         self._send: Any = None
         self._reason = b""
@@ -391,7 +391,7 @@ class _ProxiedAnswer:
 
     async def begin(self, upstream: OriginAnswer) -> None:
         """Send the engine's status, reason and headers."""
-        self._events = WholeEvents() if _is_stream(upstream) else None
+        self._events = EventSplitter() if _is_stream(upstream) else None
         self._reason = upstream.reason
         self._send = TracingSend(self._write_message, self.traces) if self.traces else self._write_message
         has_length = upstream.status != HTTPStatus.NO_CONTENT
@@ -400,7 +400,7 @@ class _ProxiedAnswer:
 
     async def write(self, chunk: bytes) -> None:
         """Pass on what the engine sent."""
-        passed = chunk if self._events is None else self._events.passed(chunk)
+        passed = chunk if self._events is None else b"".join(self._events.split(chunk))
         if passed:
             self._last = passed
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})

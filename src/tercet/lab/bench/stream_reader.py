@@ -1,24 +1,20 @@
 """One streamed answer as a machine without I/O: bytes and their times go in, a reading comes out.
 
-The format is that of server-sent events (WHATWG HTML, 9.2): lines of ``data:``, an empty line ends an event, lines that
-begin with a colon are comments. Events may be split anywhere over reads, and a read may hold several.
-
 An event carries tokens when it has a choice with content. Not counted: the opening of a chat, which only names the
 role, and an empty closing event when the server's count of tokens shows that it had none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 
 from tercet.lab.bench.results import Failure
+from tercet.protocol.sse import DONE, EventReader, EventTooLong
 from tercet.protocol.wire import UNREADABLE
 
-DONE = b"[DONE]"
 BROKEN_OFF = ("abort", "error")
 """Finish reasons of an answer that the server has ended too early."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -93,12 +89,15 @@ class StreamReader:
     def __init__(self) -> None:
         self.reading = Reading()
         self._broken_off: str | None = None
-        self._rest = b""
-        self._data: list[bytes] = []
+        self._events = EventReader()
 
     def feed(self, data: bytes, now: float) -> None:
         """``data`` arrived at ``now``."""
-        for payload in self._payloads(data):
+        try:
+            payloads = self._events.read(data)
+        except EventTooLong as error:
+            raise StreamFailed("protocol", error.message) from error
+        for payload in payloads:
             if payload == DONE:
                 self.reading.done = True
             elif not self.reading.done:
@@ -118,18 +117,6 @@ class StreamReader:
         if not reading.times:
             raise StreamFailed("empty", "the stream had no token")
         return reading
-
-    def _payloads(self, data: bytes) -> Iterator[bytes]:
-        """The data of every event that is complete."""
-        lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
-        self._rest = lines.pop()
-        for raw in lines:
-            line = raw.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
-            elif not line and self._data:
-                yield b"\n".join(self._data)
-                self._data = []
 
     def _event(self, payload: bytes, now: float) -> None:
         try:

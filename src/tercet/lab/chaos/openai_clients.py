@@ -11,9 +11,8 @@ import msgspec
 from tercet.lab.chaos.client_load import AnswerBrokenOff, Arrival
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.sse import DONE, read_events
 from tercet.protocol.wire import UNREADABLE
-
-DATA = b"data: "
 
 
 class OpenAIClients:
@@ -37,18 +36,19 @@ class OpenAIClients:
                 if response.status != 200:
                     raise from_wire(response.status, _decoded(await response.read()))
                 whole = False
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        event: dict[str, Any] = msgspec.json.decode(line[len(DATA) :])
-                        if "error" in event:
-                            raise from_wire(500, event)
-                        for choice in event["choices"]:
-                            reason = choice["finish_reason"]
-                            whole = whole or reason is not None
-                            if choice["text"]:
-                                yield (choice["text"],)
-                            if reason in ("abort", "error"):
-                                raise AnswerBrokenOff(f"the answer ended with {reason}")
+                async for data in read_events(response.content.iter_any()):
+                    if data == DONE:
+                        continue
+                    event: dict[str, Any] = msgspec.json.decode(data)
+                    if "error" in event:
+                        raise from_wire(500, event)
+                    for choice in event["choices"]:
+                        reason = choice["finish_reason"]
+                        whole = whole or reason is not None
+                        if choice["text"]:
+                            yield (choice["text"],)
+                        if reason in ("abort", "error"):
+                            raise AnswerBrokenOff(f"the answer ended with {reason}")
                 if not whole:
                     raise AnswerBrokenOff("the answer ended without a finish reason")
         except (aiohttp.ClientError, OSError) as error:

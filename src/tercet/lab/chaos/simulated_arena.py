@@ -36,7 +36,7 @@ from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, RouterSettings
 from tercet.wire.serving.bounded_connection import BoundedProtocol
@@ -204,9 +204,8 @@ class SimulatedArena(Arena):
             for name, role in self._roles.items():
                 await members.enter(EngineAddress(name, self._places[name].url, role))
             members.promise = await members.until_ready(START_SECONDS)
-            rescheduler = Rescheduler(
-                self._fleet, self._service.sequences, self._service.moves, RouterSettings().reschedule
-            )
+            own = OwnSequences(self._fleet, self._service.sequences, self._service.moves)
+            rescheduler = Rescheduler(self._fleet, own, RouterSettings().reschedule)
             looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]
             try:
                 async with http_port(self._loop, self._service, ROUTER, PORT, MODEL, MOST_BYTES) as self._door:

@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 from tercet.fleet.admission import Gate
 from tercet.lab.chaos.client_load import VOCABULARY
 from tercet.lab.chaos.virtual_network import NetworkedLoop
+from tercet.router.metrics import Metrics
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
@@ -45,7 +46,7 @@ class WordTexts(PromptTexts):
 
 @asynccontextmanager
 async def http_port(
-    loop: NetworkedLoop, service: Service, host: str, port: int, model: str, most_bytes: int
+    loop: NetworkedLoop, service: Service[Metrics], host: str, port: int, model: str, most_bytes: int
 ) -> AsyncGenerator[RouterApp]:
     """While entered, the current virtual process serves HTTP there, and takes bodies of at most ``most_bytes``."""
     limits = RouterSettings().limits

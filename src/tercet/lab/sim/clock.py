@@ -21,6 +21,18 @@ from tercet.protocol import EngineError
 T = TypeVar("T")
 # Cancelled timers stay until they are due, or until there are more than this, and more than half the number of moments.
 FEW_TIMERS = 1024
+LONGEST_S = 1e10
+"""Virtual time up to which a float tells microseconds apart, in seconds: three centuries."""
+
+
+def _told_apart(when: float) -> float:
+    """``when``; raises :class:`~tercet.protocol.EngineError` for a time so late that steps would take none."""
+    if when > LONGEST_S:
+        raise EngineError(
+            f"the next thing happens at a virtual time of {when:g} s, and up to {LONGEST_S:g} s are simulated: later, "
+            "milliseconds are lost; send more requests per second"
+        )
+    return when
 
 
 class _Callback(msgspec.Struct, eq=False):
@@ -146,7 +158,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             # In a separate function: objects that are freed with cancelled ones may set others, before time advances.
             self._make_ready(self._timers.pop(when))
             if ready and when > self._now:
-                self._now = when
+                self._now = _told_apart(when)
         if not ready:
             raise EngineError("every task waits and no timer is set: nothing would ever happen again")
 

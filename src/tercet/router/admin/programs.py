@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, asked_by, files_of, json_answer, shared_of
+from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan, Version
 from tercet.router.service import Service
 
@@ -30,7 +31,7 @@ async def set_program(request: Request) -> Response:
     return json_answer(programs_shown(shared.service), behind=behind)
 
 
-def programs_shown(service: Service) -> dict[str, Any]:
+def programs_shown(service: Service[Metrics]) -> dict[str, Any]:
     """The programs in use, their failures, and those before them."""
     routing = service.routing
     return {

@@ -42,7 +42,7 @@ from tercet.transport.bounded_sockets import bounded
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.memory.handles import DeviceHandles, RdmaHandles
 from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.peer import SendReport
+from tercet.transport.outgoing import SendReport
 from tercet.transport.rank import RankTransport
 from tercet.transport.region import KVRegion, RegionShape
 

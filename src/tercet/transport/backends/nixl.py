@@ -17,7 +17,8 @@ import importlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -65,6 +66,17 @@ class Pieces(NamedTuple):
     kind: MemoryKind = "DRAM"
 
 
+@contextmanager
+def starting() -> Generator[None]:
+    """Turn any failure while NIXL starts into :class:`BackendUnavailable`."""
+    try:
+        yield
+    except TransferFailed as error:
+        raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info logs more") from error
+    except Exception as error:
+        raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
+
+
 class NixlBackend(Backend):
     """Reads regions that their owners registered with NIXL."""
 
@@ -75,13 +87,9 @@ class NixlBackend(Backend):
         self._nixl = load_bindings()
         self._ours = RegisteredRegion(region)
         self._whole = Registered(self._ours.address, self._ours.size)
-        try:
+        with starting():
             self._agent: NixlAgent | None = NixlAgent(self._nixl, [self._whole], answers=True)
             self._reader(region.shape, self._own_offer()).require_own_word(self.name)
-        except TransferFailed as error:
-            raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info logs more") from error
-        except Exception as error:
-            raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(self._own_offer())

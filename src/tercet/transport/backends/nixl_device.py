@@ -25,6 +25,7 @@ from tercet.transport.backends.nixl import (
     Registered,
     load_bindings,
     pieces,
+    starting,
 )
 from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Fence, Reader, SendingPeer
 from tercet.transport.backends.registered import RegisteredRegion, understood
@@ -81,15 +82,11 @@ class NixlDeviceBackend(Backend):
         # Only the words of the file are used; registering the rest would make the kernel allocate it.
         self._tail = [Registered(self._ours.address + region.shape.words, TAIL_BYTES)]
         self._landings = Landings(memory)
-        try:
+        with starting():
             self._agent: NixlAgent | None = NixlAgent(self._nixl, self._tail, answers=True)
             self._words(self._own_offer(), region.shape).require_own_word(self.name)
             with closing(self._reader(self._own_offer(), region.shape)) as reader:
                 reader.require_block()
-        except TransferFailed as error:
-            raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info logs more") from error
-        except Exception as error:
-            raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
 
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(self._own_offer())

@@ -26,10 +26,10 @@ from tercet.transport.memory.staged import whole
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
+    MessageSplitter,
     ProtocolViolation,
     ReadDescriptors,
     ReadRequest,
-    Splitter,
     framed,
 )
 from tercet.transport.region import KVRegion
@@ -76,7 +76,7 @@ def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
     While ``reading`` is entered, its value is the chunk's memory, ``None`` if its send has ended. It raises for a chunk
     that was never offered.
     """
-    splitter = Splitter(REQUESTS)
+    splitter = MessageSplitter(REQUESTS)
     while True:
         try:
             data = sock.recv(64 * 1024)

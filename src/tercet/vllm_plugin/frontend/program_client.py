@@ -144,7 +144,7 @@ def _require_few(context: RequestContext) -> None:
     if context.most_sequences is not None and len(context.running) >= context.most_sequences:
         raise VLLMValidationError(
             f"the request asks for more than {context.most_sequences} sequences, which is all that this router "
-            "takes of one (--max-sequences); send several requests"
+            "takes of one (max-sequences); send several requests"
         )
 
 

@@ -38,6 +38,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.sse import EventTooLong, read_events
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
@@ -64,10 +65,7 @@ from tercet.wire.client.stream_keeper import StreamKeeper
 from tercet.wire.streams import EngineConnection, StreamListener
 
 T = TypeVar("T")
-DATA = b"data: "
 UNAUTHORIZED = 401
-# An output with the log probabilities of a long prompt is one line.
-LONGEST_LINE = 16 * 1024 * 1024
 # Between two outputs of a stream an engine may run one long prefill of others; a longer silence means a dead engine.
 SILENCE_SECONDS = 300.0
 # A verb that only reserves or frees waits for one engine step at most.
@@ -131,9 +129,7 @@ class HttpEngine:
 
     async def __aenter__(self) -> HttpEngine:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=PLAIN, read_bufsize=LONGEST_LINE, auto_decompress=False
-        )
+        self._session = aiohttp.ClientSession(connector=connector, headers=PLAIN, auto_decompress=False)
         if self._keeper is not None:
             self._keeper.start()
         return self
@@ -255,11 +251,10 @@ class HttpEngine:
         """Receive outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
         async with self._call("start_generate", call, PATIENT) as response:
             try:
-                async for line in response.content:
-                    if line.startswith(DATA):
-                        stream.put(self._output_of(line[len(DATA) :]))
-                        await stream.until_asked()
-            except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError) as error:
+                async for data in read_events(response.content.iter_any()):
+                    stream.put(self._output_of(data))
+                    await stream.until_asked()
+            except (aiohttp.ClientError, HttpProcessingError, EventTooLong, TimeoutError, OSError) as error:
                 raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
             if not stream.over:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
+from tercet.wire.metric_buckets import SECONDS
+
 PULLED, CACHED, LOCAL = "remote", "cached", "local"
 
 prefills = Counter(
@@ -16,6 +18,6 @@ failures = Counter("tercet_prefill_failures", "Engines that were named and did n
 seconds = Histogram(
     "tercet_prefill_seconds",
     "Seconds that requests waited for other engines to prefill, with any result.",
-    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+    buckets=SECONDS,
 )
 ALL = (prefills, failures, seconds)

@@ -15,8 +15,9 @@ import msgspec
 
 from tercet.aio.incoming import Breach
 from tercet.protocol import HeadTooLarge, RequestTimeout, ShuttingDown, TercetError, UnknownModel
+from tercet.protocol.call_proofs import CHALLENGE_HEADER
 from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
-from tercet.protocol.sse import EVENTS, WholeEvents, events_of, object_of
+from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import UNREADABLE
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
     headers = [(b"content-type", JSON)]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
+    if error.challenge is not None:
+        headers.append((CHALLENGE_HEADER.encode(), error.challenge.encode()))
     if isinstance(error, ShuttingDown):
         headers.append((b"connection", b"close"))  # the next request must find another router
     return headers
@@ -112,7 +115,7 @@ class ErrorSend:
         self._api = api_of(context.path)
         self._start: Message | None = None
         self._body = b""
-        self._events: WholeEvents | None = None
+        self._events: EventSplitter | None = None
         self._opening = self._last = b""
 
     async def __call__(self, message: Message) -> None:
@@ -122,7 +125,7 @@ class ErrorSend:
                 self._start = message
                 return
             kind = _header(message, b"content-type")
-            self._events = WholeEvents() if kind.startswith(EVENTS.encode()) else None
+            self._events = EventSplitter() if kind.startswith(EVENTS.encode()) else None
             self.began = True
         elif message["type"] == "http.response.body":
             if self._start is not None:
@@ -173,20 +176,18 @@ class ErrorSend:
 
     # ---- streams ---------------------------------------------------------------------------------------------
 
-    def _stream(self, events: WholeEvents, chunk: bytes) -> bytes:
-        whole = events.passed(chunk)
+    def _stream(self, events: EventSplitter, chunk: bytes) -> bytes:
+        found = events.split(chunk)
         if self.ended:
-            whole += events.rest()
-        if self._api == "responses" and whole:
+            found.append(events.rest())
+        if self._api == "responses" and (whole := b"".join(found)):
             self._opening = self._opening or whole
             self._last = whole
-        if ERROR_MARK not in whole:
-            return whole
-        return b"".join(self._event(event) for event in events_of(whole))
+        return b"".join(self._event(event) if ERROR_MARK in event else event for event in found)
 
     def _event(self, event: bytes) -> bytes:
         """An error in our words, or with OpenAI's code; any other event unchanged."""
-        said = object_of(event) if ERROR_MARK in event else {}
+        said = object_of(event)
         error, failed = said.get("error"), self._context.failed
         if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
             return _anthropic_event(self._context, cast("dict[str, Any]", error))

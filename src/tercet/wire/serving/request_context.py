@@ -29,6 +29,19 @@ class InPortions(Protocol):
         ...
 
 
+class Preparation(Protocol):
+    """The turn of a long body to be prepared."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether others of the client may have theirs."""
+        ...
+
+    def end(self) -> None:
+        """Let others of the client have theirs; calls after the first one do nothing."""
+        ...
+
+
 class FastStream(Protocol):
     """The fast path's stream of a request."""
 
@@ -77,11 +90,17 @@ class RequestContext:
     generations: int = 0
     most_sequences: int | None = None
     portions: InPortions | None = None
+    preparation: Preparation | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: FastStream | None = None
     has_ended: bool = False
+
+    def prepared(self) -> None:
+        """Its first sequence runs, or none will: if its body is long, the client's next long body may begin."""
+        if self.preparation is not None:
+            self.preparation.end()
 
     def end(self) -> None:
         """The answer is sent, or its client has left: no sequence goes on, and none begins.

@@ -9,7 +9,7 @@ import msgspec
 
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import TRACE_HEADER
-from tercet.protocol.sse import DONE, EVENTS, WholeEvents, data_of, events_of
+from tercet.protocol.sse import DONE, EVENTS, EventSplitter, data_of
 from tercet.protocol.wire import UNREADABLE
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class TracingSend:
         self._start: Message | None = None
         self._body = b""
         self._is_json = False
-        self._events: WholeEvents | None = None
+        self._events: EventSplitter | None = None
 
     async def __call__(self, message: Message) -> None:
         """ASGI's ``send``."""
         if message["type"] == "http.response.start":
             kind = _content_type(message).lower()
             self._is_json = kind.startswith(b"application/json")
-            self._events = WholeEvents() if kind.startswith(EVENTS.encode()) else None
+            self._events = EventSplitter() if kind.startswith(EVENTS.encode()) else None
             self._start = message
             if not self._is_json:
                 await self._send(message)
@@ -55,13 +55,11 @@ class TracingSend:
         else:
             await self._send(message)
 
-    def _stream(self, events: WholeEvents, message: Message) -> bytes:
-        whole = events.passed(message.get("body", b""))
+    def _stream(self, events: EventSplitter, message: Message) -> bytes:
+        found = events.split(message.get("body", b""))
         if not message.get("more_body"):
-            whole += events.rest()
-        if DONE not in whole:  # it may occur in a text, too, but then no event is just that
-            return whole
-        return b"".join(self._traced(event) for event in events_of(whole))
+            found.append(events.rest())
+        return b"".join(self._traced(event) if DONE in event else event for event in found)
 
     async def _hold_json(self, message: Message) -> None:
         self._body += message.get("body", b"")

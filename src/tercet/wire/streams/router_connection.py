@@ -25,6 +25,7 @@ from tercet.protocol import (
     RouterUnreachable,
     TercetError,
 )
+from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.streams.wire_format import (
@@ -32,8 +33,6 @@ from tercet.wire.streams.wire_format import (
     PROTOCOL,
     REPORT_SECONDS,
     SILENCE_SECONDS,
-    FrameSplitter,
-    FrameTooLong,
     OutputBatch,
     ReceivedCommand,
     StreamHello,
@@ -249,7 +248,7 @@ class RouterConnection(asyncio.Protocol):
         try:
             for frame in self._splitter.split(data):
                 self._follow(_commands.decode(frame))
-        except (FrameTooLong, *UNREADABLE) as error:
+        except (ItemTooLong, *UNREADABLE) as error:
             logger.error("a router violated the protocol of token streams: %s", error)
             self.abort()
 

@@ -16,6 +16,7 @@ import msgspec
 from tercet.aio import TaskSet
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal
 from tercet.protocol.hosts import host_and_port
+from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.streams.engine_connection import EngineConnection
 from tercet.wire.streams.wire_format import (
@@ -23,8 +24,6 @@ from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,
     LONGEST_HELLO,
     PROTOCOL,
-    FrameSplitter,
-    FrameTooLong,
     StreamHello,
 )
 
@@ -143,7 +142,7 @@ class _Arrival(asyncio.Protocol):
                     self.connection.receive(frame)
                 elif not self._transport.is_closing():
                     self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
-        except (FrameTooLong, *UNREADABLE) as error:
+        except (ItemTooLong, *UNREADABLE) as error:
             self._why = f"it violated the protocol: {error}"
             if self.connection is not None:
                 logger.error("%s violated the protocol of token streams: %s", self.connection.engine, error)

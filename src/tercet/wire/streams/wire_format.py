@@ -155,36 +155,3 @@ def frame_of(message: OutputBatch | StreamHello | StreamCommand) -> bytes:
 def fits(frame: bytes) -> bool:
     """Whether the other side accepts the frame."""
     return len(frame) <= LENGTH_BYTES + LONGEST_FRAME
-
-
-class FrameTooLong(Exception):
-    """The peer announced a frame that is longer than allowed."""
-
-
-class FrameSplitter:
-    """Collects bytes until frames are complete; refuses frames longer than ``longest`` bytes before they arrive."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self._left = bytearray()
-
-    def split(self, data: bytes) -> list[bytes]:
-        """Return the bodies of the frames that are complete now; raises :class:`FrameTooLong`."""
-        if not self._left and len(data) >= LENGTH_BYTES:
-            # Most of what arrives is exactly one frame.
-            length = int.from_bytes(data[:LENGTH_BYTES], "big")
-            if length == len(data) - LENGTH_BYTES and length <= self.longest:
-                return [data[LENGTH_BYTES:]]
-        left, begin, frames = self._left, 0, list[bytes]()
-        left += data
-        while len(left) - begin >= LENGTH_BYTES:
-            body = begin + LENGTH_BYTES
-            length = int.from_bytes(left[begin:body], "big")
-            if length > self.longest:
-                raise FrameTooLong(f"a frame of {length} bytes; at most {self.longest} are allowed")
-            if len(left) - body < length:
-                break
-            begin = body + length
-            frames.append(bytes(left[body:begin]))
-        del left[:begin]
-        return frames

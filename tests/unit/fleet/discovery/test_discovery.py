@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery import PodDiscovery, follow_pods, until_known
+from tercet.fleet.discovery import PodDiscovery, follow_found, until_known
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Engine, EngineUnreachable
 from tercet.settings import DiscoverySettings, EngineAddress
@@ -42,9 +42,9 @@ class World:
     async def following(self, *named: EngineAddress, **settings: Any) -> AsyncGenerator[None]:
         discovery, known = PodDiscovery(DiscoverySettings(**settings), self.server.api, FAST), asyncio.Event()
         async with Membership(self.fleet, connect) as membership:
-            following = asyncio.create_task(follow_pods(discovery, membership, named, known))
+            following = asyncio.create_task(follow_found(discovery, membership, named, known))
             try:
-                await until_known(known, 10)
+                await until_known(known, discovery.source, 10)
                 yield
             finally:
                 following.cancel()
@@ -137,11 +137,11 @@ async def test_who_begins_without_the_api_server_says_so(world: World) -> None:
     world.server.refuse = (401, {})
     discovery, known = PodDiscovery(DiscoverySettings(endpoint_selector="a=b"), world.server.api, FAST), asyncio.Event()
     async with Membership(world.fleet, connect) as membership:
-        following = asyncio.create_task(follow_pods(discovery, membership, (), known))
-        with pytest.raises(EngineUnreachable, match="has not listed the pods"):
-            await until_known(known, 0.1)
+        following = asyncio.create_task(follow_found(discovery, membership, (), known))
+        with pytest.raises(EngineUnreachable, match=r"are not known after 0\.1 s"):
+            await until_known(known, discovery.source, 0.1)
         world.server.refuse = None
-        await until_known(known, 10)
+        await until_known(known, discovery.source, 10)
         following.cancel()
         await asyncio.wait({following})
 
@@ -185,5 +185,5 @@ async def test_who_follows_pods_and_fails_leaves_no_watch(world: World) -> None:
 
     async with Broken(world.fleet, connect) as membership, asyncio.timeout(10):
         with pytest.raises(BadRequest):
-            await follow_pods(discovery, membership, (), asyncio.Event())
+            await follow_found(discovery, membership, (), asyncio.Event())
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]

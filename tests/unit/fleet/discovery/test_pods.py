@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.fleet.discovery.api_objects import Pod
-from tercet.fleet.discovery.members import roles_of, with_pods
-from tercet.fleet.discovery.pods import PodEngine, engines_of
+from tercet.fleet.discovery.members import roles_of, with_found
+from tercet.fleet.discovery.pods import FoundEngine, engines_of
 from tercet.fleet.membership import MemberState
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
@@ -21,7 +21,7 @@ def as_pod(given: Object) -> Pod:
     return msgspec.convert(given, Pod)
 
 
-def engines(*pods: Object) -> list[PodEngine]:
+def engines(*pods: Object) -> list[FoundEngine]:
     return [each for given in pods for each in engines_of(as_pod(given), (8000,))]
 
 
@@ -82,49 +82,49 @@ def names(members: tuple[MemberState, ...]) -> dict[str, bool]:
 
 
 def test_a_pod_joins_when_it_is_ready_and_stays_until_it_is_gone() -> None:
-    assert with_pods((), engines(pod("a", ready=False))) == ()
-    assert with_pods((), engines(pod("a", deleting=True))) == ()
-    members = with_pods((), engines(pod("a"), pod("b", "10.0.0.2")))
+    assert with_found((), engines(pod("a", ready=False))) == ()
+    assert with_found((), engines(pod("a", deleting=True))) == ()
+    members = with_found((), engines(pod("a"), pod("b", "10.0.0.2")))
     assert names(members) == {"a": False, "b": False}
-    members = with_pods(members, engines(pod("a", ready=False), pod("b", "10.0.0.2", deleting=True)))
+    members = with_found(members, engines(pod("a", ready=False), pod("b", "10.0.0.2", deleting=True)))
     assert names(members) == {"a": True, "b": True}
     assert [each.withheld for each in members] == ["its pod is not ready", "its pod is being deleted"]
-    members = with_pods(members, engines(pod("a")))
+    members = with_found(members, engines(pod("a")))
     assert names(members) == {"a": False}
 
 
 def test_a_successor_of_the_same_name_is_another_one() -> None:
-    members = with_pods((), engines(pod("a", uid="one")))
-    assert with_pods(members, engines(pod("a", "10.0.0.9", uid="two", ready=False))) == ()
-    (after,) = with_pods(members, engines(pod("a", "10.0.0.9", uid="two")))
-    assert (after.pod, after.address.url) == ("two", "http://10.0.0.9:8000")
+    members = with_found((), engines(pod("a", uid="one")))
+    assert with_found(members, engines(pod("a", "10.0.0.9", uid="two", ready=False))) == ()
+    (after,) = with_found(members, engines(pod("a", "10.0.0.9", uid="two")))
+    assert (after.uid, after.address.url) == ("two", "http://10.0.0.9:8000")
 
 
 def test_an_address_that_was_given_to_another_pod_is_that_ones() -> None:
-    members = with_pods((), engines(pod("z-old")))
-    after = with_pods(members, engines(pod("z-old", deleting=True), pod("new")))
+    members = with_found((), engines(pod("z-old")))
+    after = with_found(members, engines(pod("z-old", deleting=True), pod("new")))
     assert names(after) == {"new": False}
-    after = with_pods(members, engines(pod("a-old", deleting=True), pod("new")))
+    after = with_found(members, engines(pod("a-old", deleting=True), pod("new")))
     assert names(after) == {"new": False}
 
 
 def test_those_that_somebody_named_stay_as_they_are() -> None:
     named = MemberState(EngineAddress("a", "http://10.0.0.1:8000/"), draining=True)
     found = engines(pod("a", "10.0.0.5"), pod("b", "10.0.0.1"), pod("c", "10.0.0.3"))
-    assert with_pods((named,), found)[0] is named
-    assert names(with_pods((named,), found)) == {"a": True, "c": False}
-    assert with_pods(with_pods((named,), found), ()) == (named,)
+    assert with_found((named,), found)[0] is named
+    assert names(with_found((named,), found)) == {"a": True, "c": False}
+    assert with_found(with_found((named,), found), ()) == (named,)
 
 
 def test_what_an_operator_decides_holds_until_the_pod_says_otherwise() -> None:
     found = engines(pod("a", labels={"tercet/role": "prefill"}))
-    (member,) = with_pods((), found)
+    (member,) = with_found((), found)
     changed = msgspec.structs.replace(
         member, draining=True, address=msgspec.structs.replace(member.address, role="both")
     )
-    (after,) = with_pods((changed,), found, roles_of(found))
+    (after,) = with_found((changed,), found, roles_of(found))
     assert (after.address.role, after.draining, after.leaving) == ("both", True, True)
-    (after,) = with_pods((changed,), engines(pod("a", labels={"tercet/role": "decode"})), roles_of(found))
+    (after,) = with_found((changed,), engines(pod("a", labels={"tercet/role": "decode"})), roles_of(found))
     assert (after.address.role, after.draining) == ("decode", True)
 
 
@@ -141,13 +141,13 @@ PODS = st.lists(
 def test_those_that_are_picked_are_the_ready_pods(history: list[list[Object]]) -> None:
     members: tuple[MemberState, ...] = ()
     for pods in history:
-        before, members = members, with_pods(members, engines(*pods))
-        assert with_pods(members, engines(*pods)) == members, "once is enough"
+        before, members = members, with_found(members, engines(*pods))
+        assert with_found(members, engines(*pods)) == members, "once is enough"
         assert len({each.address.url for each in members}) == len(members)
         existing = {each["metadata"]["uid"] + each["metadata"]["name"] for each in pods}
-        assert {each.pod + each.address.name for each in members} <= existing, "who is gone is no member"
+        assert {each.uid + each.address.name for each in members} <= existing, "who is gone is no member"
         ready = [each for each in engines(*pods) if each.serves]
         assert {each.address.url for each in members if not each.leaving} == {each.address.url for each in ready}
-        known = {each.pod + each.address.name for each in before}
-        leaving = {each.pod + each.address.name for each in members if each.leaving}
+        known = {each.uid + each.address.name for each in before}
+        leaving = {each.uid + each.address.name for each in members if each.leaving}
         assert leaving <= known, "nobody joins to leave"

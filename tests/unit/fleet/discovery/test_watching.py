@@ -161,7 +161,7 @@ async def test_what_is_no_event_lists_again(server: ApiServer, line: bytes) -> N
 
 
 async def test_a_line_without_an_end_is_not_kept_forever(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.fleet.discovery.mirror.LineSplitter.__init__.__defaults__", (1000,))
+    monkeypatch.setattr("tercet.fleet.discovery.watching.LONGEST_LINE", 1000)
     async with watching(server) as seen:
         await watched(server)
         server.say(b"x" * 5000)
@@ -279,7 +279,7 @@ STEPS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings().max_examples * 3 // 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, max_size=25))
 def test_whatever_happens_it_ends_with_what_the_server_has(steps: list[tuple[object, ...]]) -> None:
     asyncio.run(follow_through(steps))

@@ -58,7 +58,14 @@ async def test_a_target_goes_on_as_it_is_written(method: bytes, target: bytes) -
 
 @pytest.mark.parametrize(
     ("target", "goes_on"),
-    [(b"http://named:8/a%2Fb?c", b"/a%2Fb?c"), (b"https://named:8", b"/"), (b"http://u:p@named:8/?a", b"/?a")],
+    [
+        (b"http://named:8/a%2Fb?c", b"/a%2Fb?c"),
+        (b"https://named:8", b"/"),
+        (b"http://u:p@named:8/?a", b"/?a"),
+        (b"HTTP://named:8/a?", b"/a?"),
+        (b"http://named:8?", b"/?"),
+        (b"http://named:8//a@b:1/[c]?http://x", b"//a@b:1/[c]?http://x"),
+    ],
 )
 async def test_a_url_as_target_names_the_host(target: bytes, goes_on: bytes) -> None:
     heard, _ = await asked(request(start=b"GET " + target + b" HTTP/1.1"))
@@ -196,6 +203,9 @@ async def test_clients_of_http_1_0() -> None:
      b"GET / HTTP/1.1\r\nHost: h\r\nX : 1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\nX: a\0b\r\n\r\n",
      b"GET / HTTP/1.1\r\nHost: h\r\nX: a\rb\r\n\r\n", b"GET /\xc3\xa9 HTTP/1.1\r\nHost: h\r\n\r\n",
      b"CONNECT h:1 HTTP/1.1\r\nHost: h:1\r\n\r\n", b"GET ftp://h/ HTTP/1.1\r\nHost: h\r\n\r\n",
+     b"GET http://[ HTTP/1.1\r\nHost: h\r\n\r\n", b"GET http://[::1/a HTTP/1.1\r\nHost: h\r\n\r\n",
+     b"GET http://]h/ HTTP/1.1\r\nHost: h\r\n\r\n", b"GET http://u@/ HTTP/1.1\r\nHost: h\r\n\r\n",
+     b"GET http:///a HTTP/1.1\r\nHost: h\r\n\r\n", b"GET a HTTP/1.1\r\nHost: h\r\n\r\n",
      b"GET /a#b HTTP/1.1\r\nHost: h\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"x" * 70_000 + b"\r\n\r\n"],
 )  # fmt: skip
 async def test_what_is_no_request_is_refused_and_goes_nowhere(raw: bytes) -> None:

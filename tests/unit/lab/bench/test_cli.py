@@ -24,10 +24,16 @@ SMALL = "random,input_len=20,output_len=4"
 
 
 async def start(*flags: str, group: bool = False) -> asyncio.subprocess.Process:
-    """In a ``group`` of processes of its own, as a terminal starts it, or in ours."""
-    command = (sys.executable, "-m", "tercet.cli", "bench", *flags)
+    """``tercet bench``; or the benchmark of transfers in a ``group`` of processes of its own, as a terminal does it."""
+    command = ("benchmarks.transfer",) if group else ("tercet.cli", "bench")
     return await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=group
+        sys.executable,
+        "-m",
+        *command,
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=group,
     )
 
 
@@ -162,9 +168,7 @@ def test_the_variable_says_which_server_if_no_flag_does(
 async def test_told_to_stop_a_measurement_of_transfers_ends_with_its_other_process(
     number: signal.Signals, to_all: bool
 ) -> None:
-    process = await start(
-        "transfer", "--chunk", "64", "--total", "1", "--backend", "host,tcp", "--rounds", "100000", group=True
-    )
+    process = await start("--chunk", "64", "--total", "1", "--backend", "host,tcp", "--rounds", "100000", group=True)
     async with asyncio.timeout(60):
         while not (children := spawned_by(process.pid)):
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What ``tercet bench migration`` measures, on simulated engines in virtual time."""
+"""What ``python -m benchmarks.migration`` measures, on simulated engines in virtual time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import statistics
 from pathlib import Path
 
 import pytest
+from benchmarks.command_line import run_with
+from benchmarks.migration.__main__ import migration
+from benchmarks.migration.moving import (
+    DESTINATION,
+    MOVED_AFTER,
+    MOVES,
+    SOURCE,
+    WAYS,
+    BystanderGaps,
+    MoveCost,
+    measure_move,
+)
+from benchmarks.migration.moving_figure import plot_pauses
+from benchmarks.migration.moving_report import neighbour_rows, pause_rows, slowdown
 
-from tercet.cli.app import _run
 from tercet.decisions.migration import Stage
 from tercet.fleet import EngineFleet, Member
-from tercet.lab.bench.moving import DESTINATION, MOVED_AFTER, MOVES, SOURCE, WAYS, BystanderGaps, MoveCost, measure_move
-from tercet.lab.bench.moving_figure import plot_pauses
-from tercet.lab.bench.moving_report import neighbour_rows, pause_rows, slowdown
 from tercet.lab.sim import run_virtual
 from tercet.protocol import BadRequest
 from tercet.settings import MoveSettings
@@ -135,5 +145,6 @@ def test_tables_and_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_bad_input_ends_with_2_before_anything_moves(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["bench", "migration", "http://127.0.0.1:1", "http://127.0.0.1:2", *wrong]) == 2
+    given = ["http://127.0.0.1:1", "http://127.0.0.1:2", *wrong]
+    assert run_with(migration, "benchmarks.migration", given) == 2
     assert capsys.readouterr().err.startswith(f"tercet: {wrong[0]}: ")

@@ -241,7 +241,7 @@ def test_a_program_that_fails_is_counted_not_hidden(tmp_path: Path) -> None:
         "        return\n"
     )
     summary = simulation(program=f"{file}:half").point(8).summary
-    assert (summary.completed, summary.failed, summary.errors) == (0, 90, {"engine_error": 90})
+    assert (summary.completed, summary.failed, summary.errors) == (0, 90, {"program_failed": 90})
 
 
 def test_the_program_is_the_one_that_production_runs() -> None:
@@ -355,10 +355,7 @@ def test_a_sweep_over_seeds_has_a_run_and_an_interval_for_each(capsys: pytest.Ca
     assert len(set(means)) == 3
     assert trial.x.mean == pytest.approx(sum(means) / 3)
     assert trial.x.half is not None
-    assert (
-        app._run(["sim", "sweep", "--num-prompts", "20", "--over", "request-rate=2", "--seeds", "2", "--seed", "5"])
-        == 0
-    )
+    assert app._run(["sim", "--num-prompts", "20", "--over", "request-rate=2", "--seeds", "2", "--seed", "5"]) == 0
     assert "±" in capsys.readouterr().out
 
 
@@ -406,7 +403,7 @@ def test_burstiness_is_the_shape_of_a_gamma_process(shape: float) -> None:
 def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "sweep.svg"
-    line = f"sim sweep --num-prompts 50 --over fleet=both=1 --over request-rate=2,4 --plot {picture}"
+    line = f"sim --num-prompts 50 --over fleet=both=1 --over request-rate=2,4 --plot {picture}"
     assert app._run(line.replace("fleet=both=1", "stream_every=0,1").split()) == 0
     assert "stream_every" in capsys.readouterr().out
     assert picture.read_text().startswith("<?xml")
@@ -432,17 +429,15 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("sim --option max_num_seqs", "--option"),
         ("sim --goodput nonsense:1", "--goodput"),
         ("sim --goodput ttft=1", "is not NAME:MILLISECONDS"),
-        ("sim sweep --over request-rate=1 --plot x.gif", "--plot"),
-        ("sim sweep", "--over"),
-        ("sim sweep --over x", "--over"),
-        ("sim sweep --over request-rate=none", "request-rate"),
-        ("sim sweep --over max_num_seq=1", "there is no setting max_num_seq; did you mean max_num_seqs?"),
-        ("sim sweep --over salt=1 --program balanced", "balance_ratio"),
-        ("sim sweep --over request-rate=1 --over request-rate=2", "--over"),
-        ("sim sweep --over request-rate=1 --x ttft", "metric"),
-        ("sim sweep --over rates=1", "there is no setting rates"),
-        ("profile show nothing", "NAME"),
-        ("profile import --name x --model m -o /tmp/x.json --python /not/here", "--python"),
+        ("sim --over request-rate=1 --plot x.gif", "--plot"),
+        ("sim --over x", "--over"),
+        ("sim --over request-rate=none", "request-rate"),
+        ("sim --over max_num_seq=1", "there is no setting max_num_seq; did you mean max_num_seqs?"),
+        ("sim --over salt=1 --program balanced", "balance_ratio"),
+        ("sim --over request-rate=1 --over request-rate=2", "--over"),
+        ("sim --over request-rate=1 --x ttft", "metric"),
+        ("sim --over rates=1", "there is no setting rates"),
+        ("profile nothing", "NAME"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,8 +471,8 @@ def test_a_planned_workload_may_come_all_at_once(workload: str, capsys: pytest.C
 
 def test_a_sweep_may_have_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sweep.json"
-    line = f"sim sweep --num-prompts 10 --request-rate inf --over max_num_seqs=4,8 --result-filename {file}"
+    line = f"sim --num-prompts 10 --request-rate inf --over max_num_seqs=4,8 --result-filename {file}"
     assert app._run(line.split()) == 0
     assert "all at once" in capsys.readouterr().out
     assert msgspec.json.decode(file.read_bytes())["config"]["rate"] == "inf"
-    assert app._run(["sim", "sweep", "--num-prompts", "10", "--over", "request-rate=4,inf"]) == 0
+    assert app._run(["sim", "--num-prompts", "10", "--over", "request-rate=4,inf"]) == 0

@@ -1,4 +1,4 @@
-"""The picture of ``tercet bench transfer``."""
+"""The picture of ``python -m benchmarks.transfer``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-
-from tercet.lab.bench.transfer.cases import KIB, MIB, Table, cases
-from tercet.lab.bench.transfer.measurement import rows
-from tercet.lab.bench.transfer.transfer_figure import draw_transfer
+from benchmarks.transfer.cases import KIB, MIB, Table, cases
+from benchmarks.transfer.measurement import rows
+from benchmarks.transfer.transfer_figure import draw_transfer
 
 from .golden_images import check_image
 

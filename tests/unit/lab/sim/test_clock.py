@@ -117,6 +117,18 @@ def test_a_deadlock_is_said_at_once() -> None:
         run_virtual(main())
 
 
+@pytest.mark.parametrize("seconds", [1e11, 1e300, float("inf")])
+def test_a_time_in_which_milliseconds_are_lost_is_refused(seconds: float) -> None:
+    """At 1e17 s a step of 10 ms ends when it begins: a run would go on for ever, and its figures would be 0."""
+
+    async def main() -> None:
+        await asyncio.sleep(1e9)
+        await asyncio.sleep(seconds)
+
+    with pytest.raises(EngineError, match="virtual time"):
+        run_virtual(main())
+
+
 def test_what_main_left_running_is_cancelled() -> None:
     ended: list[str] = []
 

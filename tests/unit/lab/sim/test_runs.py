@@ -94,7 +94,7 @@ def test_where_a_run_is(steps: int, first: float, growth: float, share: float) -
     assert run.steps_at(now) == expected
 
 
-@settings(max_examples=50)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 40)), min_size=1, max_size=8), st.integers(1, 80))
 def test_blocks_are_counted_as_if_tick_by_tick(joins: list[tuple[int, int]], ticks: int) -> None:
     """``joins``: sequences by computed tokens and the ticks that pass before the next one joins."""

@@ -72,7 +72,7 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=settings().max_examples * 3 // 5, stateful_step_count=40, deadline=None)
 
 
 def pool(count: int = 2, nbytes: int = 64) -> BufferPool:

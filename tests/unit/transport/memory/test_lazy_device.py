@@ -139,7 +139,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples * 2 // 5, deadline=None)
 @given(seed=st.integers(0, 10_000), jobs=JOBS)
 def test_copies_of_one_direction_may_be_begun_one_behind_the_other(seed: int, jobs: list[Job]) -> None:
     """There is one room on the device for all of them, and each has host memory of its own."""

@@ -201,7 +201,7 @@ def test_nothing_is_left_of_ranks_that_were_closed() -> None:
     held.require_back()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 5, deadline=None)
 @given(data=st.data())
 def test_parts_of_blocks_go_where_they_belong(data: st.DataObject) -> None:
     """Every head's part, every choice of layers and blocks, with some that go nowhere."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +10,6 @@ from tercet.protocol import EngineError, EngineUnreachable, Output, OutputStream
 from tercet.wire.streams import SequenceInbox, TokenDelta
 from tercet.wire.streams.wire_format import (
     DeltaDetails,
-    FrameSplitter,
-    FrameTooLong,
     OutputBatch,
     delta_of,
     failed_delta,
@@ -154,23 +151,3 @@ def test_an_error_is_what_the_engine_raised() -> None:
 def test_a_step_is_compact() -> None:
     step = OutputBatch(tuple(delta_of(number, 100, Output((40_000,))) for number in range(64)))
     assert len(msgspec.msgpack.encode(step)) <= 64 * 8 + 6
-
-
-# ---- frames ------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.binary(max_size=20), max_size=10), st.data())
-def test_frames_come_out_whole_however_they_arrive(bodies: list[bytes], data: st.DataObject) -> None:
-    stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
-    splitter, found, at = FrameSplitter(20), list[bytes](), 0
-    while at < len(stream):
-        size = data.draw(st.integers(1, len(stream) - at))
-        found += splitter.split(stream[at : at + size])
-        at += size
-    assert found == bodies
-
-
-@pytest.mark.parametrize("data", [(21).to_bytes(4, "big"), b"\xff\xff\xff\xff", (21).to_bytes(4, "big") + bytes(21)])
-def test_frames_that_nobody_sends_are_refused(data: bytes) -> None:
-    with pytest.raises(FrameTooLong):
-        FrameSplitter(20).split(data)

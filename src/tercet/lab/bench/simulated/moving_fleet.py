@@ -1,4 +1,4 @@
-"""Moves and rescheduling in a simulation: the router's own code, in virtual time, and its results."""
+"""The router's service in a simulation, its moves and its rescheduler, in virtual time; and the results of moves."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tercet.fleet import EngineFleet, RunningSequences
+from tercet.fleet import Trace
 from tercet.lab.bench.simulated.virtual_roles import VirtualRoles
 from tercet.lab.sim import SimEngine
-from tercet.router.moves import MoveRecord, Moves
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.moves import MoveRecord
+from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.roles import with_roles_followed
+from tercet.router.service import Service
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 
 # The interval of the router's watch for stuck engines.
 WATCH_SECONDS = 0.5
+_UNCOUNTED = nullcontext()
 
 
 class MovingSettings(Settings, frozen=True):
@@ -68,15 +70,32 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MoveCounts:
-    """Implements :class:`~tercet.router.moves.MoveMetrics`."""
+    """Counts moves; the rest of :class:`~tercet.router.service.ServiceMetrics` is in the traces of sequences."""
 
     def __init__(self) -> None:
         self._outcomes = Counter[str]()
         self._pauses: list[float] = []
         self._bytes = self._recomputed = self._held_back = 0
 
+    def sequence(self) -> AbstractContextManager[object]:
+        return _UNCOUNTED
+
+    def finished(self, trace: Trace) -> None: ...
+
+    def objectives(self, met: bool) -> None: ...
+
+    def retried(self, code: str, answered: bool) -> None: ...
+
+    def fell_back(self, program: str, code: str) -> None: ...
+
+    def program_failed(self, program: str) -> None: ...
+
+    def uses(self, version: int) -> None: ...
+
+    def returned(self, program: str, to_version: int) -> None: ...
+
     def move(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return _UNCOUNTED
 
     def moved(self, move: MoveRecord) -> None:
         self._outcomes[f"{move.reason} {move.outcome}"] += 1
@@ -102,25 +121,26 @@ class MoveCounts:
 
 
 class MovingFleet:
-    """Background work of a router: a rescheduler and a watch over engines, with the sequences of both.
+    """Background work of a router: a rescheduler of the service's sequences, and a watch over engines.
 
     Each runs only if it can find work: with policies, or with engines that may be stuck or drained, if there are faults
     (``has_faults``).
     """
 
     def __init__(
-        self, fleet: EngineFleet, engines: Mapping[str, SimEngine], settings: MovingSettings, has_faults: bool
+        self,
+        service: Service[MoveCounts],
+        engines: Mapping[str, SimEngine],
+        settings: MovingSettings,
+        has_faults: bool,
     ) -> None:
-        self.sequences = RunningSequences()
-        self.counts = MoveCounts()
-        self._fleet = fleet
+        self._fleet = fleet = service.fleet
         self._engines = engines
         self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
-        moves = Moves(fleet, self.counts, settings.moves)
         by_itself = settings.roles == "auto"
         policies = with_roles_followed(settings.reschedule) if by_itself else settings.reschedule
-        rescheduler = Rescheduler(fleet, self.sequences, moves, policies)
+        rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), policies)
         self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
         if self.roles is not None:
             self._work.append(self.roles.run())

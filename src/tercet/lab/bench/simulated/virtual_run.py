@@ -19,7 +19,7 @@ import numpy as np
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
 from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalance
-from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingFleet, MovingSettings, alongside
+from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MoveTotals, MovingFleet, MovingSettings, alongside
 from tercet.lab.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
@@ -34,10 +34,11 @@ from tercet.lab.sim import (
     options_from,
     run_virtual,
 )
-from tercet.programs import Program, name_of, run_program
-from tercet.protocol import BadRequest, EngineError, LayoutMismatch, Output, Request, TercetError
-from tercet.router.attempts import first_cause, is_fallback, one_engine
-from tercet.router.recovery import Recovery
+from tercet.programs import Program, name_of
+from tercet.protocol import BadRequest, LayoutMismatch, Output, ProgramFailed, Request, TercetError
+from tercet.protocol.trace import FALLBACK, RETRY
+from tercet.router.attempts import ProgramFault
+from tercet.router.service import Service
 from tercet.settings import RetryBudget, RouterSettings
 
 RETRIES = RetryBudget()
@@ -62,7 +63,7 @@ class Outcome:
     first_error: TercetError | None = None
     fallbacks: int = 0
     retries: int = 0
-    first_retried: TercetError | None = None
+    first_retried: str | None = None
     busy: float = 0.0
     counts: dict[str, int] = field(default_factory=dict[str, int])
     moves: MoveTotals = field(default_factory=MoveTotals)
@@ -76,6 +77,14 @@ class Outcome:
         self.ended.append(ended)
         self.input_tokens.append(request.num_tokens)
         self.output_tokens.append(tokens)
+
+    def count_attempts(self, trace: Trace) -> None:
+        """Count the attempts after failures in the trace of a request."""
+        for event in trace.events:
+            if event.verb in (RETRY, FALLBACK):
+                self.retries += 1
+                self.fallbacks += event.verb == FALLBACK
+                self.first_retried = self.first_retried or event.reason
 
     def samples(self) -> Samples:
         """The rows as the benchmark's columns; gaps between tokens are not stored."""
@@ -109,12 +118,11 @@ class FollowUps(Protocol):
 
 @dataclass
 class _Fleet:
-    fleet: EngineFleet
+    service: Service[MoveCounts]
     engines: dict[str, SimEngine]
     network: Network
     router: float
     moving: MovingFleet
-    recovery: Recovery
 
 
 def run_once(
@@ -184,20 +192,22 @@ async def _run(
     follow_ups: FollowUps | None,
     moving: MovingSettings,
 ) -> Outcome:
-    built = _build(spec, profile, options, seed, moving)
+    built = _build(program, spec, profile, options, seed, moving)
     if scheduling is not None:
-        built.fleet.scheduling = scheduling
+        built.service.fleet.scheduling = scheduling
     outcome = Outcome()
     for fault in spec.faults:
-        _plan_fault(fault, built.engines[fault.engine], built.fleet)
+        _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
     async with built.moving.running():
-        await _serve_all(program, built, arrivals, warm_up, outcome, follow_ups)
+        await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
     _collect(built, outcome)
     built.network.close()
     return outcome
 
 
-def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, moving: MovingSettings) -> _Fleet:
+def _build(
+    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, seed: int, moving: MovingSettings
+) -> _Fleet:
     network, profiles, hosts = Network(), dict[str, Profile](), defaultdict[str, Host](Host)
     members: list[Member] = []
     engines: dict[str, SimEngine] = {}
@@ -229,9 +239,12 @@ def _build(spec: FleetSpec, profile: str, options: EngineOptions, seed: int, mov
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
     # A fleet has one router: that of the default profile of its engines.
     router = profiles[profile].router if profile in profiles else 0.0
-    recovery = Recovery(fleet, WAIT_FOR_ENGINE, asyncio.get_running_loop().time)
-    with_moves = MovingFleet(fleet, engines, moving, bool(spec.faults))
-    return _Fleet(fleet, engines, network, router, with_moves, recovery)
+    service = Service(
+        fleet, name_of(program), {}, MoveCounts(), retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
+        moves=moving.moves, retries_faults=False, load_arm=lambda _: program,
+    )  # fmt: skip
+    with_moves = MovingFleet(service, engines, moving, bool(spec.faults))
+    return _Fleet(service, engines, network, router, with_moves)
 
 
 def _require_exchange(engines: Sequence[SimEngine]) -> None:
@@ -270,7 +283,6 @@ def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
 
 
 async def _serve_all(
-    program: Program,
     built: _Fleet,
     arrivals: Iterable[tuple[float, Request]],
     warm_up: int,
@@ -294,9 +306,7 @@ async def _serve_all(
             loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
 
     def arrive(request: Request, measured: bool) -> None:
-        running.add(
-            loop.create_task(_converse(program, built, request, outcome, measured, follow_ups, running.discard))
-        )
+        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, running.discard)))
         await_next()
 
     async with alongside(samples.take()):
@@ -308,7 +318,6 @@ async def _serve_all(
 
 
 async def _converse(
-    program: Program,
     built: _Fleet,
     request: Request,
     outcome: Outcome,
@@ -319,10 +328,10 @@ async def _converse(
     """Run a request and its follow-ups, one after the other; ``on_end`` is called with the task that did it."""
     try:
         while True:
-            sequence = await _serve(program, built, request, outcome, measured)
+            sequence = await _serve(built, request, outcome, measured)
             if follow_ups is None:
                 return
-            if not sequence.ended:
+            if sequence is None:
                 now = asyncio.get_running_loop().time()
                 for _ in range(follow_ups.unsent(request) if measured else 0):
                     outcome.failures["unsent"] += 1
@@ -337,69 +346,43 @@ async def _converse(
         on_end(asyncio.current_task())
 
 
-async def _serve(
-    program: Program, built: _Fleet, request: Request, outcome: Outcome, measured: bool
-) -> RunningSequence:
-    """One sequence, served to its end as at the router; after a failure it has not ended."""
-    loop = asyncio.get_running_loop()
-    sequence = RunningSequence(request, "", RETRIES, loop.time(), WAIT_FOR_ENGINE)
+async def _serve(built: _Fleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
+    """Serve one sequence to its end, as the router does; None after a failure.
+
+    The program's own errors are raised: a simulation must show them.
+    """
+    loop, trace, begun = asyncio.get_running_loop(), Trace(), list[RunningSequence]()
+    sent, error = loop.time(), None
     if built.router:
         await asyncio.sleep(built.router)
-    with built.moving.sequences.running(sequence):
-        error = await _attempts(program, built, sequence, outcome)
-    if error is not None:
+    try:
+        await built.service.run(request, trace, on_sequence=begun.append).run(_drop)
+    except TercetError as failure:
+        error = _cause_of(failure)
         outcome.first_error = outcome.first_error or error
         if measured:
             outcome.failures[error.code] += 1
+    outcome.count_attempts(trace)
+    sequence = begun[0] if begun else None
     if measured:
-        first = math.nan if error is not None or sequence.ttft is None else sequence.began + sequence.ttft
-        outcome.add(sequence.began, first, loop.time(), request, len(sequence.tokens))
-    return sequence
+        ttft = None if error is not None or sequence is None else sequence.ttft
+        first = math.nan if sequence is None or ttft is None else sequence.began + ttft
+        outcome.add(sent, first, loop.time(), request, len(sequence.tokens) if sequence is not None else 0)
+    return sequence if error is None else None
 
 
-async def _attempts(program: Program, built: _Fleet, sequence: RunningSequence, outcome: Outcome) -> TercetError | None:
-    """Run the program, and after a failure one engine that continues where it stopped; returns the final error.
-
-    The program's own errors are not retried: a simulation must show them.
-    """
-    loop = asyncio.get_running_loop()
-    client, fleet = _Client(sequence, loop.time), built.fleet.traced(Trace(), sequence.generates)
-    answer, tried_at = program(sequence.request, fleet), loop.time()
-    while True:
-        try:
-            await run_program(answer, client)
-            return None if sequence.ended else EngineError("the program ended before its sequence did")
-        except Exception as failure:  # a user's program may raise anything
-            error = first_cause(failure)
-            if not isinstance(error, TercetError):
-                raise
-            retry = None if isinstance(error, BadRequest) else built.recovery.next_attempt(sequence, error, tried_at)
-            if retry is None:
-                return error
-        outcome.retries += 1
-        outcome.first_retried = outcome.first_retried or error
-        outcome.fallbacks += is_fallback(sequence, name_of(program))
-        await built.recovery.wait(retry)
-        answer, tried_at = one_engine(retry.request, fleet, retry.output), loop.time()
+def _drop(_: Output) -> None:
+    """The sequence has recorded it."""
 
 
-class _Client:
-    """Takes the outputs of a sequence's programs, at once; implements :class:`~tercet.programs.OutputSink`."""
-
-    def __init__(self, sequence: RunningSequence, clock: Callable[[], float]) -> None:
-        self._sequence = sequence
-        self._clock = clock
-
-    @property
-    def over(self) -> bool:
-        return self._sequence.ended
-
-    def put(self, output: Output) -> None:
-        if not self._sequence.ended:
-            self._sequence.record(output, self._clock())
-
-    async def until_asked(self) -> None:
-        pass
+def _cause_of(error: TercetError) -> TercetError:
+    """The error of a failed request; raises what a program itself raised."""
+    cause = error.__cause__
+    if not isinstance(error, ProgramFailed) or cause is None or isinstance(cause, ProgramFault):
+        return error
+    if isinstance(cause, TercetError):
+        return cause
+    raise cause
 
 
 def _collect(built: _Fleet, outcome: Outcome) -> None:
@@ -413,5 +396,5 @@ def _collect(built: _Fleet, outcome: Outcome) -> None:
         totals["preemptions"] += counters.preemptions
         totals["evicted_blocks"] += counters.evicted
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
-    outcome.moves = built.moving.counts.totals()
+    outcome.moves = built.service.metrics.totals()
     outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []

@@ -11,8 +11,9 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, SequenceReport, TercetError, UnknownSequence
-from tercet.router.fleet_rescheduler import FleetRescheduler
-from tercet.settings import MoveSettings, ReschedulerConfig, RescheduleSettings
+from tercet.router.reported_sequences import ReportedSequences
+from tercet.router.rescheduler import Rescheduler
+from tercet.settings import MoveSettings, RescheduleSettings
 from tests.unit.fakes import FakeEngine
 
 DOOR = "127.0.0.1:7000"
@@ -54,11 +55,9 @@ class World:
         self.engines = {"busy": Reporting([report("a"), report("b", 200), report("c", 300)]), "idle": Reporting()}
         members = [Member(name, "", "decode", FakeEngine(name), kv_tokens=1000) for name in self.engines]
         self.fleet = EngineFleet(members, clock=lambda: self.now)
-        config = ReschedulerConfig(
-            moves=MoveSettings(**moves),
-            reschedule=RescheduleSettings(policies=tuple(policies), threshold=0.1, order="SR", value=3),
-        )
-        self.rescheduler = FleetRescheduler(self.fleet, self.engines, config)
+        reschedule = RescheduleSettings(policies=tuple(policies), threshold=0.1, order="SR", value=3)
+        self.source = ReportedSequences(self.fleet, self.engines, MoveSettings(**moves), reschedule.stale_after_s)
+        self.rescheduler = Rescheduler(self.fleet, self.source, reschedule)
         self.load(busy=0.6, idle=0.0)
 
     def load(self, **usage: float) -> None:
@@ -79,13 +78,13 @@ async def test_what_policies_want_is_proposed_where_the_sequence_runs() -> None:
     world = World()
     await world.look()
     assert world.engines["busy"].proposed == [("a", "idle", "decode_load"), ("b", "idle", "decode_load")]
-    assert len(world.rescheduler.under_way) == 2
+    assert len(world.source.under_way) == 2
     await world.look()
     assert len(world.proposed) == 2, "what is on its way counts as there"
     busy = world.engines["busy"]
     world.engines["idle"].runs, busy.runs = busy.runs[:2], busy.runs[2:]
     await world.look()
-    assert len(world.rescheduler.under_way) == 0
+    assert len(world.source.under_way) == 0
 
 
 async def test_limits_hold_for_all_that_is_proposed() -> None:
@@ -130,7 +129,7 @@ async def test_a_sequence_that_has_ended_meanwhile() -> None:
 
     busy.sequences = and_then_it_ends  # type: ignore[method-assign]
     await world.look()
-    assert (world.proposed, len(world.rescheduler.under_way)) == ([], 0)
+    assert (world.proposed, len(world.source.under_way)) == ([], 0)
 
 
 async def test_its_end_leaves_nothing_behind() -> None:
@@ -140,7 +139,7 @@ async def test_its_end_leaves_nothing_behind() -> None:
         await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait({running})
-    assert len(world.rescheduler.under_way) == 0
+    assert len(world.source.under_way) == 0
 
 
 def test_a_policy_that_there_is_not_is_said_at_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tercet.protocol.sse import DATA, WholeEvents, events_of, object_of
+from tercet.protocol.sse import EventSplitter, data_of, object_of
 
 # Events of a response before the engine has computed anything, and its failure events.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")
@@ -16,13 +16,13 @@ class Opening:
 
     def __init__(self) -> None:
         self.held = b""
-        self._events = WholeEvents()
+        self._events = EventSplitter()
 
     def came_to(self, chunk: bytes) -> Literal["nothing", "tokens", "failure"]:
         """The outcome so far, including this chunk."""
         self.held += chunk
-        for event in events_of(self._events.passed(chunk)):
-            if not any(line.startswith(DATA) for line in event.splitlines()):
+        for event in self._events.split(chunk):
+            if data_of(event) is None:
                 continue
             said = object_of(event)
             if said.get("error") or said.get("type") in _FAILED:

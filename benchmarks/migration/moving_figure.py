@@ -9,8 +9,9 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from benchmarks.migration.moving import MoveCost
+
 from tercet.lab.bench.drawing import Picture, picture
-from tercet.lab.bench.moving import MoveCost
 
 WIDTH, HEIGHT = 5.6, 4.0
 # The shortest pause that is drawn on a logarithmic axis.

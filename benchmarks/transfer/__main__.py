@@ -1,4 +1,4 @@
-"""``tercet bench transfer``: what moving KV costs on this machine."""
+"""``python -m benchmarks.transfer``: what moving KV costs on this machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from tercet.cli.bench_options import names_in, numbers_in
-from tercet.cli.terminal import progress, require_folder, say, show_table
-from tercet.lab.bench.digits import three_digits
-from tercet.lab.bench.drawing import require_drawing
-from tercet.lab.bench.results import where_and_when
-from tercet.lab.bench.transfer.cases import KIB, MIB, Table, cases
-from tercet.lab.bench.transfer.interference import MEMCPY, Interference, measure_interference
-from tercet.lab.bench.transfer.measurement import (
+from benchmarks.command_line import names_in, numbers_in, run
+from benchmarks.transfer.cases import KIB, MIB, Table, cases
+from benchmarks.transfer.interference import MEMCPY, Interference, measure_interference
+from benchmarks.transfer.measurement import (
     BACKENDS,
     failures,
     idle_cpu,
@@ -22,7 +17,12 @@ from tercet.lab.bench.transfer.measurement import (
     report,
     rows,
 )
-from tercet.lab.bench.transfer.transfer_figure import draw_transfer
+from benchmarks.transfer.transfer_figure import draw_transfer
+
+from tercet.cli.terminal import progress, require_folder, say, show_table
+from tercet.lab.bench.digits import three_digits
+from tercet.lab.bench.drawing import require_drawing
+from tercet.lab.bench.results import where_and_when
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings
@@ -110,3 +110,7 @@ def _interference(
             except TransferFailed as error:
                 found[name] = error.message
     return found
+
+
+if __name__ == "__main__":
+    run(transfer, "benchmarks.transfer")

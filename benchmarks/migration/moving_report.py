@@ -8,8 +8,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from benchmarks.migration.moving import DESTINATION, MOVES, SOURCE, THERE, WAYS, BystanderGaps, MoveCost, Side
+
 from tercet.lab.bench.digits import three_digits
-from tercet.lab.bench.moving import DESTINATION, MOVES, SOURCE, THERE, WAYS, BystanderGaps, MoveCost, Side
 
 PAUSES = ["way", "tokens", "moves", "pause, ms", "in steps", "step, ms", "stages", "MB"]
 NEIGHBOURS = ["way", "decode steps of", "steps meanwhile", "meanwhile", "95%", "afterwards", "95%"]

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.transfer.cases import KIB, MIB, Case, Table
+from benchmarks.transfer.measurement import BACKENDS
+
 from tercet.lab.bench.drawing import Picture, picture
-from tercet.lab.bench.transfer.cases import KIB, MIB, Case, Table
-from tercet.lab.bench.transfer.measurement import BACKENDS
 
 COLUMN, ROW, MARGIN, NARROWEST = 1.55, 1.65, 1.4, 4.2
 LIMIT = "memcpy"

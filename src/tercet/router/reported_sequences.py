@@ -1,4 +1,4 @@
-"""The rescheduler of a fleet that several routers use: it sees all of their sequences, and they move them.
+"""The sequences of a fleet that several routers use: a rescheduler sees all of them, and the routers move them.
 
 Engines tell what they run, and for whom; a proposal goes to the engine that runs the sequence, which passes it on to
 the router that owns it. What was proposed and is seen no more at the source has left it, whatever became of it.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
-from tercet.aio import TaskSet, repeat
-from tercet.decisions.migration import CountedMove, MovesUnderWay, Rescheduling, SequenceView, Wanted, policies_of
+from tercet.decisions.migration import CountedMove, MovesUnderWay, SequenceView, Wanted
 from tercet.fleet import EngineFleet
-from tercet.fleet.loaded_fleet import counted_move, loaded_engines
+from tercet.fleet.loaded_fleet import counted_move
 from tercet.protocol import NoSpace, SequenceReport, TercetError
-from tercet.settings import ReschedulerConfig
+from tercet.router.rescheduler import Views
+from tercet.settings import MoveSettings
 
 logger = logging.getLogger("tercet.rescheduler")
 # What has come to its engine since may have been moved there just now.
@@ -39,68 +39,63 @@ Place = tuple[str, str]
 """An engine's name, and a sequence that it runs."""
 
 
-class FleetRescheduler:
-    """Proposes what policies want, within limits; ``engines`` are those of the fleet, by name.
+class ReportedSequences:
+    """What the ``engines`` of a fleet report, by name; a move is a proposal to the router that runs the sequence.
 
-    Raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.
+    Implements :class:`~tercet.router.rescheduler.SequenceSource`. Routers empty engines by themselves. An engine that
+    does not answer within ``stale_after_s`` is left out.
     """
 
-    def __init__(self, fleet: EngineFleet, engines: Mapping[str, ReportingEngine], config: ReschedulerConfig) -> None:
+    policies = ()
+
+    def __init__(
+        self, fleet: EngineFleet, engines: Mapping[str, ReportingEngine], moves: MoveSettings, stale_after_s: float
+    ) -> None:
         self._fleet = fleet
         self._engines = engines
-        self._settings = config.reschedule
-        self._deadline = config.moves.deadline_s
-        self.under_way = MovesUnderWay(config.moves)
-        self._rescheduling = Rescheduling(policies_of(config.reschedule))
+        self._deadline = moves.deadline_s
+        self._stale_after_s = stale_after_s
+        self.under_way = MovesUnderWay(moves)
+        self._tokens: dict[str, int] = {}
         self._leaving: dict[Place, asyncio.Future[None]] = {}
-        self._tasks = TaskSet()
 
-    async def run(self) -> None:
-        """Look until cancelled."""
-        try:
-            await repeat(self.look, self._settings.interval_s)
-        finally:
-            await self._tasks.close()
-
-    async def look(self) -> None:
-        """Ask engines what they run, and propose what may be proposed now."""
+    async def views(self, may_move: Callable[[str], bool], now: float) -> Views:
+        """Ask engines what they run; ``now`` is not used, since they say how old sequences are."""
         reports = await self._reports()
         self._note_left(reports)
-        now = self._fleet.costs.clock()
-        self._rescheduling.begins(now)
         members = {member.name: member for member in self._fleet.members}
         views = {
             name: [
                 SequenceView(each.seq_id, each.tokens, members[name].share(each.tokens), each.running, each.age)
                 for each in found
-                if self._may_move(name, each)
+                if may_move(each.seq_id) and self._has_settled(name, each)
             ]
             for name, found in reports.items()
             if name in members
         }
-        tokens = {each.seq_id: each.tokens for found in views.values() for each in found}
-        engines = loaded_engines(self._fleet, views, self.under_way.everywhere(), self._settings.stale_after_s)
-        for wanted in self._rescheduling.wanted(engines):
-            if wanted.seq_id in tokens and wanted.destination in members and wanted.source in self._engines:
-                self._begin(wanted, tokens[wanted.seq_id], now)
-                await asyncio.sleep(0)  # it counts for the limits
+        self._tokens = {each.seq_id: each.tokens for found in views.values() for each in found}
+        return views
 
-    def _may_move(self, engine: str, report: SequenceReport) -> bool:
-        return (
-            bool(report.router)
-            and report.age >= SETTLED_SECONDS
-            and (engine, report.seq_id) not in self._leaving
-            and not self._rescheduling.leaves_alone(report.seq_id)
-        )
+    def _has_settled(self, engine: str, report: SequenceReport) -> bool:
+        return bool(report.router) and report.age >= SETTLED_SECONDS and (engine, report.seq_id) not in self._leaving
 
-    def _begin(self, wanted: Wanted, tokens: int, now: float) -> None:
-        proposal = counted_move(self._fleet, wanted.source, wanted.destination, tokens)
-        refusal = self.under_way.refusal(proposal)
-        if refusal is not None:
-            logger.debug("%s waits for its turn: %s", wanted.seq_id, refusal)
-            return
-        self._rescheduling.moved(wanted.seq_id, now)
-        self._tasks.spawn(self._propose(wanted, proposal), f"proposal to move {wanted.seq_id}")
+    def refusal(self, wanted: Wanted) -> str | None:
+        """See :class:`~tercet.router.rescheduler.SequenceSource`."""
+        if wanted.source not in self._engines:
+            return f"{wanted.source} has left"
+        return self.under_way.refusal(self._counted(wanted))
+
+    def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
+        """Propose it; see :class:`~tercet.router.rescheduler.SequenceSource`."""
+        return self._propose(wanted, self._counted(wanted))
+
+    def held_back(self, moves: int) -> None:
+        """See :class:`~tercet.router.rescheduler.SequenceSource`."""
+        if moves:
+            logger.debug("%d moves wait for their turn", moves)
+
+    def _counted(self, wanted: Wanted) -> CountedMove:
+        return counted_move(self._fleet, wanted.source, wanted.destination, self._tokens[wanted.seq_id])
 
     async def _propose(self, wanted: Wanted, proposal: CountedMove) -> None:
         """Until the sequence has left, or the deadline is over, it counts for the limits."""
@@ -129,7 +124,7 @@ class FleetRescheduler:
         if not asked:
             return {}
         try:
-            done, _ = await asyncio.wait(asked.values(), timeout=self._settings.stale_after_s)
+            done, _ = await asyncio.wait(asked.values(), timeout=self._stale_after_s)
         finally:
             for task in asked.values():
                 task.cancel()

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from benchmarks.transfer.cases import KIB, MIB, Case, Result, Table
+from benchmarks.transfer.interference import Interference
+from benchmarks.transfer.libraries import LIBRARIES
+from benchmarks.transfer.receiving_process import ReceivingProcess
+from benchmarks.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
 
 from tercet import __version__
 from tercet.lab.bench.digits import three_digits
 from tercet.lab.bench.results import machine
-from tercet.lab.bench.transfer.cases import KIB, MIB, Case, Result, Table
-from tercet.lab.bench.transfer.interference import Interference
-from tercet.lab.bench.transfer.libraries import LIBRARIES
-from tercet.lab.bench.transfer.receiving_process import ReceivingProcess
-from tercet.lab.bench.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
 

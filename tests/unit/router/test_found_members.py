@@ -11,8 +11,8 @@ import pytest
 
 from tercet.fleet.discovery import PodDiscovery
 from tercet.protocol import BadRequest
+from tercet.router.found_members import follow_found
 from tercet.router.metrics import Metrics
-from tercet.router.pod_members import follow_pods
 from tercet.settings import DiscoverySettings
 from tests.unit.fleet.discovery.api_server import FAST, ApiServer, api_server, pod
 
@@ -23,7 +23,7 @@ from .test_shared_state import Other, joined
 @asynccontextmanager
 async def following(router: LiveRouter, server: ApiServer) -> AsyncGenerator[None]:
     discovery = PodDiscovery(DiscoverySettings(endpoint_selector="app=engine"), server.api, FAST)
-    task = asyncio.create_task(follow_pods(router.shared, discovery))
+    task = asyncio.create_task(follow_found(router.shared, discovery))
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ async def test_a_pod_that_does_not_fit_is_not_picked(router: LiveRouter, server:
 async def test_a_state_that_cannot_be_written_is_written_later(
     router: LiveRouter, server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tercet.router.pod_members.RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("tercet.router.found_members.RETRY_DELAY_S", 0.01)
     change, failures = router.shared.change, iter((True, True))
 
     async def fails(*given: object) -> object:

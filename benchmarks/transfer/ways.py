@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from benchmarks.transfer.cases import BLOCK_TOKENS, MIB, Case
+from benchmarks.transfer.libraries import LIBRARIES
+from benchmarks.transfer.receiving_process import FINGERPRINT, ReceivingProcess, chunks_of
 
-from tercet.lab.bench.transfer.cases import BLOCK_TOKENS, MIB, Case
-from tercet.lab.bench.transfer.libraries import LIBRARIES
-from tercet.lab.bench.transfer.receiving_process import FINGERPRINT, ReceivingProcess, chunks_of
 from tercet.protocol import TercetError, TransferFailed, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.vectors import Vector

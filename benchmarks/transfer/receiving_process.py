@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from benchmarks.transfer.cases import MIB, Case
+from benchmarks.transfer.libraries import LIBRARIES, Library, Offered
+from benchmarks.transfer.unsignalled import start_unsignalled
 
-from tercet.lab.bench.transfer.cases import MIB, Case
-from tercet.lab.bench.transfer.libraries import LIBRARIES, Library, Offered
-from tercet.lab.bench.transfer.unsignalled import start_unsignalled
 from tercet.protocol import EngineError, TercetError, packed
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
 from tercet.transport.agent.agent_process import past_the_caches

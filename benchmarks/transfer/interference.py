@@ -17,10 +17,11 @@ from multiprocessing.connection import Connection
 
 import aiohttp
 import msgspec
+from benchmarks.transfer.cases import MIB
+from benchmarks.transfer.unsignalled import start_unsignalled
 
-from tercet.lab.bench.transfer.cases import MIB
-from tercet.lab.bench.transfer.unsignalled import start_unsignalled
 from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
+from tercet.protocol.sse import DONE, read_events
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.pacing import Turn
 from tercet.wire.client.connection_errors import reason_of
@@ -103,7 +104,8 @@ async def _steps(
     async with session.post(f"{engine}/v1/completions", json=body) as response:
         if response.status != 200:
             raise EngineError(f"{engine} refused to generate: {(await response.text())[:300]}")
-        times = [time.perf_counter() async for line in response.content if line.startswith(b"data: {")]
+        events = read_events(response.content.iter_any())
+        times = [time.perf_counter() async for data in events if data != DONE]
     return [after - before for before, after in itertools.pairwise(times[1:])]
 
 

@@ -1,4 +1,4 @@
-"""``tercet bench migration``: what moving a running request costs its client."""
+"""``python -m benchmarks.migration``: what moving a running request costs its client."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 
 import msgspec
 import typer
+from benchmarks.command_line import names_in, numbers_in, run
+from benchmarks.migration.moving import WAYS, MoveCost, measure_moves
+from benchmarks.migration.moving_figure import plot_pauses
+from benchmarks.migration.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
 
-from tercet.cli.bench_options import names_in, numbers_in
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.lab.bench.drawing import require_drawing
-from tercet.lab.bench.moving import WAYS, MoveCost, measure_moves
-from tercet.lab.bench.moving_figure import plot_pauses
-from tercet.lab.bench.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
 from tercet.lab.bench.results import machine, where_and_when
 from tercet.settings import MoveSettings, require_url
 
@@ -51,7 +51,7 @@ def migration(
     beginning of a move to its cut-over, against those before; and after that, against those of `there`, which has the
     sequence at the destination from the beginning. `stay` moves nothing: the noise of both.
 
-    Example: `tercet bench migration http://127.0.0.1:8001 http://127.0.0.1:8002`
+    Example: `python -m benchmarks.migration http://127.0.0.1:8001 http://127.0.0.1:8002`
     """
     require_url(source, "SOURCE_URL")
     require_url(destination, "DESTINATION_URL")
@@ -88,3 +88,7 @@ def migration(
         plot_pauses(costs, plot, where_and_when())
     if interrupted:
         raise typer.Exit(130)
+
+
+if __name__ == "__main__":
+    run(migration, "benchmarks.migration")

@@ -1,0 +1,49 @@
+"""The types of src for `make check`: pyright, unless it has passed for exactly these files before.
+
+What it saw is named by one hash in build/types.txt: the files under src and typings, the settings of pyright and the
+pinned packages. `make lint` and `make test` always check all types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PASSED = ROOT / "build" / "types.txt"
+SETTINGS = ("pyproject.toml", "requirements/locked.txt", "requirements/torch.txt")
+
+
+def main() -> int:
+    """Check the types if need be; returns pyright's exit code."""
+    seen = hash_of(sources(ROOT), ROOT)
+    if PASSED.exists() and PASSED.read_text() == seen:
+        print("types: passed for the same files before")
+        return 0
+    code = subprocess.run((sys.executable, "-m", "pyright", "src"), cwd=ROOT, check=False).returncode
+    if code == 0 and hash_of(sources(ROOT), ROOT) == seen:
+        PASSED.parent.mkdir(exist_ok=True)
+        PASSED.write_text(seen)
+    return code
+
+
+def sources(root: Path) -> list[Path]:
+    """The files that decide what pyright says of src."""
+    found = [path for folder in ("src", "typings") for path in (root / folder).rglob("*.py*") if path.suffix != ".pyc"]
+    return sorted([*found, *(root / name for name in SETTINGS)])
+
+
+def hash_of(paths: Iterable[Path], root: Path) -> str:
+    """One hash of names and contents."""
+    all_of_them = hashlib.sha256()
+    for path in paths:
+        content = path.read_bytes()
+        all_of_them.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return all_of_them.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Long request bodies: each client has one in preparation, and the event loop works on one at a time.
+
+What is done for a body before its first sequence runs (parsing, validation, templates, tokenization) grows with the
+body, and most of it runs on the event loop. A client that sends many long bodies gets them prepared one after the
+other, in order; other clients do not wait for them. Between the work for two long bodies, of any clients, the loop
+does all other work that is ready, such as sending tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tercet.fleet.admission import SOON, ClientLeft
+from tercet.protocol import Saturated
+from tercet.settings import Limits
+
+LONG_BYTES = 256 * 1024
+"""Bytes from which on a body is long, whatever it has in it: its text takes tens of milliseconds to tokenize."""
+LONG_ITEMS = 256
+"""Lists and objects from which on a shorter body is long, too; they take some 20 us each on the event loop."""
+COMMAS_PER_ITEM = 16
+
+
+def is_long(content: bytes) -> bool:
+    """Whether the work for a body takes so long that it waits for its turn."""
+    if len(content) >= LONG_BYTES:
+        return True
+    commas = content.count(b",")
+    return commas >= LONG_ITEMS * COMMAS_PER_ITEM or content.count(b"{") + content.count(b"[") >= LONG_ITEMS
+
+
+class Turn:
+    """The preparation of one client's long body, until :meth:`end`."""
+
+    def __init__(self, over: Callable[[], None]) -> None:
+        self._over: Callable[[], None] | None = over
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client's next body may have begun."""
+        return self._over is None
+
+    def end(self) -> None:
+        """Let the client's next body begin; calls after the first one do nothing."""
+        over, self._over = self._over, None
+        if over is not None:
+            over()
+
+
+class LongBodies:
+    """The long bodies of one process by client. ``count_refusal`` gets the reason of each refusal.
+
+    Of ``limits``, ``long_queued`` is how many bodies of one client may wait, and ``queue_timeout_s`` for how long.
+    """
+
+    def __init__(self, limits: Limits, count_refusal: Callable[[str], object]) -> None:
+        self._limits = limits
+        self._count_refusal = count_refusal
+        # Clients with a body in preparation, and their bodies that wait.
+        self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
+        self._is_worked_on = False
+        self._next: deque[asyncio.Future[None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def turn(self, client: str, left: Callable[[], asyncio.Future[Any]]) -> Turn:
+        """Wait for the client's turn to have a long body prepared; the caller ends it.
+
+        ``left``, called only if the body has to wait, is done when the client has closed the connection. Raises
+        :class:`~tercet.protocol.Saturated`, and :class:`~tercet.fleet.admission.ClientLeft`.
+        """
+        waiting = self._waiting.get(client)
+        if waiting is None:
+            return self._begin(client)
+        if len(waiting) >= self._limits.long_queued:
+            raise self._refusal(
+                "long_queue_full",
+                f"{len(waiting)} long requests of this client wait to be prepared, which is the limit "
+                "(--max-long-queued)",
+            )
+        mine: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        waiting.append(mine)
+        gone = left()
+        try:
+            await asyncio.wait({mine, gone}, timeout=self._limits.queue_timeout_s, return_when="FIRST_COMPLETED")
+        except asyncio.CancelledError:
+            self._give_up(mine, waiting)
+            raise
+        if mine.done():
+            return mine.result()
+        self._give_up(mine, waiting)
+        if gone.done():
+            raise ClientLeft
+        seconds = self._limits.queue_timeout_s
+        raise self._refusal(
+            "long_queue_timeout", f"other long requests of this client were still prepared after {seconds:g} s"
+        )
+
+    async def alone(self) -> None:
+        """Return in an iteration of the event loop in which no other caller returns."""
+        if self._is_worked_on:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._next.append(mine)
+            await mine
+            return
+        self._work()
+
+    def _begin(self, client: str) -> Turn:
+        self._waiting.setdefault(client, deque())
+        return Turn(lambda: self._pass_on(client))
+
+    def _pass_on(self, client: str) -> None:
+        waiting = self._waiting[client]
+        if waiting:
+            waiting.popleft().set_result(self._begin(client))
+        else:
+            del self._waiting[client]
+
+    @staticmethod
+    def _give_up(mine: asyncio.Future[Turn], waiting: deque[asyncio.Future[Turn]]) -> None:
+        if mine.done():
+            mine.result().end()
+        else:
+            waiting.remove(mine)
+
+    def _refusal(self, reason: str, why: str) -> Saturated:
+        self._count_refusal(reason)
+        return Saturated(f"{why}; retry after {SOON} s", retry_after=SOON)
+
+    def _work(self) -> None:
+        """One caller works until it next awaits; what is scheduled now runs after that."""
+        self._is_worked_on = True
+        asyncio.get_running_loop().call_soon(self._worked)
+
+    def _worked(self) -> None:
+        self._is_worked_on = False
+        while self._next:
+            following = self._next.popleft()
+            if not following.done():
+                following.set_result(None)
+                self._work()
+                return

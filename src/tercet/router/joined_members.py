@@ -1,0 +1,87 @@
+"""Engines that join a running router by themselves, and those of them that are gone without having left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from tercet.fleet.membership import JOINED
+from tercet.protocol import TercetError, UnknownEngine
+from tercet.protocol.wire import JoinCall, Joined
+from tercet.router.shared_state import SharedState
+from tercet.settings import EngineAddress
+
+logger = logging.getLogger("tercet.router")
+POLL_INTERVAL_S = 1.0
+GONE_AFTER_S = 60.0
+LEAVING = "it is leaving"
+
+
+async def join(state: SharedState, name: str, call: JoinCall) -> Joined:
+    """Make the engine a member once it has answered; later calls keep it one.
+
+    Raises :class:`~tercet.protocol.TercetError` for one that does not fit this fleet.
+    """
+    address = EngineAddress(name, call.url.rstrip("/"), call.role)
+    withheld = LEAVING if call.leaving else ""
+    after = state.state.with_joined(address, call.uid, withheld)
+    if after is not state.state:
+        known = {each.address.name for each in state.state.members}
+        if name not in known:
+            await state.check(address)
+        await state.change(
+            lambda now: now.with_joined(address, call.uid, withheld), LEAVING if call.leaving else "it has joined"
+        )
+    return Joined(_in_flight(state, name))
+
+
+async def leave(state: SharedState, name: str, uid: str) -> Joined:
+    """This start of the engine leaves the fleet; what runs on it continues."""
+    left = Joined(_in_flight(state, name))
+    await state.change(lambda now: now.without_joined(name, uid), "it has left")
+    return left
+
+
+def _in_flight(state: SharedState, name: str) -> int:
+    try:
+        state.service.fleet.member(name)
+    except UnknownEngine:
+        return 0
+    return state.engines()[name].in_flight
+
+
+class GoneEngines:
+    """When each engine was found to be away, by a ``clock`` in seconds. Pure."""
+
+    def __init__(self, clock: Callable[[], float], after_s: float = GONE_AFTER_S) -> None:
+        self._clock = clock
+        self._after_s = after_s
+        self._since: dict[tuple[str, str], float] = {}
+
+    def look(self, away: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Of the engines that are ``away`` now, by name and uid, those that have been all the time."""
+        now = self._clock()
+        self._since = {each: self._since.get(each, now) for each in away}
+        return {each for each, since in self._since.items() if now - since >= self._after_s}
+
+
+async def remove_gone(state: SharedState, gone: GoneEngines | None = None) -> None:
+    """Forget engines that have joined and do not answer for :data:`GONE_AFTER_S`, until cancelled."""
+    gone = gone or GoneEngines(asyncio.get_running_loop().time)
+    while True:
+        await asyncio.sleep(POLL_INTERVAL_S)
+        reports = state.engines()
+        away = {
+            (each.address.name, each.uid.removeprefix(JOINED))
+            for each in state.state.members
+            if each.joined and each.address.name in reports and not reports[each.address.name].reachable
+        }
+        for name, uid in gone.look(away):
+            try:
+                await state.change(
+                    lambda now, name=name, uid=uid: now.without_joined(name, uid),
+                    f"it has not answered for {GONE_AFTER_S:.0f} s, and joins again when it does",
+                )
+            except TercetError as error:  # the state file is not writable, or is locked
+                logger.error("%s stays a member: %s", name, error.message)

@@ -1,0 +1,12 @@
+"""Headings under which help texts and reference pages list the settings of a command."""
+
+MODEL = "Model"
+ENGINES = "Engines"
+SERVER = "Server"
+PLACEMENT = "Programs and placement"
+LIMITS = "Limits"
+FAILURES = "Failures"
+MOVES = "Moves"
+ACCESS = "Access"
+OBSERVABILITY = "Observability"
+KUBERNETES = "Kubernetes"

@@ -1,0 +1,74 @@
+"""An engine's side of its membership at a router: it joins, stays and leaves, with the fleet's secret."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from tercet.protocol import EngineUnreachable, from_wire
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
+from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.client.connection_errors import reason_of
+
+# The router asks the engine for its status before it answers, and has its other processes follow.
+ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+
+
+class RouterMembership:
+    """The engine ``name`` at the router ``url``. Use as an async context manager; its end closes the connection.
+
+    Without a ``secret``, a router of the same machine lets it join.
+    """
+
+    def __init__(self, url: str, name: str, secret: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._path = MEMBERS + quote(name, safe="")
+        self._signed = MEMBERS + name
+        self._prover = Prover(secret)
+
+    async def __aenter__(self) -> Self:
+        self._client = aiohttp.ClientSession(timeout=ANSWER, auto_decompress=False)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+    async def join(self, call: JoinCall) -> Joined:
+        """Be a member, or stay one. Raises :class:`~tercet.protocol.TercetError`, as :meth:`leave` does."""
+        return await self._ask("PUT", "", msgspec.json.encode(call))
+
+    async def leave(self, uid: str) -> Joined:
+        """Be no member any more, with this start."""
+        return await self._ask("DELETE", f"/{uid}", None)
+
+    async def _ask(self, method: str, rest: str, body: bytes | None) -> Joined:
+        status, answer, challenges = await self._once(method, rest, body)
+        if status == HTTPStatus.UNAUTHORIZED and self._prover.meets(challenges):
+            status, answer, _ = await self._once(method, rest, body)
+        try:
+            if status < HTTPStatus.BAD_REQUEST:
+                return msgspec.json.decode(answer, type=Joined)
+            error = from_wire(status, msgspec.json.decode(answer))
+        except UNREADABLE as unreadable:
+            raise EngineUnreachable(f"the server at {self._url} is not a router: HTTP {status}", "url") from unreadable
+        raise error
+
+    async def _once(self, method: str, rest: str, body: bytes | None) -> tuple[int, bytes, list[str]]:
+        proof = self._prover.headers(method, self._signed + rest, digest_of(body))
+        headers = {"content-type": "application/json", **proof, **PLAIN}
+        where = f"{self._url}{API_PREFIX}{self._path}{rest}"
+        try:
+            async with self._client.request(
+                method, where, data=body, headers=headers, allow_redirects=False
+            ) as response:
+                return response.status, await read_answer(response), response.headers.getall(CHALLENGE_HEADER, [])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"no router answers at {self._url}: {reason_of(error)}", "url") from error

@@ -1,0 +1,113 @@
+"""Events are framed by lines, whatever their chunks are and whatever their text contains."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.protocol.sse import EventReader, EventSplitter, EventTooLong, data_of, object_of, read_events
+from tercet.wire.serving.trace_answers import TracingSend
+
+TEXT = b'data: {"text": "data: [DONE]\\n\\ndata: [DONE]"}\n\n'
+STREAM = TEXT + b": keep-alive\n\n" + b"data: [DONE]\n\n"
+
+
+# Neither of them ends a line; each ends one for str.splitlines.
+NO_ENDS = "\u2028\u2029\x0b\x0c\x1c\x85"
+LINES = st.lists(st.text("ab: \0" + NO_ENDS, max_size=6), min_size=1, max_size=3)
+CUTS = st.lists(st.integers(0, 300), max_size=12)
+
+
+def read(stream: bytes, cuts: list[int], longest: int = 1000) -> list[bytes]:
+    reader, bounds = EventReader(longest), [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    return [data for begin, end in pairwise(bounds) for data in reader.read(stream[begin:end])]
+
+
+@given(events=st.lists(LINES, max_size=5), end=st.sampled_from(["\n", "\r\n", "\r"]), cuts=CUTS, data=st.data())
+def test_the_data_of_events_comes_out_whatever_the_chunks_are(
+    events: list[list[str]], end: str, cuts: list[int], data: st.DataObject
+) -> None:
+    """With other fields, comments, empty lines and an unfinished event between and after them."""
+    stream = data.draw(st.sampled_from(["", "\ufeff"]))
+    for lines in events:
+        stream += data.draw(st.sampled_from(["", ": alive" + end + end, "event: x" + end, end]))
+        stream += "".join(f"data: {line}{end}" for line in lines) + end
+    stream += data.draw(st.sampled_from(["", "data: cut off", "data: cut off" + end, "id: 3" + end + end]))
+    assert read(stream.encode(), cuts) == ["\n".join(lines).encode() for lines in events]
+
+
+@given(size=st.integers(15, 25), cuts=CUTS, end=st.sampled_from([b"", b"\n", b"\n\n", b"\r\n\r\n", b"\r\r"]))
+def test_a_long_event_is_refused_whatever_the_chunks_are(size: int, cuts: list[int], end: bytes) -> None:
+    stream = b"data: 1\n\n" + b"data: ".ljust(size, b"x") + end
+    if size <= 20:
+        read(stream, cuts, 20)
+    elif size > 22 or len(end) > 1:
+        with pytest.raises(EventTooLong, match="an event of more than 20 bytes"):
+            read(stream, cuts, 20)
+
+
+async def test_data_is_read_from_chunks_as_they_arrive() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in (b"da", b"ta: 1\n", b"\ndata: 2\n\ndata", b": 3\r", b"\n\r", b"\n"):
+            yield chunk
+
+    assert [data async for data in read_events(chunks())] == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_parts_of_any_size_come_out_as_whole_events(size: int) -> None:
+    events = EventSplitter()
+    found = [event for at in range(0, len(STREAM), size) for event in events.split(STREAM[at : at + size])]
+    assert found == [TEXT, b": keep-alive\n\n", b"data: [DONE]\n\n"]
+    assert events.rest() == b""
+
+
+def test_ends_of_lines_are_all_that_the_standard_has() -> None:
+    whole = b"data: a\r\n\r\ndata: b\r\rdata: c\n\ndata: d\n\r\ndata: e"
+    events = EventSplitter()
+    assert [data_of(event) for event in [*events.split(whole), events.rest()]] == [b"a", b"b", b"c", b"d", b"e"]
+
+
+def test_the_data_of_an_event_are_its_data_lines() -> None:
+    assert data_of(b"event: x\ndata: {\ndata:  1}\nid: 3\n\n") == b"{\n 1}"
+    assert data_of(b"data\n\n") == data_of(b"data:\n\n") == b""
+    assert data_of(b": alive\n\n") is data_of(b"database: 1\n\n") is None
+    assert object_of(b'data: {"a":\ndata: 1}\n\n') == {"a": 1}
+    assert object_of(b"data: [DONE]\n\n") == {}
+
+
+async def traced(kind: bytes, *parts: bytes) -> bytes:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    tracing = TracingSend(send, [{"program": "p"}])
+    await tracing({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+    for index, part in enumerate(parts):
+        await tracing({"type": "http.response.body", "body": part, "more_body": index + 1 < len(parts)})
+    return b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize("size", [1, 5, 40, 1000])
+async def test_a_trace_stands_before_the_end_and_nowhere_else(size: int) -> None:
+    parts = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]
+    found = await traced(b"text/event-stream; charset=utf-8", *parts)
+    assert found == STREAM.replace(b"data: [DONE]\n\n", b'data: {"tercet":{"program":"p"}}\n\ndata: [DONE]\n\n')
+
+
+@pytest.mark.parametrize("end", [b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]"])
+async def test_the_end_may_be_written_otherwise(end: bytes) -> None:
+    found = await traced(b"text/event-stream", TEXT, end)
+    assert found == TEXT + b'data: {"tercet":{"program":"p"}}\n\n' + end
+
+
+async def test_a_text_that_only_says_so_is_no_end() -> None:
+    line = b'data: {"text": "x"} data: [DONE]\n\n'
+    assert await traced(b"text/event-stream", line) == line
+    assert await traced(b"text/plain", STREAM) == STREAM
