@@ -41,7 +41,9 @@ def _observed(fleet: EngineFleet, member: Member, line: PrefillLine) -> Observed
     if last is None:
         return ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
     load = last[0]
-    contexts = int(load.kv_usage * member.kv_tokens) or load.running * UNKNOWN_CONTEXT
+    # Sequences whose prompts are still in line elsewhere have reserved KV here, which no step reads.
+    share = load.running / max(load.running, member.in_flight, 1)
+    contexts = int(load.kv_usage * member.kv_tokens * share) or load.running * UNKNOWN_CONTEXT
     return ObservedEngine(
         member.name, member.role, able, line.waiting_s, line.busy_s, load.running, load.waiting, contexts,
         load.step_time, load.kv_usage,

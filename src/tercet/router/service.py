@@ -41,8 +41,13 @@ LoadArm = Callable[[Arm], Program]
 RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
+<<<<<<< HEAD
 _NO_DEADLINE = nullcontext()
 OBJECTIVES = Objectives()
+=======
+OBJECTIVES = Objectives()
+_NO_DEADLINE = nullcontext()
+>>>>>>> h_roles
 
 GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
 
@@ -56,6 +61,10 @@ class ServiceMetrics(MoveMetrics, Protocol):
 
     def finished(self, trace: Trace) -> None:
         """A sequence was served to its end."""
+        ...
+
+    def objectives(self, met: bool) -> None:
+        """A sequence ended, and met its objectives or did not; not called without objectives."""
         ...
 
     def retried(self, code: str, answered: bool) -> None:
@@ -95,7 +104,11 @@ class Service(Generic[M]):
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
+<<<<<<< HEAD
     loads the first program. ``attainment`` counts the requests that end, by whether they met the ``objectives``.
+=======
+    loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``.
+>>>>>>> h_roles
     """
 
     def __init__(
@@ -229,7 +242,7 @@ class Service(Generic[M]):
             self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
 
     def _note_failed(self, chosen: Chosen, error: BaseException) -> None:
-        """What its client did wrong counts nowhere."""
+        """Count it against the objectives, unless its client is to blame."""
         refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
         if self.attainment.objectives.any and not refused:
             self.attainment.failed()

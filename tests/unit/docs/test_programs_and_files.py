@@ -85,4 +85,11 @@ def test_yaml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
     elif "engines" in content:
         assert parse_fleet(str(file)).engines
     else:  # another tool's
-        assert content.keys() & {"services", "scrape_configs", "groups", "transport_socket", "providers", "rule_files"}, block.place
+        assert content.keys() & {
+            "services",
+            "scrape_configs",
+            "groups",
+            "transport_socket",
+            "providers",
+            "rule_files",
+        }, block.place

@@ -41,7 +41,7 @@ class ObservedEngine:
 
     @property
     def with_queued(self) -> float:
-        """The factor by which its decodes, their contexts and KV would be more if none waited."""
+        """The factor by which its decodes and their contexts would be more if none waited."""
         return (self.running + self.queued) / self.running if self.running else 1.0
 
 
@@ -108,7 +108,7 @@ class FleetHistory:
             waiting_s=newest.waiting_s,
             decodes=newest.decodes,
             contexts=newest.contexts,
-            kv_usage=sum(each.kv_usage * each.with_queued for each in decoding),
+            kv_usage=sum(each.kv_usage for each in decoding),
             more_decodes=(newest.decodes - recent.decodes) / lately if lately else 0.0,
             more_contexts=(newest.contexts - recent.contexts) / lately if lately else 0.0,
         )
