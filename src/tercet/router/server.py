@@ -102,19 +102,12 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 background.spawn(membership.watch(), "membership")
                 if tells:
                     background.spawn(remove_gone(state), "gone engines")
-<<<<<<< HEAD
-=======
-                own = OwnSequences(fleet, service.sequences, service.moves)
->>>>>>> h_roles
                 policies = config.reschedule
                 if config.roles == "auto":
                     policies = with_roles_followed(policies)
                     state.role_keeper = RoleKeeper(state, path, config.objectives)
                     background.spawn(state.role_keeper.run(), "roles")
-<<<<<<< HEAD
                 own = OwnSequences(fleet, service.sequences, service.moves)
-=======
->>>>>>> h_roles
                 rescheduler = Rescheduler(fleet, own, policies)
                 background.spawn(rescheduler.run(), "rescheduler")
                 if config.missing_adapters == "load":

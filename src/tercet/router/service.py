@@ -41,13 +41,8 @@ LoadArm = Callable[[Arm], Program]
 RETURN_AFTER = 5
 ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
-<<<<<<< HEAD
-_NO_DEADLINE = nullcontext()
-OBJECTIVES = Objectives()
-=======
 OBJECTIVES = Objectives()
 _NO_DEADLINE = nullcontext()
->>>>>>> h_roles
 
 GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
 
@@ -104,11 +99,7 @@ class Service(Generic[M]):
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
-<<<<<<< HEAD
-    loads the first program. ``attainment`` counts the requests that end, by whether they met the ``objectives``.
-=======
     loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``.
->>>>>>> h_roles
     """
 
     def __init__(

@@ -141,21 +141,12 @@ class MovingFleet:
         self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
         by_itself = settings.roles == "auto"
-<<<<<<< HEAD
-        reschedule = with_roles_followed(settings.reschedule) if by_itself else settings.reschedule
-        rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), reschedule)
-        self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
-        if self.roles is not None:
-            self._work.append(self.roles.run())
-        if reschedule.policies or has_faults:
-=======
         policies = with_roles_followed(settings.reschedule) if by_itself else settings.reschedule
         rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), policies)
         self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
         if self.roles is not None:
             self._work.append(self.roles.run())
         if policies.policies or has_faults:
->>>>>>> h_roles
             fleet.knowledge.needed()
             self._work += [self._report(), rescheduler.run()]
         if has_faults:
