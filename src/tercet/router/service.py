@@ -82,10 +82,6 @@ class ServiceMetrics(MoveMetrics, Protocol):
         """A version was replaced by the one before it, because a program failed repeatedly."""
         ...
 
-    def objectives(self, met: bool) -> None:
-        """A request ended, and met its objectives or did not."""
-        ...
-
 
 M = TypeVar("M", bound=ServiceMetrics)
 

@@ -94,8 +94,6 @@ class MoveCounts:
 
     def returned(self, program: str, to_version: int) -> None: ...
 
-    def objectives(self, met: bool) -> None: ...
-
     def move(self) -> AbstractContextManager[object]:
         return _UNCOUNTED
 
