@@ -103,7 +103,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 if tells:
                     background.spawn(remove_gone(state), "gone engines")
                 policies = config.reschedule
-                if config.roles == "auto":
+                if config.roles_by == "auto":
                     policies = with_roles_followed(policies)
                     state.role_keeper = RoleKeeper(state, path, config.objectives)
                     background.spawn(state.role_keeper.run(), "roles")

@@ -309,7 +309,7 @@ class RouterSettings(Settings, frozen=True):
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
     objectives: Objectives = Objectives()
-    roles: RolesBy = "fixed"
+    roles_by: RolesBy = msgspec.field(default="fixed", name="roles")
     request_timeout_s: Annotated[
         Seconds | None,
         Setting("Longest duration of a request; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
@@ -388,7 +388,7 @@ class RouterSettings(Settings, frozen=True):
             raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
         if self.openai_layer == "small" and self.workers > 1:
             raise BadRequest("workers: the small OpenAI layer has one process; see openai-layer", "workers")
-        require_objectives(self.roles, self.objectives)
+        require_objectives(self.roles_by, self.objectives)
         for url in self.pooling_servers:
             require_url(url, "pooling-servers")
         if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.cluster.up_config import UpConfig
 from tercet.decisions.objectives import Attainment, meets, within
 from tercet.lab.bench.summary import MS, Samples, Slo
 from tercet.protocol import BadRequest
@@ -70,3 +71,8 @@ def test_roles_need_both_objectives(given_ones: dict[str, float]) -> None:
     require_objectives("fixed", Objectives(**given_ones))
     with pytest.raises(BadRequest, match="--objective-ttft and --objective-tpot"):
         require_objectives("auto", Objectives(**given_ones))
+
+
+def test_no_property_of_a_fleet_hides_a_setting_of_its_router() -> None:
+    hidden = [name for name in UpConfig.__struct_fields__ if isinstance(getattr(UpConfig, name, None), property)]
+    assert hidden == []

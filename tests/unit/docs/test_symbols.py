@@ -28,9 +28,9 @@ MADE_OR_OTHERS = re.compile(r"(build|docs/_build|vllm|pkg|deploy/config|tercet)(
 # Names that are not in the code: other programs', results' or an example's.
 OTHERS = {
     "BHLNC", "BLHNC", "BLNHC", "LBHNC", "LBNHC", "LHBNC", "ID", "MC_TCP_BIND_ADDRESS", "TimeoutStopSec", "half_life",
-    "halfLife", "UCX_NET_DEVICES", "ResponsesRequest", "VLLM_ENABLE_RESPONSES_API_STORE", "buffer_steps", "cpuset", "cudaEventQuery",
+    "halfLife", "UCX_NET_DEVICES", "VLLM_ENABLE_RESPONSES_API_STORE", "buffer_steps", "cpuset", "cudaEventQuery",
     "enableEviction", "generated_texts", "nvidia_peermem", "p99_tpot_ms", "profile_export_raw", "sglang",
-    "validation_context",
+    "validation_context", "ResponsesRequest",
 }  # fmt: skip
 
 
