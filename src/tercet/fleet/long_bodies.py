@@ -32,7 +32,7 @@ def is_long(content: bytes) -> bool:
     return commas >= LONG_ITEMS * COMMAS_PER_ITEM or content.count(b"{") + content.count(b"[") >= LONG_ITEMS
 
 
-class Turn:
+class BodyTurn:
     """The preparation of one client's long body, until :meth:`end`."""
 
     def __init__(self, over: Callable[[], None]) -> None:
@@ -60,14 +60,14 @@ class LongBodies:
         self._limits = limits
         self._count_refusal = count_refusal
         # Clients with a body in preparation, and their bodies that wait.
-        self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
+        self._waiting: dict[str, deque[asyncio.Future[BodyTurn]]] = {}
         self._is_worked_on = False
         self._next: deque[asyncio.Future[None]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def turn(self, client: str, left: Callable[[], asyncio.Future[Any]]) -> Turn:
+    async def turn(self, client: str, left: Callable[[], asyncio.Future[Any]]) -> BodyTurn:
         """Wait for the client's turn to have a long body prepared; the caller ends it.
 
         ``left``, called only if the body has to wait, is done when the client has closed the connection. Raises
@@ -82,7 +82,7 @@ class LongBodies:
                 f"{len(waiting)} long requests of this client wait to be prepared, which is the limit "
                 "(--max-long-queued)",
             )
-        mine: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        mine: asyncio.Future[BodyTurn] = asyncio.get_running_loop().create_future()
         waiting.append(mine)
         gone = left()
         try:
@@ -109,9 +109,9 @@ class LongBodies:
             return
         self._work()
 
-    def _begin(self, client: str) -> Turn:
+    def _begin(self, client: str) -> BodyTurn:
         self._waiting.setdefault(client, deque())
-        return Turn(lambda: self._pass_on(client))
+        return BodyTurn(lambda: self._pass_on(client))
 
     def _pass_on(self, client: str) -> None:
         waiting = self._waiting[client]
@@ -121,7 +121,7 @@ class LongBodies:
             del self._waiting[client]
 
     @staticmethod
-    def _give_up(mine: asyncio.Future[Turn], waiting: deque[asyncio.Future[Turn]]) -> None:
+    def _give_up(mine: asyncio.Future[BodyTurn], waiting: deque[asyncio.Future[BodyTurn]]) -> None:
         if mine.done():
             mine.result().end()
         else:

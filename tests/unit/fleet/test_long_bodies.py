@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.long_bodies import LONG_BYTES, LONG_ITEMS, LongBodies, Turn, is_long
+from tercet.fleet.long_bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long
 from tercet.protocol import Saturated
 from tercet.settings import Limits
 
@@ -27,7 +27,7 @@ def never() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-async def wanted(bodies: LongBodies, client: str) -> asyncio.Task[Turn]:
+async def wanted(bodies: LongBodies, client: str) -> asyncio.Task[BodyTurn]:
     task = asyncio.create_task(bodies.turn(client, never))
     await asyncio.sleep(0)
     return task
