@@ -74,7 +74,7 @@ async def run(setting: Setting, scorers: Sequence[tuple[str, int]], seed: int) -
         fleet.scheduling = load_scheduling(file)
     for engine, member in zip(engines, members, strict=True):
         engine.observe(EngineObserver(fleet.knowledge, engine.name, profile.block_size))
-        fleet.has_adapters(member, await engine.status())
+        fleet.adapters.reported(member, await engine.status())
     waits: list[float] = []
 
     async def one(number: int) -> None:
