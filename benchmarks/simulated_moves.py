@@ -47,7 +47,7 @@ async def moved(profile: str, length: int, live: bool) -> Measured:
         moving = MovingSequence(sequence)
         to = fleet.destination(moving.generation, "destination")
         if live:
-            await migrate(moving, to, MoveSettings())
+            await migrate(moving, to, MoveSettings(), [])
         else:
             await moving.cut_over(to, 0)
         await reading
