@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,35 @@ from tercet.settings.extras import EXTRAS
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
+
+def canonical(requirement: str) -> str:
+    """The name of the package that is required, as the index writes it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]).lower()
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """These packages and all that they require, without extras."""
+    found: set[str] = set()
+    left = [canonical(each) for each in requirements]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            wanted = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        left += [canonical(each) for each in wanted if "extra ==" not in each]
+    return found
+
+
+BROUGHT = closure(PROJECT["dependencies"]) | {"tercet"}
+NOT_BROUGHT = sorted(
+    module
+    for module, packages in metadata.packages_distributions().items()
+    if not {canonical(each) for each in packages} & BROUGHT
+)
 # What comes with an extra cannot be imported, as if it were not installed.
 WITHOUT_EXTRAS = f"""
 import importlib, sys
@@ -40,6 +70,23 @@ def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS + code], capture_output=True, text=True, check=False, timeout=120
     )
+
+
+@pytest.mark.processes
+def test_what_runs_imports_only_what_the_package_brings() -> None:
+    code = f"""
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {NOT_BROUGHT}:
+            raise ModuleNotFoundError(f"{{name}} is in no dependency of tercet", name=name)
+sys.meta_path.insert(0, Refuse())
+for each in {WHAT_RUNS}: importlib.import_module(each)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "torch" in NOT_BROUGHT
+    assert "httptools" not in NOT_BROUGHT
 
 
 def imported(modules: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
