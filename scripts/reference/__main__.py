@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from scripts.generated_files import write_or_check
 from scripts.reference.command_pages import commands_page
 from scripts.reference.environment_page import environment_page
 from scripts.reference.http_page import http_page
@@ -32,32 +32,9 @@ def pages() -> Mapping[str, str]:
     return {name: f"{NOTICE}\n\n{text.strip()}\n" for name, text in made.items()}
 
 
-def stale(found: Mapping[str, str]) -> list[str]:
-    """Names of files that are not what they should be, missing and superfluous ones included."""
-    there = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*")}
-    return sorted(name for name in found.keys() | there.keys() if found.get(name) != there.get(name))
-
-
 def main() -> int:
-    """Exit code: with ``--check`` 1 if a page is not up to date."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
-    check: bool = parser.parse_args().check
-    found = pages()
-    if check:
-        wrong = stale(found)
-        if wrong:
-            print(f"docs/reference: {', '.join(wrong)} out of date; run python -m scripts.reference", file=sys.stderr)
-        return bool(wrong)
-    FOLDER.mkdir(exist_ok=True)
-    for name in stale(found):
-        file = FOLDER / name
-        if name in found:
-            file.write_text(found[name], encoding="utf-8")
-        else:
-            file.unlink()
-        print(f"docs/reference/{name}")
-    return 0
+    """Exit code: with ``--check`` 1 if a file is not up to date."""
+    return write_or_check("python -m scripts.reference", __doc__, FOLDER, "docs/reference", pages())
 
 
 if __name__ == "__main__":

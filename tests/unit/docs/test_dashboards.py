@@ -15,6 +15,7 @@ import pytest
 import yaml
 from scripts.dashboards import __main__ as dashboards
 from scripts.dashboards.declared import PAGE, Declared
+from scripts.generated_files import stale
 
 from .promql import labels_by, wrong_in
 
@@ -44,13 +45,15 @@ def recorded() -> dict[str, set[str]]:
 
 def test_they_are_what_the_script_makes() -> None:
     assert {board.stem for board in BOARDS} == WANTED
-    assert dashboards.stale(dashboards.files()) == [], "run python -m scripts.dashboards"
+    assert stale(dashboards.FOLDER, dashboards.files(), "*.json") == [], "run python -m scripts.dashboards"
 
 
 def test_a_file_that_was_edited_or_is_too_many_is_found() -> None:
     made = dict(dashboards.files())
-    assert dashboards.stale({**made, "fleet.json": "{}"}) == ["fleet.json"]
-    assert dashboards.stale({name: text for name, text in made.items() if name != "moves.json"}) == ["moves.json"]
+    assert stale(dashboards.FOLDER, {**made, "fleet.json": "{}"}, "*.json") == ["fleet.json"]
+    assert stale(dashboards.FOLDER, {name: text for name, text in made.items() if name != "moves.json"}, "*.json") == [
+        "moves.json"
+    ]
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
