@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio import repeat, run_in_thread
+from tercet.aio import repeat
+from tercet.aio.file_thread import FileThread
 from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet.observed_roles import PrefillLine
@@ -62,36 +63,40 @@ class RoleKeeper:
         self._said = Path(f"{path}.roles.json")
         self._lock = Path(f"{path}.roles.lock")
         self._objectives = objectives
+        self._files = FileThread()
 
     async def run(self) -> None:
         """Wait for the turn of this process, then decide, until cancelled."""
-        held = await self._turn()
+        try:
+            held = await self._turn()
+        except BaseException:
+            self._files.close()
+            raise
         try:
             roles = FleetRoles(self._shared.service.fleet, self._objectives, self._flip, self._lines)
             await repeat(partial(self._look, roles), INTERVAL_S)
         finally:
+            self._files.close()
             os.close(held)
 
     async def _turn(self) -> int:
         """The descriptor that holds the lock."""
-        held = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while True:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return held
-                except BlockingIOError:
-                    await asyncio.sleep(INTERVAL_S)
-        except BaseException:
-            os.close(held)
-            raise
+        while True:
+            try:
+                held = await self._files.run(_locked, self._lock)
+            except OSError as error:  # a file system that hangs, among others; it may recover
+                logger.error("roles: %s: %s", self._lock, error.strerror or "its file system does not answer")
+                held = None
+            if held is not None:
+                return held
+            await asyncio.sleep(INTERVAL_S)
 
     async def _look(self, roles: FleetRoles) -> None:
         """A change that is refused, and a file that cannot be written, stop no later look."""
         before = roles.engines_changed
         try:
             await roles.look()
-            await run_in_thread(self._say, roles)
+            await self._files.run(self._say, roles)
         except (TercetError, OSError) as error:
             logger.error("roles: %s", error)
         found, metrics = roles.last, self._shared.service.metrics
@@ -106,7 +111,7 @@ class RoleKeeper:
 
     async def decision(self) -> RoleDecision | None:
         """What the process that decides said last; None before the first look."""
-        return await run_in_thread(read_decision, self._said)
+        return await self._files.run(read_decision, self._said)
 
     async def _flip(self, flip: RoleFlip) -> bool:
         """The change that an operator would make, of all engines at once; returns whether it was made."""
@@ -138,6 +143,19 @@ class RoleKeeper:
             ),
         )
         write_whole(self._said, msgspec.json.encode(said))
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor that holds the lock; None while another process has it."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(held)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return held
 
 
 def read_decision(path: Path) -> RoleDecision | None:
