@@ -80,7 +80,7 @@ class LongBodies:
             raise self._refusal(
                 "long_queue_full",
                 f"{len(waiting)} long requests of this client wait to be prepared, which is the limit "
-                "(--max-long-queued)",
+                "(max-long-queued)",
             )
         mine: asyncio.Future[BodyTurn] = asyncio.get_running_loop().create_future()
         waiting.append(mine)

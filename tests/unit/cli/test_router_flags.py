@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import typer
 
+import tercet
 from tercet.cli import app
 from tercet.cluster import local
 from tercet.cluster.local import router_argv, router_config
@@ -260,3 +262,12 @@ def test_the_long_help_has_what_only_the_file_sets(
     assert len(in_file) > 10
     assert {f"{each.key}:" for each in in_file} <= words
     assert {each.flag for each in declared(kind) if each.flag} <= words
+
+
+def test_no_message_of_the_router_names_a_flag_that_is_a_key_of_the_file() -> None:
+    keys = {each.key for each in declared(RouterConfig) if each.setting.in_file}
+    assert "max-long-queued" in keys
+    source = Path(tercet.__file__).parent
+    rooms = [path for room in ("router", "fleet", "wire") for path in (source / room).rglob("*.py")]
+    named = {flag for path in rooms for flag in re.findall(r"--([a-z][a-z-]+)", path.read_text(encoding="utf-8"))}
+    assert not named & keys

@@ -74,7 +74,7 @@ async def test_a_turn_ends_once(bodies: LongBodies) -> None:
 async def test_beyond_the_queue_it_is_429_and_for_that_client_alone(bodies: LongBodies, refused: list[str]) -> None:
     turn = await bodies.turn("a", never)
     waiting = [await wanted(bodies, "a") for _ in range(2)]
-    with pytest.raises(Saturated, match="--max-long-queued") as error:
+    with pytest.raises(Saturated, match=r"limit \(max-long-queued\)") as error:
         await bodies.turn("a", never)
     assert error.value.retry_after
     assert refused == ["long_queue_full"]
