@@ -229,7 +229,7 @@ class EngineFleet:
         able = [member for member in serving if member.reachable] or serving
         able = [member for member in able if member.name not in (self._failed or ())] or able
         if not able:
-            raise self._picking.nobody()
+            raise self._picking.no_engine_error()
         matched = self._picking.matched(request, able)
         decision = self.costs.decide(request, [member.name for member in able], matched, targets, explore)
         self._trace.decision, chosen = decision, decision.chosen

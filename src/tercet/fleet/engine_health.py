@@ -115,7 +115,7 @@ class EngineHealth:
     def require_answers(self) -> None:
         """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
         if not self._roster.open:
-            raise self._picking.nobody()
+            raise self._picking.no_engine_error()
         if not self.answers:
             raise EngineUnreachable(self._why_none_answers())
 

@@ -32,10 +32,10 @@ END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 @asynccontextmanager
 async def cache_followed(
-    name: str, url: str, engine: Engine, knowledge: FleetKnowledge, anew: asyncio.Event
+    name: str, url: str, engine: Engine, knowledge: FleetKnowledge, restarted: asyncio.Event
 ) -> AsyncGenerator[None]:
     """Run :func:`follow_cache` while entered."""
-    following = asyncio.create_task(follow_cache(name, url, engine, knowledge, anew))
+    following = asyncio.create_task(follow_cache(name, url, engine, knowledge, restarted))
     try:
         yield
     finally:
@@ -44,19 +44,19 @@ async def cache_followed(
 
 
 async def follow_cache(
-    name: str, url: str, engine: Engine, knowledge: FleetKnowledge, anew: asyncio.Event | None = None
+    name: str, url: str, engine: Engine, knowledge: FleetKnowledge, restarted: asyncio.Event | None = None
 ) -> None:
     """Keep ``knowledge`` of the engine's cache up to date while it publishes KV events, until cancelled.
 
-    The publisher's address is part of the engine's status, which is polled: it changes with a restart. ``anew`` is set
-    when another incarnation of the engine is met.
+    The publisher's address is part of the engine's status, which is polled: it changes with a restart. ``restarted`` is
+    set when another incarnation of the engine is met.
     """
-    anew = anew or asyncio.Event()
+    restarted = restarted or asyncio.Event()
     following: asyncio.Task[None] | None = None
     current: KVEvents | None = None
     try:
         while True:
-            anew.clear()
+            restarted.clear()
             found, settled = await _published(engine, current)
             if found != current or (following is not None and following.done()):
                 await _end(following)
@@ -64,7 +64,7 @@ async def follow_cache(
                 knowledge.cleared(name)
                 if found is not None:
                     following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
-            await _wait(anew, ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S, following)
+            await _wait(restarted, ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S, following)
     finally:
         await _end(following)
 
@@ -90,9 +90,9 @@ async def _published(engine: Engine, before: KVEvents | None) -> tuple[KVEvents 
         return before, False  # the engine may be back soon, with its cache; a new epoch tells if the cache was lost
 
 
-async def _wait(anew: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
+async def _wait(restarted: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
     """Wait until the engine is polled again; sooner if following its events has failed."""
-    waits = asyncio.create_task(anew.wait())
+    waits = asyncio.create_task(restarted.wait())
     try:
         await asyncio.wait(
             {waits} if following is None else {waits, following}, timeout=seconds, return_when="FIRST_COMPLETED"

@@ -43,16 +43,16 @@ def connecting(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        report, anew = partial(fleet.report, name), asyncio.Event()
+        report, restarted = partial(fleet.report, name), asyncio.Event()
 
         def started_anew() -> None:
             fleet.health.restarted(name)
-            anew.set()
+            restarted.set()
 
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
         async with (
             HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up) as engine,
-            cache_followed(name, url, engine, fleet.knowledge, anew),
+            cache_followed(name, url, engine, fleet.knowledge, restarted),
         ):
             yield engine
 

@@ -103,7 +103,7 @@ class Picking(Generic[ViewT]):
     ) -> ViewT:  # fmt: skip
         candidates = self._preferring(self.candidates(role, request=request), without)
         if not len(candidates):
-            raise self.nobody()
+            raise self.no_engine_error()
         key = role, by
         turn = self._turns[key]
         self._turns[key] += 1
@@ -121,7 +121,7 @@ class Picking(Generic[ViewT]):
         candidates = self.candidates(role, request=request)
         candidates = self._preferring(candidates, without)
         if not len(candidates):
-            raise self.nobody()
+            raise self.no_engine_error()
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         row = profile.pick(decision, candidates)
         picked = self.views[self._places[row]]
@@ -146,7 +146,7 @@ class Picking(Generic[ViewT]):
         candidates = self.candidates(role, among, request)
         candidates = self._preferring(candidates, without)
         if not len(candidates):
-            raise self.nobody()
+            raise self.no_engine_error()
         if not candidates[0].reachable:  # then none of them is reachable
             raise EngineUnreachable("no engine that may be picked answers")
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
@@ -245,7 +245,7 @@ class Picking(Generic[ViewT]):
             self._unfilled.discard(role)
             log_events.ROLE_BACK.tell(role=role, reason="one answers")
 
-    def nobody(self) -> EngineUnreachable:
+    def no_engine_error(self) -> EngineUnreachable:
         """The error if there is no engine to pick."""
         if self.leaving:
             return EngineUnreachable("every engine of this fleet is drained or stops: none may be picked")

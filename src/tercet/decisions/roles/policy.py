@@ -14,7 +14,7 @@ from tercet.settings.role_settings import Objectives, require_objectives
 LASTING_S = 2.0
 """Seconds for which a role must be pressed before engines are given to it."""
 REST_S = 10.0
-"""Seconds after a change of roles in which there is no other one: its effect must show first."""
+"""Seconds after a change of roles without another change, so that its effect is measured first."""
 REVERSAL_S = 20.0
 """The same, for a change in the other direction."""
 MARGIN = 0.8
@@ -46,7 +46,7 @@ class RoleLook:
 
 
 class RolePolicy:
-    """Decides by looks at a fleet, a fraction of a second apart; has no clock of its own.
+    """Decides from repeated observations of a fleet, a fraction of a second apart; callers pass the time.
 
     Raises :class:`~tercet.protocol.BadRequest` without objectives for TTFT and TPOT.
     """
