@@ -1,6 +1,7 @@
 """All parts of `make test`: one that fails does not stop the others; at the end, what failed and what took longest.
 
-Two lanes run at the same time: real engines, and the rest. A test that fails is run once more. One that passes then is
+Three lanes run at the same time: tests of the shared engines, tests that start engines of their own, and the rest. Each
+lane waits for much of its time. A test that fails is run once more. One that passes then is
 flaky: it is named at the end and in build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
 
     python -m scripts.run_tests                  all parts
@@ -14,9 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,17 +48,21 @@ class Part:
     command: Sequence[str] = ()
 
 
-ENGINE_LANE = (
-    Part("engines", (*ENGINES, "tests/engines")),
+SHARED_LANE = (Part("engines", (*ENGINES, "-m", "not own_engines", "tests/engines")),)
+OWN_LANE = (
+    Part("fleets", (*ENGINES, "-m", "own_engines", "tests/engines")),
     # Layers that look back at all tokens, and states; `make test-models` has the other families.
     Part("models", (*ENGINES, "tests/models", "-k", "granite_hybrid")),
 )
-OTHER_LANE = (
+REST_LANE = (
     Part("style", command=("make", "--no-print-directory", "lint", "docs")),
     Part("unit", ("-q", "--hypothesis-profile", "quick", UNIT)),
     Part("charts", (*STUCK, "faulthandler_timeout=600", "tests/kubernetes")),
     Part("envoy", (*STUCK, "faulthandler_timeout=600", "tests/envoy")),
 )
+
+
+LANES = (SHARED_LANE, OWN_LANE, REST_LANE)
 
 
 @dataclass
@@ -73,23 +78,24 @@ class Outcome:
 
 def main(names: Sequence[str]) -> int:
     """Run the parts with these names, or all; returns the exit code."""
-    known = [part.name for part in (*ENGINE_LANE, *OTHER_LANE)]
+    known = [part.name for lane in LANES for part in lane]
     if unknown := sorted({*names} - {*known}):
         print(f"run_tests: {', '.join(unknown)}: unknown part; parts are {', '.join(known)}", file=sys.stderr)
         return 2
     shutil.rmtree(RESULTS, ignore_errors=True)
     RESULTS.mkdir(parents=True)
-    lanes = [[part for part in lane if not names or part.name in names] for lane in (ENGINE_LANE, OTHER_LANE)]
-    outcomes: list[Outcome] = []
-    others = threading.Thread(target=lambda: outcomes.extend(_run(part, aside=True) for part in lanes[1]))
-    others.start()
-    of_engines = [_run(part, aside=False) for part in lanes[0]]
-    others.join()
-    outcomes[:0] = of_engines
+    first, *others = ([part for part in lane if not names or part.name in names] for lane in LANES)
+    with ThreadPoolExecutor(len(others)) as pool:
+        aside = [pool.submit(_run_lane, lane, aside=True) for lane in others]
+        outcomes = [*_run_lane(first, aside=False), *(outcome for lane in aside for outcome in lane.result())]
     flaky = [test for outcome in outcomes for test in outcome.flaky]
     (RESULTS / "flaky.txt").write_text("".join(f"{test}\n" for test in flaky))
     print(report(outcomes), flush=True)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def _run_lane(lane: Sequence[Part], *, aside: bool) -> list[Outcome]:
+    return [_run(part, aside=aside) for part in lane]
 
 
 def _run(part: Part, *, aside: bool) -> Outcome:

@@ -36,10 +36,13 @@ from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 from .processes import EnginePlace
 
 START_SECONDS = 420
+# Fixtures of the engines that tests share.
+SHARED = {"fleet", "speaking", "breakable"}
 # Engines may be named to prefill for one another.
 PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
@@ -47,6 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engines)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
+            # `make test` runs these next to the tests of the shared engines.
+            if isinstance(item, pytest.Function) and not SHARED & {*item.fixturenames}:
+                item.add_marker(pytest.mark.own_engines)
 
 
 @pytest.fixture(scope="session", autouse=True)

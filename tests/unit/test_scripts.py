@@ -60,8 +60,8 @@ def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
     )
     monkeypatch.setattr(run_tests, "RESULTS", run_tests.ROOT / "build" / f"tests-{tmp_path.name}")
     bad = Part("bad", command=("false",))
-    monkeypatch.setattr(run_tests, "ENGINE_LANE", (bad, Part("computing", (str(tests), "-p", "no:cacheprovider"))))
-    monkeypatch.setattr(run_tests, "OTHER_LANE", (Part("waiting", (str(tests),)),))
+    computing = (bad, Part("computing", (str(tests), "-p", "no:cacheprovider")))
+    monkeypatch.setattr(run_tests, "LANES", (computing, (Part("waiting", (str(tests),)),), ()))
     try:
         assert run_tests.main(["waiting"]) == 0
         assert "test_good" in (run_tests.RESULTS / "waiting.xml").read_text(), "both runs have a report"
