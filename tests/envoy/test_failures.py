@@ -15,6 +15,7 @@ from yarl import URL
 
 from tercet.cluster.ports import free_ports
 from tercet.gateway.exchange import CONTROL
+from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
 
 from .gateway import CANDIDATES, HOST, Gateway
@@ -204,11 +205,8 @@ async def test_without_a_picker_clients_choose_nothing_and_reach_the_api_only(wo
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, HOST, 0).start()
-        world.engines["echo"] = runner.addresses[0][1]
+    async with served(app) as url:
+        world.engines["echo"] = int(url.rpartition(":")[2])
         await world.start_envoy()
 
         async def serves() -> bool:
@@ -225,5 +223,3 @@ async def test_without_a_picker_clients_choose_nothing_and_reach_the_api_only(wo
             async with world.session.get(URL(path, encoded=True)) as refused:
                 assert refused.status == 404
         assert len(seen) == 1
-    finally:
-        await runner.cleanup()

@@ -46,6 +46,7 @@ from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tercet.wire.streams import OutputBatch, RouterConnections, StreamListener
+from tests.servers import served
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import Engine
 from tests.unit.transport.agents import BlockingClient
@@ -144,14 +145,8 @@ async def answering(body: bytes, status: int = 200, has_status: bool = False) ->
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"engine": "\xff"}', DEEP_JSON], ids=["html", "{}", "ff", "deep"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import sys
-import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from scripts.gpu_report.table import Failed, Row, attempt, lines, ratio, share
 
 from tercet.cluster.devices import Device
 from tercet.protocol import TransferFailed
+from tests.servers import served_in_thread
 
 
 def test_a_ratio_is_held_against_what_it_ought_to_be() -> None:
@@ -165,11 +165,8 @@ def server() -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=found.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{found.server_port}"
-    found.shutdown()
-    found.server_close()
+    with served_in_thread(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
 
 
 def test_a_stream_has_a_first_token_and_gaps(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

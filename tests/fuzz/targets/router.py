@@ -32,6 +32,7 @@ from tercet.wire.client.ask_router import ask_router
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Json
 from tests.fuzz.targets.kv_transfer import kind_of
+from tests.servers import served
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import JSON, Engine, LiveRouter
 
@@ -217,15 +218,8 @@ async def _client() -> AsyncGenerator[ClientRoom]:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with HttpEngine("e", url) as engine:
-            yield ClientRoom(url, engine, answers)
-    finally:
-        await runner.cleanup()
+    async with served(app) as url, HttpEngine("e", url) as engine:
+        yield ClientRoom(url, engine, answers)
 
 
 def _answer_cases() -> list[Case]:

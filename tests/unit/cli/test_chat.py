@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import io
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from tercet.cli import app
 from tercet.cli import chat as chat_module
 from tercet.cli.app import NOBODY_READS
+from tests.servers import served_in_thread
 
 from .closed_output import with_nobody_reading
 
@@ -73,12 +73,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def router() -> Iterator[LiveRouter]:
     router = LiveRouter()
-    thread = threading.Thread(target=router.serve_forever)
-    thread.start()
-    yield router
-    router.shutdown()
-    thread.join()
-    router.server_close()
+    with served_in_thread(router):
+        yield router
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

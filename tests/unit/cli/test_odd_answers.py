@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import io
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tercet.cli import app, fleet_commands
 from tercet.cli.terminal import printable, write
+from tests.servers import served_in_thread
 
 Captured = pytest.CaptureFixture[str]
 COMMANDS = [
@@ -61,10 +61,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def liar() -> Iterator[Liar]:
-    with Liar() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = Liar()
+    with served_in_thread(server):
         yield server
-        server.shutdown()
 
 
 def one_complaint(code: int, said: str) -> bool:

@@ -23,6 +23,7 @@ from tercet.router.admin.programs import version_shown
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
 from tercet.settings.role_settings import Objectives
+from tests.servers import served_in_thread
 from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics
 
 __all__ = ["metrics"]
@@ -267,11 +268,8 @@ def test_somebody_else_there(capsys: pytest.CaptureFixture[str], status: int, bo
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with served_in_thread(http.server.HTTPServer(("127.0.0.1", 0), Other)) as url:
         assert app._run(["program", "--url", url]) == 1
-        server.shutdown()
     assert capsys.readouterr().err == f"tercet: the server at {url} is not a router: HTTP {status}\n"
 
 

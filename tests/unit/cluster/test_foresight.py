@@ -19,6 +19,7 @@ from tercet.cluster.model_hub import cached_snapshot, require_model
 from tercet.cluster.ports import free_ports
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
+from tests.servers import served_in_thread
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +46,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    yield asked
-    server.shutdown()
-    server.server_close()
+    with served_in_thread(server) as url:
+        monkeypatch.setenv("HF_ENDPOINT", f"{url}/")
+        yield asked
 
 
 def checkpoint(at: Path, weights: int = 0, **description: object) -> Path:

@@ -12,6 +12,7 @@ from aiohttp import web
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
 from tercet.gateway.bounded_server import BoundedRunner
+from tests import servers
 
 SOON = 0.1
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
@@ -52,15 +53,12 @@ class Served:
 @pytest.fixture
 async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     monkeypatch.setattr(incoming, "SECONDS", SOON)
-    served = Served()
+    found = Served()
     app = web.Application(client_max_size=2**26)
-    app.add_routes([web.route("*", "/{path:.*}", served.handle)])
-    runner = BoundedRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    served.port = runner.addresses[0][1]
-    yield served
-    await runner.cleanup()
+    app.add_routes([web.route("*", "/{path:.*}", found.handle)])
+    async with servers.served(app, runner=BoundedRunner) as url:
+        found.port = int(url.rpartition(":")[2])
+        yield found
 
 
 async def all_said(reader: asyncio.StreamReader) -> bytes:

@@ -18,6 +18,7 @@ from tercet.gateway.rendering import ByCharacters, stand_ins
 from tercet.gateway.server import fleet_of
 from tercet.protocol import BadRequest, Conflict, Request
 from tercet.settings import EngineAddress, PickerConfig
+from tests.servers import served
 
 
 @dataclass
@@ -47,14 +48,8 @@ async def stock() -> AsyncGenerator[StockEngine]:
     engine = StockEngine()
     app = web.Application()
     app.router.add_get("/metrics", engine.page)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with served(app) as engine.url:
         yield engine
-    finally:
-        await runner.cleanup()
 
 
 @dataclass

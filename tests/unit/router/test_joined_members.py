@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-import uvicorn
 
 from tercet.protocol import BadRequest, Conflict, Forbidden, Unauthorized
 from tercet.protocol.bearer import BearerKeys
@@ -18,6 +17,7 @@ from tercet.router import joined_members
 from tercet.router.admin_access import AdminAccess
 from tercet.router.joined_members import GoneEngines, join, leave, remove_gone
 from tercet.wire.client.join_router import RouterMembership
+from tests.servers import served_asgi
 
 from .conftest import JSON, Engine, LiveRouter
 
@@ -130,15 +130,8 @@ async def test_gone_engines_are_forgotten_and_come_back(world: LiveRouter, monke
 async def served(world: LiveRouter, *secrets: str) -> AsyncGenerator[str]:
     app = world.application()
     app._admins = AdminAccess(BearerKeys(["admin"]), BearerKeys(["client"]), Callers(secrets))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-    running = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.002)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await running
+    async with served_asgi(app) as url:
+        yield url
 
 
 async def test_the_secret_is_proved_and_opens_nothing_else(world: LiveRouter) -> None:

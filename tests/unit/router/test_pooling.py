@@ -7,6 +7,7 @@ import gzip
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
+from tests.servers import served
 from tests.unit.wire.client.raw_http import parsed, raw_server
 
 from .conftest import LiveRouter
@@ -44,23 +46,18 @@ class Server:
         self.silent = False
         self.says: dict[str, str] = {}
         self.status = 200
-        self.runner: web.AppRunner | None = None
+        self.running = AsyncExitStack()
         self.port = 0
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}", self._post)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
-        await site.start()
-        (self.port,) = {address[1] for address in self.runner.addresses}
+        url = await self.running.enter_async_context(served(app, port=self.port))
+        self.port = int(url.rpartition(":")[2])
 
     async def stop(self) -> None:
-        if self.runner is not None:
-            await self.runner.cleanup()
-            self.runner = None
+        await self.running.aclose()
 
     @property
     def url(self) -> str:

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from tercet.fleet.discovery.api_access import ApiAccess
 from tercet.fleet.discovery.watching import Waits
+from tests.servers import served
 
 NAMESPACE = "models"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -232,13 +233,8 @@ async def api_server(tls: ssl.SSLContext | None = None) -> AsyncGenerator[ApiSer
     made = ApiServer()
     app = web.Application()
     app.add_routes([web.get(path, made._answer) for path in PATHS])
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
-    await site.start()
-    made.url = f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield made
-    finally:
-        made.drop()
-        await runner.cleanup()
+    async with served(app, tls=tls) as made.url:
+        try:
+            yield made
+        finally:
+            made.drop()

@@ -25,6 +25,7 @@ from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
 
 from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of, until
@@ -124,11 +125,7 @@ async def house(**settings: Any) -> AsyncGenerator[House]:
         for each in played:
             app = web.Application(client_max_size=64 * 1024 * 1024)
             app.add_routes([web.route("*", "/{path:.*}", each.handle)])
-            runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, HOST, 0).start()
-            each.address = f"{HOST}:{runner.addresses[0][1]}"
+            each.address = (await stack.enter_async_context(served(app))).removeprefix("http://")
         decode, prefill = played
         decode.answer = decode.streamed
         told: dict[str, Any] = {

@@ -10,6 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.servers import served
+
 MODEL = "words"
 DONE = b"data: [DONE]\n\n"
 
@@ -48,15 +50,8 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with served(app) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         asked = request.headers.get("x-tercet-program")

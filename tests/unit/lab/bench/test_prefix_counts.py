@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from tercet.lab.bench.prefix_counts import between, prefix_counts, words
+from tests.servers import served
 
 TEXT = """# TYPE tercet_prefix_predicted_tokens counter
 tercet_prefix_predicted_tokens_total{program="a",engine="e0"} 100.0
@@ -25,8 +25,8 @@ async def counts_of(text: str, status: int = 200) -> dict[str, int]:
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
-    async with TestServer(app) as server:
-        return await prefix_counts(f"http://{server.host}:{server.port}/")
+    async with served(app) as url:
+        return await prefix_counts(f"{url}/")
 
 
 async def test_counters_are_summed_over_engines() -> None:

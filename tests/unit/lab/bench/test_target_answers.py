@@ -11,6 +11,7 @@ from aiohttp import web
 
 from tercet.lab.bench.target import ask_target, require_programs
 from tercet.protocol import BadRequest, EngineUnreachable
+from tests.servers import served
 
 MODELS = b'{"data": [{"id": "m", "max_model_len": 10}]}'
 ODD = {
@@ -34,13 +35,8 @@ async def serving(answers: Mapping[str, bytes], status: int = 200) -> AsyncGener
 
     app = web.Application()
     app.add_routes([web.get("/{path:.*}", answer)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url
 
 
 @pytest.mark.parametrize("path", ["/version", "/tercet/v1/engines", "/tercet/v1/program"])

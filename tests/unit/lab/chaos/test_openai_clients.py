@@ -17,6 +17,7 @@ from tercet.lab.chaos.invariants import ClientRecord
 from tercet.lab.chaos.openai_clients import OpenAIClients
 from tercet.lab.chaos.real_arena import NAME
 from tercet.protocol import EngineUnreachable
+from tests.servers import served
 
 Answer = Callable[[web.StreamResponse], Coroutine[Any, Any, None]]
 ARRIVAL = Arrival(0.0, "r7", Question(0, (1, 2, 3), 4), "data_parallel", None)
@@ -39,16 +40,8 @@ async def router(answer: Answer, status: int = 200) -> AsyncGenerator[tuple[Open
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", completions)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0]
-    try:
-        async with aiohttp.ClientSession() as session, asyncio.timeout(30):
-            yield OpenAIClients(session, f"http://{host}:{port}", "m"), asked
-    finally:
-        await runner.cleanup()
+    async with served(app) as url, aiohttp.ClientSession() as session, asyncio.timeout(30):
+        yield OpenAIClients(session, url, "m"), asked
 
 
 async def asked_of(answer: Answer, status: int = 200, leaves_after: int | None = None) -> ClientRecord:

@@ -14,6 +14,7 @@ from tercet.protocol import EngineError, EngineUnreachable, Request, TercetError
 from tercet.wire.client import HttpEngine, bounded_answers
 from tercet.wire.client.ask_router import ask_router
 from tercet.wire.client.scraped_engine import ScrapedEngine
+from tests.servers import served
 
 BOMB = gzip.compress(b" " * 50_000_000)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,14 +40,8 @@ async def serving(handler: Handler) -> AsyncGenerator[Server]:
     server = Server(handler)
     app = web.Application()
     app.add_routes([web.route("*", "/{path:.*}", server.handle)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with served(app) as server.url:
         yield server
-    finally:
-        await runner.cleanup()
 
 
 async def bomb(_: web.Request) -> web.StreamResponse:

@@ -13,6 +13,7 @@ from aiohttp import web
 from tercet.protocol import EngineUnreachable, MultiModalFeature, Request
 from tercet.protocol.wire import TokenId
 from tercet.wire.client import HttpEngine
+from tests.servers import served
 
 from .test_idle_connections import STATUS
 
@@ -98,13 +99,8 @@ async def earlier() -> AsyncIterator[tuple[Earlier, HttpEngine]]:
     app = web.Application()
     app.router.add_get("/tercet/v1/status", engine.status)
     app.router.add_post("/tercet/v1/{verb}", engine.verb)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    (port,) = {address[1] for address in runner.addresses}
-    async with HttpEngine("e", f"http://127.0.0.1:{port}") as client:
+    async with served(app) as url, HttpEngine("e", url) as client:
         yield engine, client
-    await runner.cleanup()
 
 
 async def ask(client: HttpEngine, request: Request) -> None:

@@ -11,19 +11,21 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tercet.cluster.ports import free_ports
 from tercet.lab.sim.sim_engine import SimEngine
 from tercet.lab.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json
 from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.streams import StreamListener
+from tests.servers import served
 from tests.unit.lab.sim.models import profile_of, request_of
 from tests.unit.lab.sim.test_serving import QUICK
-from tests.unit.wire.client.certificates import HOST, Authority
+from tests.unit.wire.client.certificates import Authority
 
 
 @asynccontextmanager
-async def served(tls: ssl.SSLContext | None, seen: list[str | None], keys: Sequence[str] = ()) -> AsyncGenerator[str]:
+async def engine_served(
+    tls: ssl.SSLContext | None, seen: list[str | None], keys: Sequence[str] = ()
+) -> AsyncGenerator[str]:
     """A simulated engine's verbs; ``seen`` gets the authorization of each call."""
 
     @web.middleware
@@ -37,16 +39,12 @@ async def served(tls: ssl.SSLContext | None, seen: list[str | None], keys: Seque
         verbs = Verbs(SimEngine("e", profile, network), keys)
         app = web.Application(middlewares=[note, errors_as_json])
         app.add_routes(verbs.routes())
-        runner = web.AppRunner(app, shutdown_timeout=1.0)
-        await runner.setup()
-        (port,) = free_ports(HOST, 1)
-        await web.TCPSite(runner, HOST, port, ssl_context=tls).start()
-        try:
-            yield f"http{'s' if tls else ''}://{HOST}:{port}"
-        finally:
-            await verbs.relay.close()
-            await runner.cleanup()
-            await network.posting.close()
+        async with served(app, tls=tls) as url:
+            try:
+                yield url
+            finally:
+                await verbs.relay.close()
+                await network.posting.close()
 
 
 def server_tls(authority: Authority, clients: Authority | None = None) -> ssl.SSLContext:
@@ -70,7 +68,7 @@ def server_tls(authority: Authority, clients: Authority | None = None) -> ssl.SS
 )
 async def test_every_call_proves_the_secret_and_none_shows_it(secret: str, keys: list[str]) -> None:
     seen: list[str | None] = []
-    async with served(None, seen, keys) as url, StreamListener() as listener:
+    async with engine_served(None, seen, keys) as url, StreamListener() as listener:
         for listening in (None, listener):
             async with HttpEngine("e", url, listening, secret=secret) as engine:
                 request = request_of("s", 8, max_tokens=3)
@@ -99,18 +97,11 @@ async def test_nobody_gets_the_secret_by_asking_for_it(challenge: str | None) ->
 
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", refuse)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    (port,) = free_ports(HOST, 1)
-    await web.TCPSite(runner, HOST, port).start()
-    try:
-        async with HttpEngine("e", f"http://{HOST}:{port}", secret="s3cret") as engine:
-            with pytest.raises(TercetError):
-                await engine.status()
-    finally:
-        await runner.cleanup()
+    async with served(app) as url, HttpEngine("e", url, secret="s3cret") as engine:
+        with pytest.raises(TercetError):
+            await engine.status()
     assert not any("s3cret" in line for line in seen)
-    async with served(None, [], ["s3cret"]) as url, aiohttp.ClientSession() as session:
+    async with engine_served(None, [], ["s3cret"]) as url, aiohttp.ClientSession() as session:
         for line in seen:
             name, _, value = line.partition(": ")
             if name.lower() == "authorization":
@@ -127,16 +118,9 @@ async def test_a_redirect_is_not_followed() -> None:
 
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", redirect)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    (port,) = free_ports(HOST, 1)
-    await web.TCPSite(runner, HOST, port).start()
-    try:
-        async with HttpEngine("e", f"http://{HOST}:{port}") as engine:
-            with pytest.raises(TercetError):
-                await engine.status()
-    finally:
-        await runner.cleanup()
+    async with served(app) as url, HttpEngine("e", url) as engine:
+        with pytest.raises(TercetError):
+            await engine.status()
     assert asked == ["/tercet/v1/status"]
 
 
@@ -145,7 +129,7 @@ async def test_verbs_and_token_streams_of_an_engine_behind_tls(tmp_path: Path) -
     clients = Authority(tmp_path, "clients")
     certificate, key = clients.issue("router")
     seen: list[str | None] = []
-    async with served(server_tls(ours, clients), seen) as url, StreamListener() as listener:
+    async with engine_served(server_tls(ours, clients), seen) as url, StreamListener() as listener:
         tls = engine_tls(str(ours.file), str(certificate), str(key))
         async with HttpEngine("e", url, listener, secret="s", tls=tls) as engine:
             assert (await engine.status()).engine == "e"
@@ -172,17 +156,10 @@ async def test_an_engine_that_wants_another_secret_is_an_error_that_says_so() ->
 
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", refuse)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    (port,) = free_ports(HOST, 1)
-    await web.TCPSite(runner, HOST, port).start()
-    try:
-        async with HttpEngine("e", f"http://{HOST}:{port}", secret="wrong") as engine:
-            with pytest.raises(TercetError, match="fleet's secret") as caught:
-                await engine.abort("s")
-            assert "wrong" not in str(caught.value)
-    finally:
-        await runner.cleanup()
+    async with served(app) as url, HttpEngine("e", url, secret="wrong") as engine:
+        with pytest.raises(TercetError, match="fleet's secret") as caught:
+            await engine.abort("s")
+        assert "wrong" not in str(caught.value)
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

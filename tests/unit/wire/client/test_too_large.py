@@ -10,6 +10,7 @@ from aiohttp import web
 
 from tercet.protocol import MultiModalFeature, Request, RequestTooLarge
 from tercet.wire.client import HttpEngine
+from tests.servers import served
 
 from .test_idle_connections import STATUS
 
@@ -31,13 +32,8 @@ async def small() -> AsyncIterator[HttpEngine]:
     app = web.Application()
     app.router.add_get("/tercet/v1/status", status)
     app.router.add_post("/tercet/v1/{verb}", refuse)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    (port,) = {address[1] for address in runner.addresses}
-    async with HttpEngine("e", f"http://127.0.0.1:{port}") as client:
+    async with served(app) as url, HttpEngine("e", url) as client:
         yield client
-    await runner.cleanup()
 
 
 @pytest.mark.parametrize(("features", "field"), [((), "prompt"), ((PICTURE,), "mm_features")])
