@@ -67,7 +67,7 @@ async def serve_small(
     app.middleware_stack = RouterApp(
         app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
         shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
-        admin_apart=config.admin_listen is not None,
+        admin_apart=config.admin_listen is not None, traces=state.traces.own,
     )  # fmt: skip
     server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",

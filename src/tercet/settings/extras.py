@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from tercet.protocol import BadRequest
 
-Extra = Literal["gateway", "lab"]
+Extra = Literal["gateway", "lab", "otel", "top"]
 EXTRAS: Mapping[Extra, Mapping[str, str]] = {
     "gateway": {"grpc": "grpcio", "grpc_health": "grpcio-health-checking", "envoy": "xds-protos"},
     "lab": {"matplotlib": "matplotlib", "scipy": "scipy"},
+    "otel": {"opentelemetry": "opentelemetry-sdk with opentelemetry-exporter-otlp"},
+    "top": {"textual": "textual"},
 }
 """The packages of each extra, by the module that each of them brings."""
 

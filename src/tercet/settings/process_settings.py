@@ -42,6 +42,14 @@ TLSCertificate = Annotated[
     ),
 ]
 TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none", panel=ACCESS)]
+TraceRequests = Annotated[
+    Annotated[int, msgspec.Meta(ge=0, le=1_000_000)],
+    Setting(
+        "Requests that `tercet trace` shows: the last ones of each process, and a tenth as many of the slowest; 0: none.",
+        in_file=True,
+        panel=OBSERVABILITY,
+    ),
+]
 LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.", panel=OBSERVABILITY)]
 
 

@@ -22,7 +22,15 @@ from tercet.settings.declaration import (
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, OBSERVABILITY, PLACEMENT, SERVER
-from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import (
+    AdminKey,
+    AdminKeyFile,
+    EngineSecret,
+    EngineTLS,
+    LeastLogged,
+    LogLines,
+    TraceRequests,
+)
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
@@ -255,6 +263,7 @@ class RouterSettings(Settings, frozen=True):
             panel=OBSERVABILITY,
         ),
     ] = False
+    trace_requests: TraceRequests = 1000
     scheduling: Annotated[
         str | None,
         Setting(

@@ -1,0 +1,40 @@
+"""Routes for what happened to requests, whichever process served them."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tercet.protocol import BadRequest, UnknownSequence
+from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
+from tercet.router.shared_traces import MOST_LISTED, Question
+
+routes = APIRouter(route_class=AdminRoute)
+
+
+@routes.get("/traces")
+async def traces(request: Request) -> Response:
+    """The newest requests, those that run first; `?newest=NUMBER`, or `?slowest=NUMBER` for those that took longest."""
+    named = set(request.query_params) - {"newest", "slowest"}
+    if named or len(request.query_params) > 1:
+        raise BadRequest("newest: give newest=NUMBER or slowest=NUMBER, one of them", "newest")
+    wanted = {name: _number(name, text) for name, text in request.query_params.items()} or {"newest": 20}
+    found = await shared_of(request).traces.find(Question(**wanted))
+    return json_answer([msgspec.to_builtins(trace) for trace in found])
+
+
+@routes.get("/traces/{name:path}")
+async def trace(request: Request, name: str) -> Response:
+    """What happened to the requests with this `x-request-id`, the id of an answer or sequence, or a trace's id."""
+    found = await shared_of(request).traces.find(Question(id=name))
+    if not found:
+        raise UnknownSequence(
+            f"id: the routers keep no trace of {name!r}: it is another id, or too long ago (trace-requests)", "id"
+        )
+    return json_answer([msgspec.to_builtins(each) for each in found])
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MOST_LISTED):
+        raise BadRequest(f"{name}: {text[:40]!r} is not a number from 1 to {MOST_LISTED}", name)
+    return int(text)
