@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer, understood
-from tercet.cli.terminal import PIPE_WIDTH, console, say
+from tercet.cli.terminal import console, say
 from tercet.cli.trace_drawing import drawn, head_of
 from tercet.protocol import BadRequest
 
@@ -64,8 +64,8 @@ def trace(
 def _draw(found: dict[str, Any]) -> None:
     for line in head_of(found):
         say(line)
-    width = console.width if console.is_terminal else FILE_WIDTH
-    console.print(drawn(found, width), width=min(width, PIPE_WIDTH), soft_wrap=False, no_wrap=False)
+    for line in drawn(found, console.width if console.is_terminal else FILE_WIDTH):
+        console.print(line, no_wrap=True, crop=False)
 
 
 def _listed(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
 from tercet.cli.terminal import printable
 
-# Widths, in characters: of the chart, and of what stands beside it.
-NARROWEST, WIDEST, BESIDE = 16, 100, 78
+# Widths, in characters: of the chart, of what is said beside it, of times, and of engines' names.
+NARROWEST, WIDEST, BESIDE, TIME_WIDTH, LONGEST_NAME = 16, 100, 50, 8, 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_MARK = "◆"
+_MARK, _LATER, _LATE_START = "◆", "▒", "▐"
 _STYLES = {
     "admission": "yellow", "pick": "cyan", "prep_recv": "blue", "extend_recv": "blue", "remote_send": "magenta",
     "start_generate": "green", "move": "bright_cyan", "fallback": "red", "retry": "red",
@@ -44,7 +44,9 @@ def steps_of(trace: dict[str, Any]) -> list[Step]:
     many = len(trace["sequences"]) > 1
     for index, sequence in enumerate(trace["sequences"]):
         prefix = f"{index}: " if many else ""
-        steps = [*_picks(sequence), *_events(sequence), *_failures(sequence)]
+        # One that goes on has no end yet.
+        until = trace["seconds"] if trace["outcome"] == "running" else 0.0
+        steps = [*_picks(sequence), *_events(sequence, until), *_failures(sequence)]
         found += (step._replace(says=prefix + step.says) for step in steps)
     return sorted(found, key=lambda step: step.begin)
 
@@ -62,14 +64,15 @@ def _picks(sequence: dict[str, Any]) -> Iterator[Step]:
         yield Step("router", "pick", at, at, said)
 
 
-def _events(sequence: dict[str, Any]) -> Iterator[Step]:
+def _events(sequence: dict[str, Any], until: float) -> Iterator[Step]:
     moves = {move["number"]: move for move in sequence["moves"]}
     for event in sequence["events"]:
         verb, at = event["verb"], sequence["at"] + event.get("at", 0.0)
         end = at + event.get("seconds", 0.0)
         lane = event.get("engine", "") or "router"
         if verb == "start_generate":
-            yield Step(lane, "generate", at, at + max(event.get("total", 0.0), end - at), _generated(event), end)
+            total = event.get("total", 0.0)
+            yield Step(lane, "generate", at, at + total if total else max(end, until), _generated(event), end)
         elif verb in ("fallback", "retry"):
             yield Step(lane, verb, at, at, event.get("reason", ""), failed=True)
         elif verb == "move":
@@ -134,30 +137,48 @@ def head_of(trace: dict[str, Any]) -> Iterator[str]:
         yield f"  {'  '.join([sequence['seq_id'], sequence['program'], tokens, *times])}"
 
 
-def drawn(trace: dict[str, Any], width: int) -> Table:
-    """The lanes, for a terminal of ``width`` characters."""
+def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
+    """The lanes, in lines for a terminal of ``width`` characters; what is to say of a step stands beside it or below."""
     steps = steps_of(trace)
+    if not steps:
+        return
     seconds = max([trace["seconds"], *(step.end for step in steps), 1e-6])
-    chart = min(WIDEST, max(NARROWEST, width - BESIDE))
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column("lane", no_wrap=True)
-    table.add_column("step", no_wrap=True)
-    table.add_column("at", justify="right", no_wrap=True)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column(_axis(seconds, chart), no_wrap=True, width=chart)
-    table.add_column("", overflow="fold", min_width=20)
     lanes = sorted({step.lane for step in steps}, key=lambda lane: _first(lane, steps))
+    lane_width = min(LONGEST_NAME, max(len(lane) for lane in lanes))
+    step_width = max(len(step.name) for step in steps)
+    before = lane_width + step_width + 2 * TIME_WIDTH + 4
+    says_beside = width - before >= BESIDE + NARROWEST
+    chart = min(WIDEST, max(NARROWEST, width - before - (BESIDE if says_beside else 0)))
+    yield Text(f"{'':{before}}{_axis(seconds, chart)}", style="dim")
     for lane in lanes:
         for index, step in enumerate(each for each in steps if each.lane == lane):
             style = "red" if step.failed else _STYLES.get(step.name, "green")
-            name = Text(printable(step.name), style=style)
+            line = Text().append(f"{_shown(lane) if not index else '':{lane_width}} ", style="bold")
+            line.append(f"{_shown(step.name):{step_width}} ", style=style)
             took = "" if step.end == step.begin else _time(step.end - step.begin)
-            said = Text(printable(step.says), style="red" if step.failed else "")
-            shown = printable(lane) if not index else ""
-            table.add_row(
-                Text(shown, style="bold"), name, _time(step.begin), took, _bar(step, seconds, chart, style), said
-            )
-    return table
+            line.append(f"{_time(step.begin):>{TIME_WIDTH}} {took:>{TIME_WIDTH}} ")
+            bar = _bar(step, seconds, chart, style)
+            bar.pad_right(max(0, chart - bar.cell_len))
+            line.append_text(bar)
+            said = Text(printable(step.says), style="red" if step.failed else "dim")
+            indent = before + chart + 1 if says_beside else lane_width + 3
+            for place, part in enumerate(_wrapped(said, max(NARROWEST, width - indent))):
+                if place or not says_beside:
+                    yield line
+                    line = Text(" " * (indent - 1))
+                line.append(" ")
+                line.append_text(part)
+            yield line
+
+
+def _wrapped(text: Text, width: int) -> Iterable[Text]:
+    lines = textwrap.wrap(text.plain, width) or [""]
+    return (Text(line, style=text.style) for line in lines)
+
+
+def _shown(name: str) -> str:
+    shown = printable(name)
+    return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…"
 
 
 def _first(lane: str, steps: Sequence[Step]) -> tuple[bool, float]:
@@ -178,10 +199,12 @@ def _bar(step: Step, seconds: float, width: int, style: str) -> Text:
     end = max(begin + 1, min(width * 8, round(step.end / seconds * width * 8)))
     first = end if step.first is None else max(begin, min(end, round(step.first / seconds * width * 8)))
     text = Text(" " * (begin // 8))
-    place = begin // 8
-    while place * 8 < end:
+    for place in range(begin // 8, -(-end // 8)):
         filled = min(end, place * 8 + 8) - max(begin, place * 8)
-        later = place * 8 + 4 >= first
-        text.append("▒" if later and filled >= 4 else _EIGHTHS[max(1, filled)], style=style)
-        place += 1
+        if step.first is not None and place * 8 + 4 >= first and filled >= 4:
+            text.append(_LATER, style=style)
+        elif begin > place * 8:
+            text.append(_LATE_START, style=style)
+        else:
+            text.append(_EIGHTHS[max(1, filled)], style=style)
     return text

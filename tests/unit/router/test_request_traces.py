@@ -26,7 +26,7 @@ from tercet.wire.serving.request_context import RequestContext
 
 from .conftest import LiveRouter
 
-BODY = {"model": "m", "prompt": "w1 w2 w3 w4", "max_tokens": 5}
+BODY = {"model": "m", "prompt": " ".join(f"w{number}" for number in range(100)), "max_tokens": 5}
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ async def test_a_request_is_found_by_each_of_its_ids(client: httpx.AsyncClient) 
     found = await traced(client, "mine-7")
     (sequence,) = found["sequences"]
     assert (found["outcome"], found["model"], sequence["program"]) == ("served", "m", "disaggregated")
-    assert (sequence["prompt_tokens"], sequence["output_tokens"]) == (4, answer.json()["usage"]["completion_tokens"])
+    assert (sequence["prompt_tokens"], sequence["output_tokens"]) == (100, answer.json()["usage"]["completion_tokens"])
     assert [event["verb"] for event in sequence["events"]] == ["prep_recv", "remote_send", "start_generate"]
-    assert [(pick["role"], pick["engine"]) for pick in sequence["picks"]] == [("prefill", "p"), ("decode", "d")]
+    assert [(pick["role"], pick["engine"]) for pick in sequence["picks"]] == [("decode", "d"), ("prefill", "p")]
     ends = [event.get("at", 0) + event["seconds"] for event in sequence["events"]]
     assert all(0 <= end <= found["seconds"] for end in ends)
     assert await traced(client, answer.json()["id"]) == found
@@ -71,11 +71,13 @@ async def test_a_request_without_an_id_gets_one_that_engines_and_the_answer_have
 
 
 async def test_an_engine_that_fails_is_in_the_trace(client: httpx.AsyncClient, router: LiveRouter) -> None:
-    router.engine("p").fail_send = EngineUnreachable("p does not answer: gone")  # type: ignore[attr-defined]
-    router.engine("p").error = EngineUnreachable("p does not answer: gone")  # type: ignore[attr-defined]
-    await client.post("/v1/completions", json=BODY, headers={"x-request-id": "bad"})
+    router.engine("p").failures["remote_send"] = EngineUnreachable("p does not answer: gone")
+    answer = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "bad"})
+    assert answer.status_code == 200
     (sequence,) = (await traced(client, "bad"))["sequences"]
-    assert sequence["events"]
+    (failed,) = sequence["failed"]
+    assert (failed["verb"], failed["engine"], failed["code"]) == ("remote_send", "p", "engine_unreachable")
+    assert [event["verb"] for event in sequence["events"]] == ["prep_recv", "fallback", "start_generate"]
 
 
 async def test_refusals_have_their_code_and_strangers_leave_no_trace(router: LiveRouter, checkpoint: Path) -> None:
@@ -89,7 +91,7 @@ async def test_refusals_have_their_code_and_strangers_leave_no_trace(router: Liv
         assert (await client.post("/v1/completions", json=BODY)).status_code == 401
         assert traces.newest(9) == []
         key = {"authorization": "Bearer key"}
-        large = await client.post("/v1/completions", json={**BODY, "user": "x" * 200}, headers=key)
+        large = await client.post("/v1/completions", json=BODY, headers=key)
     assert large.status_code == 413
     (found,) = traces.newest(9)
     assert (found.outcome, found.sequences) == ("request_too_large", [])
