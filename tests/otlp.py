@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
 class Received(NamedTuple):
@@ -69,13 +67,9 @@ class Receiver:
         return self.spans
 
 
-@contextmanager
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as running:
-        yield running
-
-
 def spans_in(body: bytes) -> Iterator[Received]:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
     message = ExportTraceServiceRequest()
     message.ParseFromString(body)
     for resource in message.resource_spans:
@@ -96,3 +90,12 @@ def _value(value: Any) -> Any:
     if kind == "array_value":
         return [_value(each) for each in value.array_value.values]
     return getattr(value, kind)
+
+
+def exporter_works() -> bool:
+    """Whether the exporter can be imported: xds-protos may have overwritten files of opentelemetry-proto."""
+    try:
+        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ImportError:
+        return False
+    return True

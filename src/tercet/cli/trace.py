@@ -22,7 +22,7 @@ def trace(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ID]", show_default=False,
+            metavar="ID", show_default=False,
             help="The request's `x-request-id`, the `id` of its answer, or the id of its distributed trace.",
         ),
     ] = None,

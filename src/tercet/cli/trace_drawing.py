@@ -138,7 +138,7 @@ def head_of(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
-    """The lanes, in lines for a terminal of ``width`` characters; what is to say of a step stands beside it or below."""
+    """The lanes, in lines for a terminal of ``width`` characters; what is said of a step stands beside it or below."""
     steps = steps_of(trace)
     if not steps:
         return

@@ -76,7 +76,7 @@ class SharedTraces:
 
     async def find(self, question: Question) -> list[RequestTrace]:
         """What all processes know; one that does not answer in time is left out, and logged."""
-        names = [] if self._others is None else await self._others()
+        names: Sequence[str] = () if self._others is None else await self._others()
         found = await asyncio.gather(*(self._ask(name, question) for name in names))
         return question.best([*question.answer(self.own), *(trace for each in found for trace in each)])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 
 from tercet.protocol import BadRequest
 from tercet.protocol.spans import process
@@ -52,6 +53,19 @@ def endpoint_of(environment: Mapping[str, str] = os.environ) -> str:
     return f"{base or 'http://localhost:4318'}{PATH}"
 
 
+def _require_exporter(module: str) -> None:
+    try:
+        import_module(module)
+    except ModuleNotFoundError:
+        import_extra(module, "OTEL_*")
+    except ImportError as error:  # xds-protos has files of the same names, which are older
+        raise BadRequest(
+            "OTEL_*: opentelemetry-proto is not what its exporter needs, since another package overwrote it; put it "
+            "back with: pip install --force-reinstall --no-deps opentelemetry-proto",
+            "OTEL_*",
+        ) from error
+
+
 @contextmanager
 def spans_told(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
     """While entered, this process tells its spans if the variables ask for it.
@@ -63,8 +77,8 @@ def spans_told(service: str, attributes: Mapping[str, str] | None = None) -> Gen
         return
     protocol = protocol_of()
     module = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == GRPC else 'http'}.trace_exporter"
-    for each in ("opentelemetry.sdk.trace", module):
-        import_extra(each, "OTEL_*")
+    import_extra("opentelemetry.sdk.trace", "OTEL_*")
+    _require_exporter(module)
     from tercet.wire.otel import OtelSpans, exporter_of
 
     sink = process.sink = OtelSpans(service, attributes or {}, exporter_of(protocol))

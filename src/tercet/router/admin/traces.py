@@ -9,6 +9,8 @@ from tercet.protocol import BadRequest, UnknownSequence
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
 from tercet.router.shared_traces import MOST_LISTED, Question
 
+# Of a list of which nobody says how many it is to have.
+USUAL = 20
 routes = APIRouter(route_class=AdminRoute)
 
 
@@ -18,8 +20,10 @@ async def traces(request: Request) -> Response:
     named = set(request.query_params) - {"newest", "slowest"}
     if named or len(request.query_params) > 1:
         raise BadRequest("newest: give newest=NUMBER or slowest=NUMBER, one of them", "newest")
-    wanted = {name: _number(name, text) for name, text in request.query_params.items()} or {"newest": 20}
-    found = await shared_of(request).traces.find(Question(**wanted))
+    given = request.query_params
+    newest, slowest = _number("newest", given.get("newest")), _number("slowest", given.get("slowest"))
+    question = Question(newest=newest if given else USUAL, slowest=slowest)
+    found = await shared_of(request).traces.find(question)
     return json_answer([msgspec.to_builtins(trace) for trace in found])
 
 
@@ -34,7 +38,9 @@ async def trace(request: Request, name: str) -> Response:
     return json_answer([msgspec.to_builtins(each) for each in found])
 
 
-def _number(name: str, text: str) -> int:
+def _number(name: str, text: str | None) -> int:
+    if text is None:
+        return 0
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= MOST_LISTED):
         raise BadRequest(f"{name}: {text[:40]!r} is not a number from 1 to {MOST_LISTED}", name)
     return int(text)
