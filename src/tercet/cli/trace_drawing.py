@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tercet.cli.terminal import printable
 
-# Widths, in characters: of the chart, of what is said beside it, of times, and of engines' names.
-NARROWEST, WIDEST, BESIDE, TIME_WIDTH, LONGEST_NAME = 16, 100, 50, 8, 24
+# Widths, in characters: of the chart, of what is said next to it, of times, and of engines' names.
+NARROWEST, WIDEST, TO_THE_RIGHT, TIME_WIDTH, LONGEST_NAME = 16, 100, 50, 8, 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MARK, _LATER, _LATE_START = "◆", "▒", "▐"
 _STYLES = {
@@ -138,7 +138,7 @@ def head_of(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
-    """The lanes, in lines for a terminal of ``width`` characters; what is said of a step stands beside it or below."""
+    """The lanes, in lines for a terminal of ``width`` characters; details stand to the right of a bar or below."""
     steps = steps_of(trace)
     if not steps:
         return
@@ -147,8 +147,8 @@ def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
     lane_width = min(LONGEST_NAME, max(len(lane) for lane in lanes))
     step_width = max(len(step.name) for step in steps)
     before = lane_width + step_width + 2 * TIME_WIDTH + 4
-    says_beside = width - before >= BESIDE + NARROWEST
-    chart = min(WIDEST, max(NARROWEST, width - before - (BESIDE if says_beside else 0)))
+    says_there = width - before >= TO_THE_RIGHT + NARROWEST
+    chart = min(WIDEST, max(NARROWEST, width - before - (TO_THE_RIGHT if says_there else 0)))
     yield Text(f"{'':{before}}{_axis(seconds, chart)}", style="dim")
     for lane in lanes:
         for index, step in enumerate(each for each in steps if each.lane == lane):
@@ -161,9 +161,9 @@ def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
             bar.pad_right(max(0, chart - bar.cell_len))
             line.append_text(bar)
             said = Text(printable(step.says), style="red" if step.failed else "dim")
-            indent = before + chart + 1 if says_beside else lane_width + 3
+            indent = before + chart + 1 if says_there else lane_width + 3
             for place, part in enumerate(_wrapped(said, max(NARROWEST, width - indent))):
-                if place or not says_beside:
+                if place or not says_there:
                     yield line
                     line = Text(" " * (indent - 1))
                 line.append(" ")

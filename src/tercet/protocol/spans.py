@@ -108,7 +108,7 @@ class working_in:
             _current.reset(self._token)
 
 
-# ---- what is told of it -----------------------------------------------------------------------------------------
+# ---- what it has done --------------------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
@@ -142,17 +142,17 @@ class SpanSink(Protocol):
         ...
 
 
-class _Process:
-    """The sink of this process; None while nobody wants spans."""
+class _SpansHere:
+    """The sink of this process; None while no spans are wanted."""
 
     sink: SpanSink | None = None
 
 
-process = _Process()
+process = _SpansHere()
 
 
 class span_of:
-    """Work of this process for the current place, as a span below it; a yielded None means that nobody wants one.
+    """Work of this process for the current place, as a span below it; a yielded None means that none is wanted.
 
     ``attributes`` may get more meanwhile. An exception at the exit is the span's error.
     """

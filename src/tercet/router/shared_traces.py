@@ -27,7 +27,7 @@ MOST_LISTED = 100
 _PEER = struct.Struct("3i")
 
 
-class Question(msgspec.Struct, frozen=True, omit_defaults=True):
+class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which traces are wanted: those with an id, or else the ``newest``, or the ``slowest``, as many as that."""
 
     id: str = ""
@@ -49,7 +49,7 @@ class Question(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _answers = msgspec.json.Decoder(list[RequestTrace])
-_questions = msgspec.json.Decoder(Question)
+_questions = msgspec.json.Decoder(TraceQuestion)
 
 
 class SharedTraces:
@@ -74,13 +74,13 @@ class SharedTraces:
         finally:
             server.close()
 
-    async def find(self, question: Question) -> list[RequestTrace]:
+    async def find(self, question: TraceQuestion) -> list[RequestTrace]:
         """What all processes know; one that does not answer in time is left out, and logged."""
         names: Sequence[str] = () if self._others is None else await self._others()
         found = await asyncio.gather(*(self._ask(name, question) for name in names))
         return question.best([*question.answer(self.own), *(trace for each in found for trace in each)])
 
-    async def _ask(self, name: str, question: Question) -> Sequence[RequestTrace]:
+    async def _ask(self, name: str, question: TraceQuestion) -> Sequence[RequestTrace]:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 reader, writer = await asyncio.open_unix_connection(_address(name), limit=LONGEST_ANSWER)

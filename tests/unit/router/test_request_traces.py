@@ -19,7 +19,7 @@ from tercet.router.prompt_texts import PromptTexts
 from tercet.router.request_traces import FollowedRequest, RequestTraces
 from tercet.router.router_app import RouterApp
 from tercet.router.service_programs import ServicePrograms
-from tercet.router.shared_traces import Question, SharedTraces
+from tercet.router.shared_traces import SharedTraces, TraceQuestion
 from tercet.router.small_openai import small_app
 from tercet.settings import Limits
 from tercet.wire.serving.request_context import RequestContext
@@ -157,11 +157,11 @@ async def test_other_processes_are_asked_and_one_that_is_gone_is_left_out(caplog
 
     asking = SharedTraces(here, "test-here", others)
     async with SharedTraces(there, "test-there").answering():
-        found = await asking.find(Question(id="only-there"))
+        found = await asking.find(TraceQuestion(id="only-there"))
         assert [trace.request_id for trace in found] == ["only-there"]
-        assert len(await asking.find(Question(id="both"))) == 2
-        assert [trace.request_id for trace in await asking.find(Question(slowest=1))] == ["only-there"]
-        assert len(await asking.find(Question(newest=2))) == 2
+        assert len(await asking.find(TraceQuestion(id="both"))) == 2
+        assert [trace.request_id for trace in await asking.find(TraceQuestion(slowest=1))] == ["only-there"]
+        assert len(await asking.find(TraceQuestion(newest=2))) == 2
     assert "does not answer" in caplog.text
 
 

@@ -94,9 +94,14 @@ def test_spans_arrive_with_parents_errors_and_attributes(monkeypatch: pytest.Mon
     with Receiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         with spans_told("tercet-test", {"service.instance.id": "one"}):
-            with working_in(read_traceparent(PARENT)), span_of("outer", {"gen_ai.usage.input_tokens": 3}, "server"):
-                with pytest.raises(EngineUnreachable), span_of("inner", {}):
-                    raise EngineUnreachable("p does not answer")
+            told = {"gen_ai.usage.input_tokens": 3}
+            with (
+                working_in(read_traceparent(PARENT)),
+                span_of("outer", told, "server"),
+                pytest.raises(EngineUnreachable),
+                span_of("inner", {}),
+            ):
+                raise EngineUnreachable("p does not answer")
             assert process.sink is not None
         assert process.sink is None  # what was left is told at the exit
         (outer,), (inner,) = receiver.named("outer"), receiver.named("inner")

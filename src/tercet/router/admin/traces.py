@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request, Response
 
 from tercet.protocol import BadRequest, UnknownSequence
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
-from tercet.router.shared_traces import MOST_LISTED, Question
+from tercet.router.shared_traces import MOST_LISTED, TraceQuestion
 
-# Of a list of which nobody says how many it is to have.
+# Of a list without a number.
 USUAL = 20
 routes = APIRouter(route_class=AdminRoute)
 
@@ -22,7 +22,7 @@ async def traces(request: Request) -> Response:
         raise BadRequest("newest: give newest=NUMBER or slowest=NUMBER, one of them", "newest")
     given = request.query_params
     newest, slowest = _number("newest", given.get("newest")), _number("slowest", given.get("slowest"))
-    question = Question(newest=newest if given else USUAL, slowest=slowest)
+    question = TraceQuestion(newest=newest if given else USUAL, slowest=slowest)
     found = await shared_of(request).traces.find(question)
     return json_answer([msgspec.to_builtins(trace) for trace in found])
 
@@ -30,7 +30,7 @@ async def traces(request: Request) -> Response:
 @routes.get("/traces/{name:path}")
 async def trace(request: Request, name: str) -> Response:
     """What happened to the requests with this `x-request-id`, the id of an answer or sequence, or a trace's id."""
-    found = await shared_of(request).traces.find(Question(id=name))
+    found = await shared_of(request).traces.find(TraceQuestion(id=name))
     if not found:
         raise UnknownSequence(
             f"id: the routers keep no trace of {name!r}: it is another id, or too long ago (trace-requests)", "id"
