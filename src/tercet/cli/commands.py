@@ -18,8 +18,8 @@ from tercet.cli.settings_help import SettingsCommand
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves", "trace": "trace",
-    "bench": "bench", "sim": "sim", "profile": "profile",
+    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves",
+    "trace": "trace", "top": "top", "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 
 
