@@ -32,12 +32,12 @@ STREAMS = 32
 class Sink(http.server.BaseHTTPRequestHandler):
     """Reads what comes, and drops it."""
 
-    def do_POST(self) -> None:  # noqa: N802 - the base's name
+    def do_POST(self) -> None:
         """An export."""
         self.rfile.read(int(self.headers["content-length"]))
         self._answer()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """Whether it is there."""
         self._answer()
 

@@ -19,7 +19,7 @@ _FALLING = frozenset({"on", "running", "waiting", "kv", "step"})
 _STATES = {"serving": "green", "draining": "yellow", "stopping": "yellow"}
 LONGEST_FILTER = 40
 BAR = 8
-LAST_KEYS = "s: sort by next column  r: turn round  /: filter  esc: show all  q: quit"
+LAST_KEYS = "s: sort by next column  r: reverse  /: filter  esc: show all  q: quit"
 
 
 class Row(NamedTuple):

@@ -59,7 +59,7 @@ def top(
     """Show the fleet of a running router in the terminal, once a second, until `q` or Ctrl-C.
 
     Engines with role, state, sequences on them, running and waiting requests, KV cache in use, and time of a step.
-    `s` sorts by the next column, `r` turns the order round, `/` shows the engines that a text occurs in.
+    `s` sorts by the next column, `r` reverses the order, `/` shows the engines that a text occurs in.
 
     Examples:
     - `tercet top`
