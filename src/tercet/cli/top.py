@@ -101,7 +101,7 @@ def _screen(latest: Latest, view: FleetView) -> Group:
 
 @contextmanager
 def keys() -> Generator[Callable[[float], str]]:
-    """Gives what waits for keys, for so many seconds, and returns them; the terminal is as before at the exit."""
+    """Gives what waits for keys, at most the given seconds, and returns them; at the exit the terminal is as before."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 

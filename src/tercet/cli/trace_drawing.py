@@ -144,8 +144,8 @@ def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
         return
     seconds = max([trace["seconds"], *(step.end for step in steps), 1e-6])
     lanes = sorted({step.lane for step in steps}, key=lambda lane: _first(lane, steps))
-    lane_width = min(LONGEST_NAME, max(len(lane) for lane in lanes))
-    step_width = max(len(step.name) for step in steps)
+    lane_width = max(len(_shown(lane)) for lane in lanes)
+    step_width = max(len(_shown(step.name)) for step in steps)
     before = lane_width + step_width + 2 * TIME_WIDTH + 4
     says_there = width - before >= TO_THE_RIGHT + NARROWEST
     chart = min(WIDEST, max(NARROWEST, width - before - (TO_THE_RIGHT if says_there else 0)))

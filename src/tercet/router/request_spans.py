@@ -10,6 +10,8 @@ from tercet.protocol.trace import FALLBACK, RETRY, PickEvent, TraceEvent
 from tercet.router.request_traces import RUNNING, SERVED, RequestTrace, SequenceTrace
 
 NANOSECONDS = 1_000_000_000
+# Of an admission that is told: most requests come in at once, and a span costs 50 us.
+LEAST_WAIT_S = 0.001
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 # Fields of an event that say something of it: counts of tokens, and others.
 _COUNTS = ("begin", "end", "cached", "received", "computed")
@@ -20,7 +22,7 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
     """Its own span at ``place``, and below it those of admission, picks, calls, first tokens, retries and moves."""
     at = int(trace.at * NANOSECONDS)
     yield _request(trace, place, at)
-    if trace.waited:
+    if trace.waited >= LEAST_WAIT_S:
         yield Span("admission", place.child(), place.span_id, at, at + _ns(trace.waited))
     for sequence in trace.sequences:
         begin = at + _ns(sequence.at)
@@ -80,7 +82,7 @@ def _of_event(
     yield call
     if event.verb == "start_generate":
         first = begin + _ns(event.at + event.seconds)
-        yield Span("first_token", call.place.child(), call.place.span_id, call.began_ns, first, attributes=named)
+        yield Span("first_token", call.place.child(), call.place.span_id, call.began_ns, first)
 
 
 def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]) -> Span:
