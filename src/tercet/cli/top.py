@@ -28,7 +28,7 @@ ALL_LINES = 1_000_000
 
 
 class Latest:
-    """What the router has said last, asked for once a second on a thread of its own; ``trouble`` is why it is older."""
+    """What the router has said last, asked for once a second on another thread; ``trouble`` is why it is older."""
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         self._look = look

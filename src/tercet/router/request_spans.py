@@ -28,6 +28,8 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
         begin = at + _ns(sequence.at)
         named = {"tercet.seq_id": sequence.seq_id}
         for pick in sequence.picks:
+            if not pick.scores:  # by turns: its call says which engine that was
+                continue
             picked = begin + _ns(pick.at)
             yield Span("pick", place.child(), place.span_id, picked, picked, attributes={**named, **_of_pick(pick)})
         for event in sequence.events:
