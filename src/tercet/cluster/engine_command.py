@@ -270,6 +270,8 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     env |= {name: value for name, value in _QUIET.items() if name not in inherited}
     if are_spans_wanted(inherited):  # vLLM has another default than the standard's
         env[TRACES_PROTOCOL] = protocol_of(inherited)
+        if "service.name" not in inherited.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
     if spec.cores:
         groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
