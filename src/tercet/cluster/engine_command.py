@@ -24,6 +24,7 @@ from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.worker.queue_waiting import spin_seconds
 from tercet.wire.serving.server_access import require_key_beyond_loopback
+from tercet.wire.telling_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
 
 KV_TRANSFER = "--kv-transfer-config"
 # Tercet uses these to find the server; as vLLM flags they would move it elsewhere.
@@ -176,6 +177,8 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         defaults |= {GPU_MEMORY: f"{spec.gpu_memory:g}"}
     if spec.built_in:
         defaults |= {"--max-model-len": BUILT_IN_MAX_LEN}
+    if are_spans_wanted():
+        defaults |= {"--otlp-traces-endpoint": endpoint_of()}
     return [
         sys.executable, "-m", PLAIN_SERVER, *where, "--disable-uvicorn-access-log",
         *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
@@ -265,6 +268,10 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
     env |= {name: value for name, value in _QUIET.items() if name not in inherited}
+    if are_spans_wanted(inherited):  # vLLM has another default than the standard's
+        env[TRACES_PROTOCOL] = protocol_of(inherited)
+        if "service.name" not in inherited.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
     if spec.cores:
         groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)

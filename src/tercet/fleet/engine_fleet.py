@@ -34,7 +34,11 @@ from tercet.protocol import (
     TercetError,
     WithoutRole,
 )
-from tercet.protocol.trace import FALLBACK, TraceEvent
+from tercet.protocol.spans import SpanContext, current_span
+from tercet.protocol.trace import FALLBACK, PickEvent, TraceEvent
+
+# Engines of which a trace says how they scored.
+SCORES_TOLD = 5
 
 
 class EngineFleet:
@@ -77,6 +81,8 @@ class EngineFleet:
         self._failed: dict[str, TercetError] | None = None
         self._on_generate: Callable[[Generation], object] = lambda _: None
         self._request: Request | None = None
+        self._began = 0.0
+        self._place: SpanContext | None = None
 
     # ---- members -------------------------------------------------------------------------------------------------
 
@@ -150,6 +156,7 @@ class EngineFleet:
         view.__dict__.update(self.__dict__)  # as copy() does, but ten times faster
         view._trace, view._failed, view._on_generate = trace, {}, on_generate
         view._request = request
+        view._began, view._place = self.costs.clock(), current_span()
         return view
 
     # ---- how engines are picked ----------------------------------------------------------------------------------
@@ -186,9 +193,22 @@ class EngineFleet:
         member = self._picking.pick(role, by, self._without(other_than), request, partner)
         if not member.can(role):
             why = f"{role} -> {member.role}: {self._picking.why_without(role)}"
-            self._trace.events.append(TraceEvent(FALLBACK, member.name, reason=why))
+            at = self.costs.clock() - self._began
+            self._trace.events.append(TraceEvent(FALLBACK, member.name, reason=why, at=at))
+        if self._failed is not None:
+            self._note_pick(role, by, member.name, request)
         with self._counted(member, request) as engine:
             yield engine
+
+    def _note_pick(self, role: Role, by: str, name: str, request: Request | None) -> None:
+        pick = PickEvent(self.costs.clock() - self._began, role, by, name)
+        explanation = self._picking.explanation
+        if explanation is not None:
+            profile, decision, row = explanation
+            pick.scores, pick.parts, pick.candidates = profile.explained(decision, row, SCORES_TOLD)
+        if request is not None:
+            pick.predicted = self._picking.believed.get((request.seq_id, name))
+        self._trace.picks.append(pick)
 
     def ranked(
         self,
@@ -257,7 +277,8 @@ class EngineFleet:
                 self._picking.believed.pop((request.seq_id, member.name), None)
 
     def _tracing(self) -> Tracing:
-        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of, self.hits)
+        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of, self.hits,
+                       self._began, self._place)  # fmt: skip
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
         """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""

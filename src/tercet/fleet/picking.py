@@ -51,6 +51,8 @@ class Picking(Generic[ViewT]):
 
     ``adapters`` are the fleet's LoRA adapters by name. An engine without the adapter of a request is never picked for
     it.
+
+    ``explanation`` is the profile and decision of the last pick, and the row that it came to; None after one by turns.
     """
 
     knowledge: FleetKnowledge
@@ -62,6 +64,7 @@ class Picking(Generic[ViewT]):
     without_role: WithoutRole = "serve"
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     leaving: Sequence[ViewT] = ()
+    explanation: tuple[SchedulingProfile, Decision, int] | None = None
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])
@@ -90,6 +93,7 @@ class Picking(Generic[ViewT]):
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         turns = PICKERS.get(by)
+        self.explanation = None
         if turns is not None:
             return self._pick_by_turns(turns, role, by, without, request)
         profile = self.scheduling.profile(by, role)
@@ -124,6 +128,7 @@ class Picking(Generic[ViewT]):
             raise self.no_engine_error()
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         row = profile.pick(decision, candidates)
+        self.explanation = profile, decision, row
         picked = self.views[self._places[row]]
         if request is not None and decision.matched is not None:
             self.believed[request.seq_id, picked.name] = int(decision.matched[row])

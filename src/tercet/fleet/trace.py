@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tercet.decisions.cost import Costs, RouteDecision
@@ -20,19 +21,24 @@ from tercet.protocol import (
     Sent,
     TercetError,
     Usage,
+    spans,
 )
-from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.protocol.spans import SpanContext, current_span, working_in
+from tercet.protocol.trace import PickEvent, TraceEvent, VerbTrace
 
 
 class Trace(VerbTrace):
     """The events of one request, and the times (seconds) that its client saw.
 
-    ``decision`` is the choice of its route, if :meth:`tercet.fleet.EngineFleet.route` made it.
+    ``decision`` is the choice of its route, if :meth:`tercet.fleet.EngineFleet.route` made it; ``picks`` are the other
+    picks, and ``failed`` the calls of verbs that engines failed.
     """
 
     ttft: float | None = None
     tpot: float | None = None
     decision: RouteDecision | None = None
+    picks: list[PickEvent] = []
+    failed: list[TraceEvent] = []
 
 
 class Tracing(NamedTuple):
@@ -41,6 +47,7 @@ class Tracing(NamedTuple):
     ``costs`` learn from it. ``on_generate`` is called with each generation that begins, ``on_failure`` returns the
     engine to blame for an error. ``calls_of`` returns the calls in flight of an engine by its name: a call fails once
     its engine, or the engine that it works for, is lost. ``hits`` compare what picks predicted with what engines found.
+    The sequence ``began`` at that time of the costs' clock; ``place`` is where it stands in a distributed trace.
     """
 
     trace: Trace
@@ -49,6 +56,20 @@ class Tracing(NamedTuple):
     on_failure: Callable[[str, TercetError], None]
     calls_of: Callable[[str], CallsInFlight]
     hits: PrefixHits
+    began: float
+    place: SpanContext | None
+
+
+@dataclass(slots=True)
+class StartedCall:
+    """A call of a verb that is under way: when it began, and its place in a distributed trace.
+
+    ``caller`` is the place below which it has its own, if it has.
+    """
+
+    started: float
+    place: SpanContext | None = None
+    caller: SpanContext | None = None
 
 
 class TracedEngine:
@@ -85,12 +106,30 @@ class TracedEngine:
         self.tracing.on_failure(error.blames or by_receiver or self.name, error)
 
     @contextmanager
-    def _watched(self, receiver: str | None = None) -> Generator[None]:
+    def _watched(self, verb: str, receiver: str | None = None) -> Generator[StartedCall]:
+        call = self.called()
         try:
-            yield
+            with working_in(call.place):
+                yield call
         except TercetError as error:
             self.failed(error, receiver)
+            self.note_failed(TraceEvent(verb, self.name, to=receiver or ""), call, error)
             raise
+
+    def called(self) -> StartedCall:
+        """A call that begins now: of a move, if the current task carries one out, or of the sequence's program."""
+        started, place = self.costs.clock(), self.tracing.place
+        if place is None or not place.sampled or spans.process.sink is None:  # then calls are made from their caller's
+            return StartedCall(started, place)
+        here = current_span()
+        caller = here if here is not None and here.trace_id == place.trace_id else place
+        return StartedCall(started, caller.child(), caller)
+
+    def note_failed(self, event: TraceEvent, call: StartedCall, error: TercetError) -> None:
+        """Add a call that failed."""
+        event.code, event.reason = error.code, error.message
+        self._fill(event, call)
+        self.tracing.trace.failed.append(event)
 
     @property
     def name(self) -> str:
@@ -99,31 +138,31 @@ class TracedEngine:
 
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
-        started = self.costs.clock()
         async with AsyncExitStack() as stack:
-            with self._watched():
+            with self._watched("prep_recv") as call:
                 async with until_lost(self.calls):
                     reservation = await stack.enter_async_context(self.engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
             self.found(event)
-            self.note(event, started)
+            self.note(event, call)
             yield reservation
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
-        started = self.costs.clock()
-        with self._watched():
+        with self._watched("extend_recv") as call:
             async with until_lost(self.calls):
                 extended = await self.engine.extend_recv(reservation, request, end)
-        self.note(TraceEvent("extend_recv", self.name, end=extended.end, cached=extended.matched_len), started)
+        self.note(TraceEvent("extend_recv", self.name, end=extended.end, cached=extended.matched_len), call)
         return extended
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
-        started = self.costs.clock()
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
-        with self._watched(receiver), self.costs.sending(self.name, request, begin, stop) as done:
+        with (
+            self._watched("remote_send", receiver) as call,
+            self.costs.sending(self.name, request, begin, stop) as done,
+        ):
             async with until_lost(self.calls, self.tracing.calls_of(receiver)):
                 sent = await self.engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
@@ -140,16 +179,18 @@ class TracedEngine:
             to=receiver,
         )
         self.found(event)
-        self.note(event, started)
+        self.note(event, call)
         return sent
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        stream = self.engine.start_generate(request, begin, output)
+        call = self.called()
+        with working_in(call.place):
+            stream = self.engine.start_generate(request, begin, output)
         cost = self.costs.generating(self.name, request, begin, len(output))
         if cost is not None:
             stream.subscribe(cost)
         event = TraceEvent("start_generate", self.name, begin=begin, end=request.num_tokens + len(output))
-        stream.subscribe(Generation(self, request, output, event))
+        stream.subscribe(Generation(self, request, output, event, call))
         return stream
 
     def found(self, event: TraceEvent) -> None:
@@ -158,10 +199,16 @@ class TracedEngine:
             event.predicted, self._predicted = min(self._predicted, event.end), None
             self.tracing.hits.found(self.name, event.predicted, event.cached)
 
-    def note(self, event: TraceEvent, started: float) -> None:
-        """Add an event that began at ``started``."""
-        event.seconds = self.costs.clock() - started
+    def note(self, event: TraceEvent, call: StartedCall) -> None:
+        """Add the event of a call that is over."""
+        self._fill(event, call)
         self.tracing.trace.events.append(event)
+
+    def _fill(self, event: TraceEvent, call: StartedCall) -> None:
+        event.seconds = self.costs.clock() - call.started
+        event.at = call.started - self.tracing.began
+        if call.place is not None and call.caller is not None:
+            event.span, event.parent = call.place.span_id, call.caller.span_id
 
     async def abort(self, seq_id: str) -> None:
         await self.engine.abort(seq_id)
@@ -177,13 +224,16 @@ class Generation:
     ``begun`` turns true with the engine's first output. Its start is recorded in the trace, its failure reported.
     """
 
-    def __init__(self, engine: TracedEngine, request: Request, output: Sequence[int], event: TraceEvent) -> None:
+    def __init__(
+        self, engine: TracedEngine, request: Request, output: Sequence[int], event: TraceEvent, call: StartedCall
+    ) -> None:
         self.engine = engine
         self.request = request
         self.tokens = list(output)
         self.begun = False
         self.stream: OutputStream | None = None
         self._event = event
+        self._call = call
         self._calls = engine.calls
         self._noted: object = None
 
@@ -194,7 +244,7 @@ class Generation:
 
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream
-        self._started = self.engine.costs.clock()
+        self._call.started = self.engine.costs.clock()
         self._noted = self._calls.note(stream.give_up)
         self.engine.generates(self)
 
@@ -209,8 +259,11 @@ class Generation:
     def on_end(self, error: BaseException | None) -> None:
         self.stream = None
         self._calls.forget(self._noted)
+        self._event.total = self.engine.costs.clock() - self._call.started
         if isinstance(error, TercetError):
             self.engine.failed(error)
+            if not self.begun:
+                self.engine.note_failed(self._event, self._call, error)
 
     def _begin(self, usage: Usage | None) -> None:
         self.begun = True
@@ -218,4 +271,4 @@ class Generation:
             event = self._event
             event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
             self.engine.found(event)
-            self.engine.note(event, self._started)
+            self.engine.note(event, self._call)

@@ -45,6 +45,7 @@ from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import engine_tls
 from tercet.wire.streams import StreamListener
+from tercet.wire.telling_spans import spans_told
 
 logger = logging.getLogger("tercet.gateway")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -79,7 +80,8 @@ def serve(config: PickerConfig) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(20_000, 50, 50)  # requests make thousands of objects, few of them in cycles
-    uvloop.run(_serve(config))
+    with spans_told("tercet-picker"):
+        uvloop.run(_serve(config))
 
 
 async def _serve(config: PickerConfig) -> None:

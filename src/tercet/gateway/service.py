@@ -12,11 +12,15 @@ from google.protobuf.message import DecodeError
 
 from tercet.aio.incoming import LEAST_OF_BODY, SECONDS, Breach
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
-from tercet.gateway.endpoint_picker import EndpointPicker
+from tercet.gateway.endpoint_picker import EndpointPicker, Endpoints
 from tercet.gateway.exchange import Exchange, ExchangeBroken, refusal
+from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.protos import ExternalProcessorServicer, ProcessingRequest, ProcessingResponse
 from tercet.protocol import EngineError, TercetError
+from tercet.protocol.headers import REQUEST_ID_HEADER
+from tercet.protocol.spans import span_context_of, span_of, working_in
+from tercet.settings.log_lines import lines_of_request
 from tercet.wire.serving.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
@@ -47,7 +51,7 @@ class EndpointPickerService(ExternalProcessorServicer):
                         kept.add(exchange.holds - kept.size)
                     if exchange.call is not None:
                         async with kept.until_let_go():
-                            endpoints = await self._picker.pick(exchange.call, exchange.candidates)
+                            endpoints = await self._pick(exchange, exchange.call)
                         for reply in exchange.picked(endpoints):
                             yield reply
                         kept.forget()
@@ -61,13 +65,28 @@ class EndpointPickerService(ExternalProcessorServicer):
         except asyncio.CancelledError:
             raise
         except Exception:  # a user's plugin may raise anything: other requests continue
-            logger.exception("picking for a request failed")
+            with lines_of_request("" if exchange.call is None else exchange.call.headers.get(REQUEST_ID_HEADER, "")):
+                logger.exception("picking for a request failed")
             self._metrics.failed(EngineError.status)
             yield refusal(EngineError("the endpoint picker failed; its log has the traceback"), exchange.path)
         finally:
             self._metrics.streams.dec()
             if exchange.answer_began:
                 self._metrics.served(exchange.served_in)
+
+    async def _pick(self, exchange: Exchange, call: OpenAICall) -> Endpoints:
+        """Pick, with log lines and a span for the request."""
+        headers = call.headers
+        told: dict[str, Any] = {"url.path": exchange.path, "gen_ai.request.model": call.body.model or ""}
+        with (
+            lines_of_request(headers.get(REQUEST_ID_HEADER, "")),
+            working_in(span_context_of(headers)),
+            span_of("pick", told, "server") as place,
+        ):
+            picked = await self._picker.pick(call, exchange.candidates)
+            if place is not None:
+                told |= {"tercet.decode": [*picked.decode], "tercet.prefill": picked.prefill}
+            return picked
 
 
 class _Pace:

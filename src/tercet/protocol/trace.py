@@ -19,6 +19,10 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
 
     ``predicted`` stands in the first event of an engine whose pick predicted how many tokens of the prompt it has in
     its cache; ``cached`` of the same event is what the engine found.
+
+    ``at`` is when it began, in seconds from the beginning of its sequence. ``total`` of a ``start_generate`` is how
+    long its engine generated, once that is over. ``span`` and ``parent`` are its ids in a distributed trace, if there
+    is one.
     """
 
     verb: str
@@ -39,6 +43,28 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     outcome: str = ""
     code: str = ""
     pause: float | None = None
+    at: float = 0.0
+    total: float = 0.0
+    span: str = ""
+    parent: str = ""
+
+
+class PickEvent(msgspec.Struct, omit_defaults=True):
+    """One pick: when (``at``), for which role and by which picker or profile (``by``), and the engine.
+
+    ``scores`` are the totals of the best engines, in falling order, and ``parts`` what each scorer gave the one that
+    was picked, with its weight; both are empty for picks by turns. ``predicted`` is the number of the prompt's tokens
+    that the pick believed in the engine's cache.
+    """
+
+    at: float
+    role: str
+    by: str
+    engine: str
+    scores: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    predicted: int | None = None
+    candidates: int = 0
 
 
 class VerbTrace(msgspec.Struct):

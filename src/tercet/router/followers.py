@@ -65,7 +65,7 @@ class Followers:
         self._is_stuck = is_stuck
         self._known: dict[str, list[Any]] = {}
         self._directory = Path(f"{path}.followers")
-        self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._told: FollowerReport | None = None
         self._alive: int | None = self._enter()
 
@@ -73,11 +73,11 @@ class Followers:
         """Show that this process lives; returns the descriptor that holds the lock."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         # It gets its name when the lock is held: who looks for the dead never takes it for one of them.
-        nameless = self._directory / f"{self._name}.new"
+        nameless = self._directory / f"{self.name}.new"
         alive = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(alive, fcntl.LOCK_EX)
-            nameless.rename(self._directory / (self._name + ALIVE))
+            nameless.rename(self._directory / (self.name + ALIVE))
         except OSError:
             os.close(alive)
             raise
@@ -90,23 +90,27 @@ class Followers:
         """
         if self._alive is None:
             return
-        if not (self._directory / (self._name + ALIVE)).exists():
+        if not (self._directory / (self.name + ALIVE)).exists():
             before, self._alive, self._told = self._alive, self._enter(), None
             os.close(before)
         if report != self._told:
-            write_whole(self._directory / (self._name + REPORT), msgspec.json.encode(report))
+            write_whole(self._directory / (self.name + REPORT), msgspec.json.encode(report))
             self._told = report
 
     def others(self) -> list[FollowerReport]:
         """Reports of the others that live; one that has not said anything yet has none."""
         return self._of_others(REPORT, FollowerReport)
 
+    def names_of_others(self) -> list[str]:
+        """The others that live, by the names that they have here."""
+        return [] if self._is_stuck() else [name for name in self._living() if name != self.name]
+
     def announce(self, moves: Sequence[CountedMove]) -> None:
         """See :class:`~tercet.decisions.migration.limits.Announcements`; others do not count what cannot be written."""
         if self._is_stuck():
             return
         try:
-            write_whole(self._directory / (self._name + MOVES), msgspec.json.encode(moves))
+            write_whole(self._directory / (self.name + MOVES), msgspec.json.encode(moves))
         except OSError as error:
             logger.error("moves: the limits of several processes do not hold together: %s", error)
 
@@ -122,13 +126,13 @@ class Followers:
             if self._is_stuck():
                 return
             with suppress(OSError):  # without the lock, others take them away
-                self._remove(self._name)
+                self._remove(self.name)
 
     def _of_others(self, suffix: str, kind: type[T]) -> list[T]:
         """What each of the others that live has written into its file of that kind."""
         if self._is_stuck():
             return self._known.get(suffix, [])
-        files = (self._directory / (name + suffix) for name in self._living() if name != self._name)
+        files = (self._directory / (name + suffix) for name in self._living() if name != self.name)
         found = (_read(file, kind) for file in files)
         known = self._known[suffix] = [each for each in found if each is not None]
         return known

@@ -19,6 +19,7 @@ from tercet.fleet.loaded_fleet import counted_move
 from tercet.fleet.moving import MovingSequence
 from tercet.fleet.trace import TracedEngine
 from tercet.protocol import BadRequest, Conflict, DeadlineExceeded, EngineUnreachable, TercetError
+from tercet.protocol.spans import working_in
 from tercet.protocol.trace import TraceEvent
 from tercet.settings import MoveSettings
 from tercet.settings.log_events import MOVE
@@ -94,6 +95,11 @@ class Moves:
         """The moves after that one, oldest first; those longest ago are forgotten."""
         return [move for move in self._record if move.number > number]
 
+    def numbered(self, number: int) -> MoveRecord | None:
+        """The move of that number; None if it is forgotten."""
+        behind = self._count - number
+        return self._record[-1 - behind] if 0 <= behind < len(self._record) else None
+
     def is_moving(self, sequence: RunningSequence) -> bool:
         """Whether it is on its way."""
         return sequence in self._moving
@@ -156,10 +162,10 @@ class Moves:
     ) -> MoveRecord:
         move = self._recorded(sequence, moving.engine.name, to.name, reason, moving.computed)
         self._moving.add(sequence)
-        started = moving.engine.costs.clock()
+        call = moving.engine.called()
         stages: list[Stage] = []
         try:
-            with self.metrics.move():
+            with self.metrics.move(), working_in(call.place):
                 async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
                     await migrate(moving, to, self.settings, stages, partial(self._share, moving.engine.name))
             sequence.moves += 1
@@ -178,8 +184,8 @@ class Moves:
         finally:
             self._moving.discard(sequence)
             move.stages = tuple(stages)
-            move.seconds = moving.engine.costs.clock() - started
-            moving.engine.note(_traced(move), started)
+            move.seconds = moving.engine.costs.clock() - call.started
+            moving.engine.note(_traced(move), call)
             self._over(move)
         return move
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
@@ -23,17 +23,18 @@ from tercet.fleet.portions import Portions
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
-from tercet.protocol.headers import PROGRAM_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.admin_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
+from tercet.router.followed_requests import followed_request, take_id_of_body
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
+from tercet.router.request_traces import FollowedRequest, RequestTraces
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
-from tercet.settings.log_lines import lines_of_request
 from tercet.wire.serving.client_connection import CONNECTION
 from tercet.wire.serving.error_answers import ErrorSend, error_headers
 from tercet.wire.serving.request_body import read_whole
@@ -73,7 +74,7 @@ class RouterApp:
     ``shutdown`` counts every request, and refuses all once it has begun; without one this router does not stop.
     ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
     ``keys`` are those of clients, ``admins`` says who may call the router's own routes. ``admin_apart``: these are
-    served at a separate address, and nowhere else.
+    served at a separate address, and nowhere else. ``traces`` get what happens to requests for engines.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RouterApp:
         pooling: PoolingServers | None = None,
         admins: AdminAccess | None = None,
         admin_apart: bool = False,
+        traces: RequestTraces | None = None,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
@@ -99,6 +101,7 @@ class RouterApp:
         self._long = LongBodies(gate.limits, gate.count_refusal)
         self._access_log = access_log
         self._pooling = pooling
+        self._traces = traces or RequestTraces(0)
         self._refusals = around_refusals(_refused)
         self._answers = around_refusals(_passed_on)
 
@@ -109,17 +112,6 @@ class RouterApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http":
-            await self._pass(scope, receive, send)
-            return
-        with lines_of_request(_request_id(scope)):
-            if not self._access_log:
-                await self._pass(scope, receive, send)
-                return
-            with access_logged(scope, send) as noted:
-                await self._pass(scope, receive, noted)
-
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await self._open(scope, receive, send)
             return
@@ -127,6 +119,14 @@ class RouterApp:
             await self._app(scope, receive, send)
             return
         context = scope[CONTEXT] = context_of(scope)
+        with followed_request(context, scope, self._traces) as followed, ExitStack() as around:
+            if self._access_log:
+                send = around.enter_context(access_logged(scope, send))
+            await self._pass(context, followed, scope, receive, send)
+
+    async def _pass(
+        self, context: RequestContext, followed: FollowedRequest | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if (elsewhere := self._served_elsewhere(context.path, scope)) is not None:
             await self._refusals({**scope, ERROR: elsewhere}, receive, send)
             return
@@ -145,6 +145,8 @@ class RouterApp:
                 pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
                 with self._bodies.one() as kept:
                     body = await self._enter(context, scope, receive, kept)
+                    if followed is not None:
+                        take_id_of_body(followed, scope)
                     if body is not None and not context.path.startswith(API_PREFIX):
                         held.callback(body.close)
                         for_engines = pooling is None and context.path in GENERATING
@@ -155,6 +157,8 @@ class RouterApp:
                             place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
                             async with kept.until_let_go():
                                 await held.enter_async_context(place)
+                            if followed is not None:
+                                followed.admitted()
                         if context.preparation is not None and pooling is None:
                             await self._take_turn(context, scope, body, kept)
                 if body is not None and pooling is not None:
@@ -162,9 +166,10 @@ class RouterApp:
                     pooled = await self._pooled(pooling, context, body, scope)
                     held.callback(pooled.close)
             except TercetError as error:
+                context.failed = error
                 await self._refusals({**scope, ERROR: error}, receive, send)
             except ClientLeft:
-                pass
+                context.client_left = True
             else:
                 if pooled is not None:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
@@ -287,11 +292,6 @@ class RouterApp:
                 if isinstance(failed, RouterFailed):
                     logger.exception("a request for %s failed", context.path)
                 await answer.fail(failed)
-
-
-def _request_id(scope: Scope) -> str:
-    wanted = REQUEST_ID_HEADER.encode()
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
 def context_of(scope: Scope) -> RequestContext:

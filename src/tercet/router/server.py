@@ -20,6 +20,8 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.membership import Membership, connecting
+from tercet.protocol import spans
+from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin_server import admin_served, tls_options
 from tercet.router.exposition import with_metrics
@@ -31,6 +33,8 @@ from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
+from tercet.router.request_spans import spans_of
+from tercet.router.request_traces import RequestTrace, RequestTraces
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.role_keeper import RoleKeeper
 from tercet.router.roles import with_roles_followed
@@ -47,6 +51,7 @@ from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.streams import StreamListener
+from tercet.wire.telling_spans import spans_told
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
@@ -57,7 +62,8 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format, config.access_log)
-    uvloop.run(_serve(config, shared))
+    with spans_told("tercet-router", {"service.instance.id": f"{config.public_name}-{os.getpid()}"}):
+        uvloop.run(_serve(config, shared))
 
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
@@ -82,7 +88,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         )  # fmt: skip
         with state_path(config) as path:
             tells = shared is None or not shared.index
-            state = SharedState(path, membership, service, shutdown, tells)
+            traces = RequestTraces(config.trace_requests, service.moves.numbered, _tell_spans)
+            state = SharedState(path, membership, service, shutdown, tells, traces)
             try:
                 if shared is not None:
                     background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")
@@ -114,10 +121,11 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
                 if config.dev:
                     background.spawn(reload_on_change(state), "reload")
-                if config.serves_without_vllm:
-                    await serve_small(config, state, promise.max_model_len, shutdown, pooling, named_files(config))
-                else:
-                    await _serve_openai(config, state, membership, promise.max_model_len, shutdown, shared, pooling)
+                async with state.traces.answering():
+                    if config.serves_without_vllm:
+                        await serve_small(config, state, promise.max_model_len, shutdown, pooling, named_files(config))
+                    else:
+                        await _serve_openai(config, state, membership, promise.max_model_len, shutdown, shared, pooling)
             finally:
                 await background.close()
                 state.close()
@@ -159,6 +167,12 @@ def _import_vllm(config: RouterConfig) -> None:
     require_flags(config.vllm_args, config.workers)
 
 
+def _tell_spans(trace: RequestTrace, place: SpanContext) -> None:
+    """A request has ended that is sampled; only where spans are wanted are there any."""
+    if spans.process.sink is not None:
+        spans.process.sink.take(spans_of(trace, place))
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -196,7 +210,7 @@ async def _serve_openai(
         server.app.middleware_stack = RouterApp(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
-            config.admin_listen is not None,
+            config.admin_listen is not None, state.traces.own,
         )  # fmt: skip
         following.spawn(keys.follow(), "keys")
 

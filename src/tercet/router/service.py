@@ -206,7 +206,9 @@ class Service(Generic[M]):
                         self._note_failed(chosen, failure)
                         attempts.finish(_last_output(chosen, failure, request.seq_id))
                         return
-                    trace.events.append(self._tell_next_attempt(chosen, failure, sequence, fleet))
+                    event = self._tell_next_attempt(chosen, failure, sequence, fleet)
+                    event.at = self._clock() - sequence.began
+                    trace.events.append(event)
                     await self._recovery.wait(retry)
                     tried_at = self._clock()
                     trace.program = sequence.program

@@ -29,8 +29,10 @@ from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
 from tercet.router.recovery import POLL_INTERVAL_S
+from tercet.router.request_traces import RequestTraces
 from tercet.router.routing import Plan
 from tercet.router.service import LoadArm, Service
+from tercet.router.shared_traces import SharedTraces
 from tercet.router.shutdown import Shutdown
 from tercet.router.state_changes import because, changes_with_reasons
 from tercet.settings import EngineAddress, log_events
@@ -74,7 +76,8 @@ def _unchanged(state: FleetState) -> FleetState:
 class SharedState:
     """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed.
 
-    ``tells``: log what changes. Of several workers, to all of which the same happens, one does.
+    ``tells``: log what changes. Of several workers, to all of which the same happens, one does. ``traces`` are those of
+    the requests that this process serves.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class SharedState:
         service: Service[Metrics],
         shutdown: Shutdown | None = None,
         tells: bool = True,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.service = service
         self.tells = tells
@@ -95,6 +99,7 @@ class SharedState:
         # A change waits for those of other processes, which does not mean that the file system hangs.
         self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
         self._followers = Followers(path, lambda: self._files.is_stuck)
+        self.traces = SharedTraces(traces or RequestTraces(), self._followers.name, self._others)
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
@@ -376,6 +381,9 @@ class SharedState:
         if said:
             log_events.STATE_BEHIND.tell(version=version, reason="; ".join(said))
         return said
+
+    async def _others(self) -> Sequence[str]:
+        return await self._filed(self._followers.names_of_others)
 
     # ---- what runs where -------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
 from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
+from tercet.router.exposition import with_metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
@@ -64,10 +65,11 @@ async def serve_small(
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = Gate(config.limits, service.fleet, service.metrics)
+    layers = with_metrics(app.build_middleware_stack(), service.fleet)
     app.middleware_stack = RouterApp(
-        app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
+        layers, None, gate, keys.clients, service.program_called, config.max_request_bytes,
         shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
-        admin_apart=config.admin_listen is not None,
+        admin_apart=config.admin_listen is not None, traces=state.traces.own,
     )  # fmt: skip
     server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",

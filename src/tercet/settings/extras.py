@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from tercet.protocol import BadRequest
 
-Extra = Literal["gateway", "lab"]
+Extra = Literal["gateway", "lab", "otel"]
 EXTRAS: Mapping[Extra, Mapping[str, str]] = {
     "gateway": {"grpc": "grpcio", "grpc_health": "grpcio-health-checking", "envoy": "xds-protos"},
     "lab": {"matplotlib": "matplotlib", "scipy": "scipy"},
+    "otel": {"opentelemetry": "opentelemetry-sdk", "opentelemetry.exporter": "opentelemetry-exporter-otlp"},
 }
 """The packages of each extra, by the module that each of them brings."""
 

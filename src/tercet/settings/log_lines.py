@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tercet.protocol.spans import current_span
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
@@ -46,6 +48,12 @@ def lines_of_request(found: str) -> Generator[None]:
         yield
     finally:
         _request_id.reset(token)
+
+
+def request_renamed(found: str) -> str:
+    """From now on lines name the request so, in the current task and those that it starts; returns what they say."""
+    _request_id.set(shortened(found))
+    return request_id()
 
 
 def shortened(name: str) -> str:
@@ -113,16 +121,19 @@ class TextLines(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        named = _request_of(record)
+        named, place = _request_of(record), current_span()
+        about = [f"x-request-id {named}"] if named else []
+        about += [f"trace {place.trace_id}"] if place is not None else []
         text = super().formatMessage(record)
-        return _in_one_line(f"{text} [x-request-id {named}]" if named else text)
+        return _in_one_line(f"{text} [{', '.join(about)}]" if about else text)
 
 
 class JsonLines(logging.Formatter):
     """One JSON object for each line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``process``, ``message``.
 
-    And ``exception``, if there was one, ``request_id``, if the line is about a request, and the fields that the caller
-    of the logger has given, which for events are ``event`` and what :mod:`tercet.settings.log_events` says.
+    And ``exception``, if there was one, ``request_id``, if the line is about a request, ``trace_id`` and ``span_id``,
+    if that is part of a distributed trace, and the fields that the caller of the logger has given, which for events are
+    ``event`` and what :mod:`tercet.settings.log_events` says.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -136,6 +147,8 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, FIELDS, {})
         if named := _request_of(record):
             line[REQUEST_ID] = named
+        if (place := current_span()) is not None:
+            line |= {"trace_id": place.trace_id, "span_id": place.span_id}
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
         except (UnicodeEncodeError, OverflowError):  # text that is none, such as a file's name in another encoding

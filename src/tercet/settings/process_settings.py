@@ -42,6 +42,22 @@ TLSCertificate = Annotated[
     ),
 ]
 TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none", panel=ACCESS)]
+AccessLog = Annotated[
+    bool,
+    Setting(
+        "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
+        default="off",
+        panel=OBSERVABILITY,
+    ),
+]
+TraceRequests = Annotated[
+    Annotated[int, msgspec.Meta(ge=0, le=1_000_000)],
+    Setting(
+        "Last requests that `tercet trace` shows, of each process; and a tenth as many of the slowest. 0: none.",
+        in_file=True,
+        panel=OBSERVABILITY,
+    ),
+]
 LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.", panel=OBSERVABILITY)]
 
 

@@ -21,8 +21,17 @@ from tercet.settings.declaration import (
 )
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, OBSERVABILITY, PLACEMENT, SERVER
-from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, PLACEMENT, SERVER
+from tercet.settings.process_settings import (
+    AccessLog,
+    AdminKey,
+    AdminKeyFile,
+    EngineSecret,
+    EngineTLS,
+    LeastLogged,
+    LogLines,
+    TraceRequests,
+)
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
@@ -247,14 +256,8 @@ class RouterSettings(Settings, frozen=True):
         Setting("`off`: vLLM's own code writes plain streams too, at a higher cost per token.", panel=SERVER),
     ] = "on"
     log_format: LogLines = "text"
-    access_log: Annotated[
-        bool,
-        Setting(
-            "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
-            default="off",
-            panel=OBSERVABILITY,
-        ),
-    ] = False
+    access_log: AccessLog = False
+    trace_requests: TraceRequests = 1000
     scheduling: Annotated[
         str | None,
         Setting(

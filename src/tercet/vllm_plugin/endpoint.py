@@ -50,6 +50,7 @@ from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
+from tercet.wire.telling_spans import spans_told
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,7 +135,8 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
         grace: float = app.state.tercet_stop_grace
         stop_on_sigterm(StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace))
         try:
-            yield state
+            with spans_told("tercet-engine", {"service.instance.id": verbs.name}):
+                yield state
         finally:
             remote: RemotePrefill | None = app.state.tercet_prefilling[0]
             if remote is not None:

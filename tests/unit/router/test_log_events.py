@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tercet.fleet import Trace
 from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
@@ -254,7 +255,7 @@ async def test_a_fallback_is_one_line_one_count_and_one_event_of_the_trace(route
     assert tokens == [100, 101, 102]
     why = "d does not answer: Connection refused"
     assert trace.program == "disaggregated -> data_parallel"
-    assert [event for event in trace.events if event.verb == "fallback"] == [
+    assert [structs.replace(event, at=0.0) for event in trace.events if event.verb == "fallback"] == [
         TraceEvent("fallback", "d", reason=f"disaggregated -> data_parallel: {why}", code="engine_unreachable"),
     ]
     (line,) = told(log_events.FALLBACK, log_events.RETRY)

@@ -188,6 +188,7 @@ class Decision:
 
     ``matched`` is the estimated number of the prompt's tokens in the cache of each engine (by row); None before a
     scorer looked. ``partner`` is the picked decode engine when an engine is picked to prefill for it, if that is known.
+    ``scored`` are the engines that filters left and their scores, by scorer and with weights, once they are known.
     """
 
     request: Request | None
@@ -196,6 +197,7 @@ class Decision:
     random: Random
     matched: Integers | None = None
     partner: EngineView | None = None
+    scored: tuple[Engines, Floats] | None = None
     _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
 
     def hashes(self, block_size: int, limit: int | None = None) -> list[int]:

@@ -104,6 +104,23 @@ class SchedulingProfile:
             rows += [int(left.rows[place]) for place in others[: most - 1]]
         return rows
 
+    def explained(self, decision: Decision, picked: int, most: int) -> tuple[dict[str, float], dict[str, float], int]:
+        """Why the engine in the row ``picked`` was: the totals of the ``most`` best engines, in falling order.
+
+        Then what each scorer gave it, and the number of the engines that were compared.
+        """
+        if decision.scored is None:
+            return {}, {}, 0
+        engines, scores = decision.scored
+        totals = np.add.reduce(scores, axis=0)
+        place = int((engines.rows == picked).argmax())
+        best = {engines[each].name: round(float(totals[each]), 4) for each in _highest(totals, most)}
+        parts = {
+            type(scorer).__name__: round(float(given), 4)
+            for (scorer, _), given in zip(self.scorers, scores[:, place].tolist(), strict=True)
+        }
+        return best, parts, len(engines)
+
     def _filtered(self, decision: Decision, engines: Engines) -> Engines:
         for plugin in self.filters:
             left = engines.kept_by(plugin, decision)
@@ -127,6 +144,7 @@ class SchedulingProfile:
             scores[place] = given
         np.fmin(np.fmax(scores, 0.0, out=scores), 1.0, out=scores)  # these two keep NaN
         scores *= self._weights
+        decision.scored = engines, scores
         return np.add.reduce(scores, axis=0)
 
 

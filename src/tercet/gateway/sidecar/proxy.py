@@ -21,14 +21,16 @@ from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.error_forms import error_body, last_events
-from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, TRACE_HEADER
+from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX
 from tercet.settings import SidecarConfig
+from tercet.settings.log_lines import lines_of_request, request_renamed
 from tercet.wire.client.connection_errors import reason_of
 from tercet.wire.client.passing import (
     Fields,
@@ -89,6 +91,11 @@ class Proxy:
 
     async def handle(self, http: ClientCall) -> None:
         """Answer as the engine does, or with an error in OpenAI's form."""
+        given = {name: http.header(name) or "" for name in (REQUEST_ID_HEADER, TRACEPARENT, TRACESTATE)}
+        with lines_of_request(given[REQUEST_ID_HEADER]), working_in(span_context_of(given)):
+            await self._handle(http)
+
+    async def _handle(self, http: ClientCall) -> None:
         answer = _ProxiedAnswer(http)
         try:
             async with until_lost(self._under_way):
@@ -148,13 +155,18 @@ class Proxy:
         traces = [VerbTrace()]
         if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
             answer.traces = traces
-        request_id = http.header("x-request-id") or uuid.uuid4().hex
+        request_id = http.header(REQUEST_ID_HEADER) or request_renamed(uuid.uuid4().hex)
+        if http.header(REQUEST_ID_HEADER) != request_id:  # the engine that decodes is told the same one
+            http.fields = [*http.fields, (REQUEST_ID_HEADER.encode(), request_id.encode())]
         # Clients may choose equal ids: engines pin and free by ids, so these must be unique.
         seq_id = f"{request_id[:LONGEST_ID]}-{uuid.uuid4().hex}"
         shown = {name: value for name in SHOWN if (value := http.header(name)) is not None} | {"x-request-id": seq_id}
         call = SplitCall(http.path, body, fields, shown, request_id, seq_id)
         async with AsyncExitStack() as held:
-            prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
+            told = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
+            with span_of("prefill", told, "server") as place:
+                shown |= {} if place is None else place.headers()
+                prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
             await self._forward(http, answer, prepared, held)
 
     def _fields(self, body: bytes) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ from tercet.wire.client.passing import Origin
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.serving.server_access import is_loopback
+from tercet.wire.telling_spans import spans_told
 
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0
@@ -52,7 +53,8 @@ def serve(config: SidecarConfig) -> None:
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format)
-    uvloop.run(_serve(config))
+    with spans_told("tercet-sidecar"):
+        uvloop.run(_serve(config))
 
 
 async def _serve(config: SidecarConfig) -> None:

@@ -45,6 +45,7 @@ from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import prefill_metrics
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.telling_spans import spans_told
 
 # vLLM's names, so that code that reads a real engine's load can read this one's.
 GAUGES = {
@@ -281,7 +282,8 @@ def serve(config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM."""
     import uvloop
 
-    uvloop.run(_serve(config))
+    with spans_told("tercet-engine", {"service.instance.id": config.name}):
+        uvloop.run(_serve(config))
 
 
 async def _serve(config: ServerConfig) -> None:

@@ -26,6 +26,7 @@ from tercet.protocol import (
     TokenLogprob,
     Usage,
 )
+from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import StreamDestination
 from tercet.settings.verb_log import LoggedGeneration
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 class LLMRequest:
     """One request: its prompt, its parameters, and its output stream; ``request_id`` is our id for it.
 
-    ``features`` are the prompt's with their data, until vLLM has them.
+    ``features`` are the prompt's with their data, until vLLM has them. ``place`` is where it stands in a distributed
+    trace, if it does.
     """
 
     client: AsyncLLM
@@ -53,6 +55,7 @@ class LLMRequest:
     params: TercetParams
     priority: int = 0
     features: Sequence[MultiModalFeature] = ()
+    place: SpanContext | None = field(default_factory=current_span, init=False)
     num_cached: int = field(default=0, init=False)
     request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
     _aborting: asyncio.Task[None] | None = field(default=None, init=False)
@@ -137,7 +140,11 @@ class LLMRequest:
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
         adapter = self.prompt.adapter
         lora = None if adapter is None else adapter.to_vllm()
-        return prompt, params, {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
+        more = {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
+        traces_to = self.client.observability_config.otlp_traces_endpoint
+        if self.place is not None and traces_to is not None:  # then vLLM's own spans join the trace
+            more["trace_headers"] = self.place.headers()
+        return prompt, params, more
 
     async def _prompt_for_vllm(self) -> TokensPrompt:
         tokens, salt = self.prompt.tokens, self.prompt.salt
@@ -206,6 +213,7 @@ class DecodingSequence:
     def __post_init__(self) -> None:
         self._num_given = len(self.tokens)
         self._logged = LoggedGeneration(self.seq_id, self.model, self._num_given)
+        self.request.place = self._logged.place
 
     @property
     def age(self) -> float:

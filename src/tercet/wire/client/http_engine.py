@@ -38,6 +38,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.sse import EventTooLong, read_events
 from tercet.protocol.wire import (
     API_PREFIX,
@@ -224,18 +225,20 @@ class HttpEngine:
             mm_features=request.mm_features,
             priority=request.priority,
         )
-        return OutputStream(partial(self._generate, call))
+        return OutputStream(partial(self._generate, call, current_span()))
 
-    async def _generate(self, call: StartGenerateCall, stream: OutputStream) -> None:
+    async def _generate(self, call: StartGenerateCall, place: SpanContext | None, stream: OutputStream) -> None:
         try:
             connection = await self._connection()
             if connection is None:
-                await self._receive_events(call, stream)
+                with working_in(place):
+                    await self._receive_events(call, stream)
                 return
             # leaving early cancels the sequence on the engine
             with connection.sequence(len(call.output), stream) as number:
                 router = StreamDestination(address=connection.address, key=connection.key, number=number)
-                connection.start(msgspec.structs.replace(call, router=router))
+                with working_in(place):
+                    connection.start(msgspec.structs.replace(call, router=router))
                 await stream.until_over()
         finally:
             if stream.begun:
@@ -362,6 +365,8 @@ class HttpEngine:
         headers = {"content-type": content_type, **headers}
         if named := request_id():
             headers[REQUEST_ID_HEADER] = named
+        if (place := current_span()) is not None:
+            headers |= place.headers()
         path, digest = f"/{unquote(verb)}", digest_of(body)
 
         async def ask() -> aiohttp.ClientResponse:

@@ -70,7 +70,8 @@ class RequestContext:
 
     ``began`` is when it came, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence that it
     started (``n``, or several prompts), and so have ``sequences``, which say what was generated; ``wants_trace``: its
-    client gets them. ``failed`` is the error that has ended the first of them that failed.
+    client gets them. ``client_left``: before it came in. ``failed`` is the error that has ended the first of them that
+    failed, or the refusal.
     """
 
     path: str = ""
@@ -83,6 +84,7 @@ class RequestContext:
     sequences: list[Any] = field(default_factory=list[Any])
     wants_trace: bool = False
     failed: TercetError | None = None
+    client_left: bool = False
     # What vLLM said of an error in the chat stream of which it makes the answer, in OpenAI's words.
     stream_error: Mapping[str, Any] | None = None
     # The tasks of sequences by vLLM's ids, prompts begun, how many sequences there may be, and by what they come in.

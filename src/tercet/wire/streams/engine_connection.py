@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
+from tercet.protocol.spans import current_span
 from tercet.protocol.wire import StartGenerateCall, large_field_of
 from tercet.settings.log_lines import request_id
 from tercet.wire.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
@@ -75,7 +76,7 @@ class EngineConnection:
         Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
         :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.
         """
-        frame = frame_of(StreamCommand(starts=(call,), names=(request_id(),)))
+        frame = frame_of(self._command_of(call))
         if not fits(frame):
             large = large_field_of(call)
             raise RequestTooLarge(
@@ -84,6 +85,12 @@ class EngineConnection:
         if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
             raise EngineUnreachable(f"{self.engine} does not read its messages")
         self._write(frame)
+
+    @staticmethod
+    def _command_of(call: StartGenerateCall) -> StreamCommand:
+        place = current_span()
+        traces = () if place is None else (tuple(place.headers().values()),)
+        return StreamCommand(starts=(call,), names=(request_id(),), traces=traces)
 
     def receive(self, frame: bytes) -> None:
         """Handle a frame from the engine; raises one of ``UNREADABLE`` for an invalid frame."""

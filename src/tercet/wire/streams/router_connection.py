@@ -25,6 +25,7 @@ from tercet.protocol import (
     RouterUnreachable,
     TercetError,
 )
+from tercet.protocol.spans import read_traceparent, working_in
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
 from tercet.settings.log_lines import lines_of_request
@@ -262,14 +263,16 @@ class RouterConnection(asyncio.Protocol):
                 self._cancelled[number] = None
                 if len(self._cancelled) > CANCELLED_KEPT:
                     self._cancelled.popitem(last=False)
-        for received, named in zip(command.starts, chain(command.names, repeat("")), strict=False):
+        names, traces = chain(command.names, repeat("")), chain(command.traces, repeat(()))
+        for received, named, trace in zip(command.starts, names, traces, strict=False):
             unread = _unread_calls.decode(received)
             try:
                 call = self._read(received)
             except TercetError as refusal:
                 self.send(failed_delta(unread.router.number, len(unread.output), refusal))
             else:
-                with lines_of_request(named):
+                place = read_traceparent(*trace[:2]) if trace else None
+                with lines_of_request(named), working_in(place):
                     self._starting.spawn(self._begin(call, unread.router))
 
     def _read(self, received: msgspec.Raw) -> StartGenerateCall:

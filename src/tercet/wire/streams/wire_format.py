@@ -120,12 +120,14 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat.
 
     Every call in ``starts`` has its ``router``. Its results come back as the sequence's deltas. ``names`` are the
-    clients' ids of the requests, empty without one; older engines do not read them.
+    clients' ids of the requests, empty without one, and ``traces`` have the ``traceparent`` and ``tracestate`` of each
+    call, if there are any; older engines do not read them.
     """
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[StartGenerateCall, ...] = ()
     names: tuple[str, ...] = ()
+    traces: tuple[tuple[str, ...], ...] = ()
 
 
 class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
@@ -134,6 +136,7 @@ class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
     cancelled: tuple[int, ...] = ()
     starts: tuple[msgspec.Raw, ...] = ()
     names: tuple[str, ...] = ()
+    traces: tuple[tuple[str, ...], ...] = ()
 
 
 class UnreadCall(msgspec.Struct, frozen=True):

@@ -1,0 +1,121 @@
+"""``tercet top``: the fleet of a running router in a terminal, once a second."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from tercet.cli.fleet_commands import HERE, AdminKey, Url, ask, understood
+from tercet.cli.fleet_view import FleetView, drawn
+from tercet.cli.terminal import console, printable
+from tercet.protocol import TercetError
+
+# Seconds: between two looks at the router, and at the keys.
+EVERY, KEYS_EVERY = 1.0, 0.1
+ALL_LINES = 1_000_000
+
+
+class Latest:
+    """What the router has said last, asked for once a second on another thread; ``trouble`` is why it is older."""
+
+    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
+        self._look = look
+        self._ended = threading.Event()
+        self.status = look()
+        self.trouble = ""
+        self.number = 0
+        threading.Thread(target=self._follow, name="top", daemon=True).start()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(EVERY):
+            try:
+                self.status, self.trouble = self._look(), ""
+            except TercetError as error:
+                self.trouble = error.message
+            self.number += 1
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+
+def top(
+    url: Url = HERE,
+    admin_key: AdminKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, as into a pipe.")] = False,
+) -> None:
+    """Show the fleet of a running router in the terminal, once a second, until `q` or Ctrl-C.
+
+    Engines with role, state, sequences on them, running and waiting requests, KV cache in use, and time of a step.
+    `s` sorts by the next column, `r` reverses the order, `/` shows the engines that a text occurs in.
+
+    Examples:
+    - `tercet top`
+    - `tercet top --once --url http://10.0.0.5:8000`
+    """
+
+    def look() -> Mapping[str, Any]:
+        return ask(url, admin_key, "GET", "/status")
+
+    if once or not (console.is_terminal and sys.stdin.isatty()):
+        with understood():
+            console.print(drawn(look(), FleetView(), ALL_LINES), no_wrap=True, crop=False)
+        return
+    latest = Latest(look)
+    try:
+        with understood(), keys() as pressed:
+            _watch(latest, pressed)
+    finally:
+        latest.end()
+
+
+def _watch(latest: Latest, pressed: Callable[[float], str]) -> None:
+    view: FleetView | None = FleetView()
+    with Live(_screen(latest, FleetView()), console=console, screen=True, auto_refresh=False) as live:
+        number = latest.number
+        while view is not None:
+            given = pressed(KEYS_EVERY)
+            for key in given:
+                view = view.after(key) if view is not None else None
+            if view is not None and (given or latest.number != number):
+                number = latest.number
+                live.update(_screen(latest, view), refresh=True)
+
+
+def _screen(latest: Latest, view: FleetView) -> Group:
+    trouble = Text(printable(f"tercet: {latest.trouble}"), style="red") if latest.trouble else Text("")
+    return Group(drawn(latest.status, view, console.height - 1), trouble)
+
+
+@contextmanager
+def keys() -> Generator[Callable[[float], str]]:
+    """Gives what waits for keys, at most the given seconds, and returns them; at the exit the terminal is as before."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        if not ready:
+            return ""
+        given = os.read(descriptor, 64).decode("utf-8", "replace")
+        if len(given) > 1 and given[0] == "\x1b":  # an arrow, or another key without a meaning here
+            return ""
+        return given or "q"  # the terminal is closed
+
+    try:
+        tty.setcbreak(descriptor)
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -1,0 +1,86 @@
+"""``tercet trace``: what happened to a request, drawn as lanes over time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer, understood
+from tercet.cli.terminal import console, say
+from tercet.cli.trace_drawing import drawn, head_of
+from tercet.protocol import BadRequest
+
+# Of a chart that goes elsewhere than to a terminal.
+FILE_WIDTH = 160
+
+
+def trace(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="ID", show_default=False,
+            help="The request's `x-request-id`, the `id` of its answer, or the id of its distributed trace.",
+        ),
+    ] = None,
+    slowest: Annotated[
+        int | None, typer.Option("--slowest", min=1, max=100, help="List this many requests that took longest.")
+    ] = None,
+    url: Url = HERE,
+    admin_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Draw what happened to a request: a lane for the router and for each engine, with a bar for each step.
+
+    Steps are waiting for admission, picks with their scores, calls of verbs, the first token, failures, retries, and
+    moves. Routers keep the last requests and the slowest ones. Without an ID the last ones are listed.
+
+    Examples:
+    - `tercet trace --slowest 5`
+    - `tercet trace cmpl-8d1f`
+    """
+    if name is None:
+        which = "newest=20" if slowest is None else f"slowest={slowest}"
+        show_answer(ask(url, admin_key, "GET", f"/traces?{which}"), as_json, _listed)
+        return
+    if slowest is not None:
+        raise BadRequest("--slowest: goes without an ID", "--slowest")
+    if not name.strip():
+        raise BadRequest("ID: must not be empty", "ID")
+    found = ask(url, admin_key, "GET", f"/traces/{quote(name, safe='')}")
+    if as_json:
+        say(json.dumps(found))
+        return
+    with understood():
+        for index, each in enumerate(found):
+            if index:
+                say("")
+            _draw(each)
+
+
+def _draw(found: dict[str, Any]) -> None:
+    for line in head_of(found):
+        say(line)
+    for line in drawn(found, console.width if console.is_terminal else FILE_WIDTH):
+        console.print(line, no_wrap=True, crop=False)
+
+
+def _listed(found: list[dict[str, Any]]) -> Iterator[str]:
+    if not found:
+        yield "no requests yet"
+    for each in found:
+        tokens = sum(sequence["output_tokens"] for sequence in each["sequences"])
+        prompt = sum(sequence["prompt_tokens"] for sequence in each["sequences"])
+        programs = ", ".join(dict.fromkeys(sequence["program"] for sequence in each["sequences"])) or "-"
+        yield (
+            f"{each['request_id']}  {each['seconds']:8.3f} s  {each['outcome']}  {prompt} + {tokens} tokens  "
+            f"{programs}  {_engines(each)}"
+        )
+
+
+def _engines(found: dict[str, Any]) -> str:
+    calls = (event for sequence in found["sequences"] for event in (*sequence["events"], *sequence["failed"]))
+    return ", ".join(dict.fromkeys(event["engine"] for event in calls if event.get("engine"))) or "-"

@@ -1,0 +1,56 @@
+"""A request from its head to its answer's end: its id, its place in a distributed trace, and what is kept of it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+
+from starlette.types import Scope
+
+from tercet.protocol.headers import REQUEST_ID_HEADER
+from tercet.protocol.openai_routes import GENERATING
+from tercet.protocol.spans import entered, span_context_of, working_in
+from tercet.router.request_spans import request_attributes
+from tercet.router.request_traces import FollowedRequest, RequestTraces
+from tercet.settings.log_lines import lines_of_request, request_id, request_renamed
+from tercet.wire.serving.request_context import RequestContext
+
+_HEADER = REQUEST_ID_HEADER.encode()
+
+
+@contextmanager
+def followed_request(context: RequestContext, scope: Scope, traces: RequestTraces) -> Generator[FollowedRequest | None]:
+    """While entered, log lines name the request; ``traces`` get it if engines are to generate for it.
+
+    One that they generate for gets an id if its client has given it none: vLLM and engines are told it as if it had.
+    """
+    given = context.headers.get(REQUEST_ID_HEADER, "")
+    if context.path not in GENERATING or scope["method"] != "POST":
+        with lines_of_request(given), working_in(span_context_of(context.headers)):
+            yield None
+        return
+    named = given or uuid.uuid4().hex
+    if not given:
+        _set_request_id(context, scope, named)
+    with ExitStack() as around:
+        around.enter_context(lines_of_request(named))
+        caller = span_context_of(context.headers)
+        place = entered(caller, f"POST {context.path}", request_attributes(context.path, "", request_id()))
+        around.enter_context(working_in(place))
+        followed = around.enter_context(traces.following(context, request_id(), caller, place))
+        followed.is_id_made = not given
+        yield followed
+
+
+def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
+    """A client that gives no header may have written an id into the body, where vLLM reads it."""
+    named = (followed.context.fields or {}).get("request_id")
+    if followed.is_id_made and isinstance(named, str) and named.isascii() and named.isprintable():
+        _set_request_id(followed.context, scope, named)
+        followed.request_id = request_renamed(named)
+
+
+def _set_request_id(context: RequestContext, scope: Scope, named: str) -> None:
+    context.headers = {**context.headers, REQUEST_ID_HEADER: named}
+    scope["headers"] = [*(each for each in scope["headers"] if each[0] != _HEADER), (_HEADER, named.encode())]

@@ -1,0 +1,216 @@
+"""What happened to requests: those that run, the last ones, and the slowest, as far as this process keeps them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import msgspec
+
+from tercet.fleet import RunningSequence, Trace
+from tercet.protocol import TercetError, Unauthorized
+from tercet.protocol.spans import SpanContext
+from tercet.protocol.trace import PickEvent, TraceEvent
+from tercet.router.moves import MoveRecord
+from tercet.settings.log_lines import shortened
+from tercet.wire.serving.request_context import RequestContext
+
+KEPT = 1000
+# Of the slowest requests, a tenth as many are kept as of the last ones.
+SLOWEST_SHARE = 10
+RUNNING, SERVED, LEFT = "running", "served", "client_left"
+MoveOf = Callable[[int], MoveRecord | None]
+
+
+class SequenceTrace(msgspec.Struct, frozen=True):
+    """One sequence of a request. ``at`` is in seconds from when the request came, times of events are from ``at``."""
+
+    seq_id: str
+    program: str
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float | None
+    tpot: float | None
+    events: list[TraceEvent]
+    picks: list[PickEvent]
+    failed: list[TraceEvent]
+    moves: list[MoveRecord]
+
+
+class RequestTrace(msgspec.Struct, frozen=True):
+    """One request. ``at`` is the Unix time when it came, ``seconds`` is how long it took, or has taken so far.
+
+    ``outcome`` is ``running``, ``served``, ``client_left``, or the code of the error that its client got, with its
+    ``reason``. ``waited`` are the seconds until the fleet had room for it. ``process`` is the id of the router process
+    that served it. ``trace_id`` and ``span`` are its own in a distributed trace, ``parent`` is its client's span.
+    """
+
+    request_id: str
+    path: str
+    model: str
+    at: float
+    seconds: float
+    outcome: str
+    reason: str = ""
+    waited: float = 0.0
+    process: int = 0
+    stream: bool = False
+    trace_id: str = ""
+    span: str = ""
+    parent: str = ""
+    sequences: list[SequenceTrace] = []
+
+    def is_called(self, name: str) -> bool:
+        """Whether this is the id of the request, of its answer, of one of its sequences, or of its trace."""
+        if name in (self.request_id, self.trace_id):
+            return bool(name)
+        return any(each.seq_id == name or each.seq_id.startswith(f"{name}-") for each in self.sequences)
+
+    @property
+    def engines(self) -> list[str]:
+        """Those that were called for it, in the order of their first call."""
+        return list(dict.fromkeys(e.engine for s in self.sequences for e in (*s.events, *s.failed) if e.engine))
+
+
+class FollowedRequest:
+    """A request that runs; ``caller`` is its client's place in a distributed trace, ``place`` its own there.
+
+    ``is_id_made``: its client has given it no ``x-request-id``.
+    """
+
+    __slots__ = ("_at", "_began", "caller", "context", "is_id_made", "place", "request_id", "waited")
+
+    def __init__(
+        self, context: RequestContext, request_id: str, caller: SpanContext | None, place: SpanContext | None
+    ) -> None:
+        self.context = context
+        self.request_id = request_id
+        self.caller = caller
+        self.place = place
+        self.waited = 0.0
+        self.is_id_made = False
+        self._began = context.began
+        self._at = time.time() - (time.monotonic() - context.began)
+
+    def admitted(self) -> None:
+        """The fleet has room for it."""
+        self.waited = time.monotonic() - self._began
+
+    def seen(self, move_of: MoveOf, is_over: bool = True, error: TercetError | None = None) -> RequestTrace:
+        """It as it is now."""
+        context, place = self.context, self.place
+        pairs = zip(cast("list[RunningSequence]", context.sequences), cast("list[Trace]", context.traces), strict=False)
+        sequences = [_sequence(sequence, trace, self._began, move_of) for sequence, trace in pairs]
+        error = error or context.failed
+        outcome = error.code if error is not None else RUNNING
+        if is_over and error is None:
+            ended = not context.client_left and all(each.ended for each in context.sequences)
+            outcome = SERVED if ended else LEFT
+        has_span = place is not None and place is not self.caller
+        return RequestTrace(
+            request_id=self.request_id,
+            path=context.path,
+            model=shortened(context.asked.model or ""),
+            at=self._at,
+            seconds=time.monotonic() - self._began,
+            outcome=outcome,
+            reason="" if error is None else error.message,
+            waited=self.waited,
+            process=os.getpid(),
+            stream=bool(context.asked.stream),
+            trace_id="" if place is None else place.trace_id,
+            span=place.span_id if place is not None and has_span else "",
+            parent="" if self.caller is None else self.caller.span_id,
+            sequences=sequences,
+        )
+
+
+def _sequence(sequence: RunningSequence, trace: Trace, began: float, move_of: MoveOf) -> SequenceTrace:
+    moves = [move_of(event.number) for event in trace.events if event.verb == "move"]
+    return SequenceTrace(
+        sequence.request.seq_id, trace.program, sequence.began - began, sequence.request.num_tokens,
+        len(sequence.tokens), sequence.ttft, sequence.tpot, trace.events, trace.picks, trace.failed,
+        [each for each in moves if each is not None],
+    )  # fmt: skip
+
+
+class RequestTraces:
+    """The traces of this process: all that run, the last ``kept``, and a tenth as many of the slowest since it began.
+
+    ``move_of`` gives the record of a move by its number. ``on_end`` gets every request that has ended, with its place
+    in a distributed trace.
+    """
+
+    def __init__(
+        self,
+        kept: int = KEPT,
+        move_of: MoveOf = lambda _: None,
+        on_end: Callable[[RequestTrace, SpanContext], object] = lambda trace, place: None,
+    ) -> None:
+        self._kept = kept
+        self._move_of = move_of
+        self._on_end = on_end
+        self._running: dict[FollowedRequest, None] = {}
+        self._last: deque[RequestTrace] = deque(maxlen=kept)
+        self._slowest: list[tuple[float, int, RequestTrace]] = []
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def following(
+        self, context: RequestContext, request_id: str, caller: SpanContext | None = None,
+        place: SpanContext | None = None,
+    ) -> Generator[FollowedRequest]:  # fmt: skip
+        """While entered, the request runs; what happened to it is kept at the exit."""
+        followed = FollowedRequest(context, shortened(request_id), caller, place)
+        self._running[followed] = None
+        try:
+            yield followed
+        finally:
+            del self._running[followed]
+            self._keep(followed)
+
+    def _keep(self, followed: FollowedRequest) -> None:
+        if isinstance(followed.context.failed, Unauthorized):  # strangers do not choose what is kept
+            return
+        trace = followed.seen(self._move_of)
+        if followed.place is not None and followed.place.sampled and followed.place is not followed.caller:
+            self._on_end(trace, followed.place)
+        if not self._kept:
+            return
+        self._last.append(trace)
+        entry = trace.seconds, next(self._numbers), trace
+        if len(self._slowest) < max(1, self._kept // SLOWEST_SHARE):
+            heapq.heappush(self._slowest, entry)
+        elif entry > self._slowest[0]:
+            heapq.heapreplace(self._slowest, entry)
+
+    def __iter__(self) -> Iterator[RequestTrace]:
+        """All of them, the newest first, then the slowest of those that are gone otherwise."""
+        yield from (each.seen(self._move_of, is_over=False) for each in reversed([*self._running]))
+        yield from reversed(self._last)
+        last = {id(each) for each in self._last}
+        yield from (trace for _, _, trace in sorted(self._slowest, reverse=True) if id(trace) not in last)
+
+    def called(self, name: str) -> list[RequestTrace]:
+        """Those with this id, the newest first: clients may use one for several requests."""
+        return [each for each in self if each.is_called(name)]
+
+    def newest(self, most: int) -> list[RequestTrace]:
+        """The last ones."""
+        return list(itertools.islice(self, most))
+
+    def slowest(self, most: int) -> list[RequestTrace]:
+        """Those that took longest, of all that are kept or run."""
+        return heapq.nlargest(most, self, key=lambda trace: trace.seconds)
+
+
+def shown(trace: RequestTrace) -> dict[str, Any]:
+    """One trace, as routes answer."""
+    return msgspec.to_builtins(trace)

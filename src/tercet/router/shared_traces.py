@@ -1,0 +1,118 @@
+"""Traces of all router processes that share a state: each answers the others, by a socket of this machine.
+
+A request is one line of JSON, its answer the traces. The sockets have names and no files: a state may be on a file
+system that is slow or shared with other machines, whose processes are not asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.request_traces import RequestTrace, RequestTraces
+
+logger = logging.getLogger("tercet.router")
+ANSWER_SECONDS = 3.0
+LONGEST_QUESTION = 4096
+LONGEST_ANSWER = 64 * 1024 * 1024
+MOST_LISTED = 100
+_PEER = struct.Struct("3i")
+
+
+class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which traces are wanted: those with an id, or else the ``newest``, or the ``slowest``, as many as that."""
+
+    id: str = ""
+    newest: int = 0
+    slowest: int = 0
+
+    def answer(self, traces: RequestTraces) -> list[RequestTrace]:
+        """What this process knows."""
+        if self.id:
+            return traces.called(self.id)
+        return [*traces.newest(self.newest), *traces.slowest(self.slowest)]
+
+    def best(self, found: Sequence[RequestTrace]) -> list[RequestTrace]:
+        """What all processes know, put together."""
+        if self.slowest:
+            return sorted(found, key=lambda trace: -trace.seconds)[: self.slowest]
+        newest = sorted(found, key=lambda trace: -trace.at)
+        return newest if self.id else newest[: self.newest]
+
+
+_answers = msgspec.json.Decoder(list[RequestTrace])
+_questions = msgspec.json.Decoder(TraceQuestion)
+
+
+class SharedTraces:
+    """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``."""
+
+    def __init__(
+        self, traces: RequestTraces, name: str = "", others: Callable[[], Awaitable[Sequence[str]]] | None = None
+    ) -> None:
+        self.own = traces
+        self._name = name
+        self._others = others
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncGenerator[None]:
+        """While entered, others are answered."""
+        if not self._name:
+            yield
+            return
+        server = await asyncio.start_unix_server(self._answer, _address(self._name), limit=LONGEST_QUESTION)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def find(self, question: TraceQuestion) -> list[RequestTrace]:
+        """What all processes know; one that does not answer in time is left out, and logged."""
+        names: Sequence[str] = () if self._others is None else await self._others()
+        found = await asyncio.gather(*(self._ask(name, question) for name in names))
+        return question.best([*question.answer(self.own), *(trace for each in found for trace in each)])
+
+    async def _ask(self, name: str, question: TraceQuestion) -> Sequence[RequestTrace]:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(_address(name), limit=LONGEST_ANSWER)
+                try:
+                    _require_own(writer)
+                    writer.write(msgspec.json.encode(question) + b"\n")
+                    return _answers.decode(await reader.readline())
+                finally:
+                    writer.close()
+        except (OSError, ValueError, TimeoutError, *UNREADABLE) as error:
+            logger.warning("traces: another router process does not answer: %s", error or type(error).__name__)
+            return []
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError, ValueError, TimeoutError, *UNREADABLE):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    _require_own(writer)
+                    question = _questions.decode(await reader.readline())
+                    writer.write(msgspec.json.encode(question.answer(self.own)) + b"\n")
+                    await writer.drain()
+        finally:
+            writer.close()
+
+
+def _address(name: str) -> str:
+    return f"\0tercet-traces-{os.getuid()}-{name}"
+
+
+def _require_own(writer: asyncio.StreamWriter) -> None:
+    """Raise ``PermissionError`` unless the other end is a process of this user: names without files have no owner."""
+    sock: socket.socket = writer.get_extra_info("socket")
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid not in (os.getuid(), 0):
+        raise PermissionError("it belongs to another user")

@@ -1,0 +1,107 @@
+"""Spans told by OpenTelemetry's SDK and OTLP exporter, as its standard variables say (``OTEL_*``).
+
+Imported where spans are wanted, and nowhere else. Spans are made when they are over, with ids of Tercet's own
+(:mod:`tercet.protocol.spans`): of the SDK this uses the sampler, the resource, the batches and the exporters.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, NonRecordingSpan, SpanKind, Status, StatusCode, TraceFlags, set_span_in_context
+from opentelemetry.trace import SpanContext as OtelContext
+from opentelemetry.trace.span import TraceState
+
+from tercet import __version__
+from tercet.protocol.spans import Span, SpanContext, new_span_id, new_trace_id
+
+logger = logging.getLogger("tercet.traces")
+CLOSE_SECONDS = 5.0
+_KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
+_SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
+_FINE = Status(StatusCode.UNSET)
+
+
+class OtelSpans:
+    """The :class:`~tercet.protocol.spans.SpanSink` of one process, called ``service`` unless a variable names it.
+
+    ``attributes`` are of its resource. ``exporter`` is where spans go.
+    """
+
+    def __init__(self, service: str, attributes: Mapping[str, str], exporter: SpanExporter) -> None:
+        named = {"service.version": __version__, **attributes}
+        resource = Resource.create({"service.name": service}).merge(Resource(named))
+        wanted = Resource.create()  # what variables say counts more than what is said here
+        if not str(wanted.attributes.get("service.name", "")).startswith("unknown_service"):
+            resource = resource.merge(wanted)
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._resource = provider.resource
+        self._sampler = provider.sampler
+        self._scope = InstrumentationScope("tercet", __version__)
+        self._batches = BatchSpanProcessor(exporter)
+
+    def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
+        """See :class:`~tercet.protocol.spans.SpanSink`; as ``OTEL_TRACES_SAMPLER`` says."""
+        trace_id = new_trace_id() if caller is None else caller.trace_id
+        parent = None if caller is None else set_span_in_context(NonRecordingSpan(_context(caller, is_remote=True)))
+        sampled = self._sampler.should_sample(parent, int(trace_id, 16), name, SpanKind.SERVER, attributes)
+        state = "" if caller is None else caller.state
+        return SpanContext(trace_id, new_span_id(), sampled.decision.is_sampled(), state)
+
+    def take(self, spans: Iterable[Span]) -> None:
+        """See :class:`~tercet.protocol.spans.SpanSink`."""
+        for span in spans:
+            if span.place.sampled:
+                self._batches.on_end(self._readable(span))
+
+    def _readable(self, span: Span) -> ReadableSpan:
+        context = _context(span.place)
+        parent = None
+        if span.parent:
+            parent = OtelContext(context.trace_id, int(span.parent, 16), is_remote=span.kind == "server")
+        attributes = {**span.attributes, "error.type": span.error} if span.error else span.attributes
+        return ReadableSpan(
+            span.name,
+            context,
+            parent,
+            self._resource,
+            attributes,
+            links=[Link(_context(each)) for each in span.links],
+            kind=_KINDS[span.kind],
+            status=Status(StatusCode.ERROR, span.reason) if span.error else _FINE,
+            start_time=span.began_ns,
+            end_time=span.ended_ns,
+            instrumentation_scope=self._scope,
+        )
+
+    def close(self) -> None:
+        """Tell what is left, for at most ``CLOSE_SECONDS``: an exporter may wait for longer for who does not answer."""
+        ending = threading.Thread(target=self._batches.shutdown, name="tercet-traces", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+        if ending.is_alive():
+            logger.warning("traces: the last spans are lost: the receiver does not answer within %g s", CLOSE_SECONDS)
+
+
+def _context(place: SpanContext, is_remote: bool = False) -> OtelContext:
+    state = TraceState.from_header([place.state]) if place.state else None
+    flags = _SAMPLED if place.sampled else _NOT_SAMPLED
+    return OtelContext(int(place.trace_id, 16), int(place.span_id, 16), is_remote, flags, state)
+
+
+def exporter_of(protocol: str) -> SpanExporter:
+    """The OTLP exporter of a protocol, as the variables set it up; raises ``ImportError`` without its package."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
+
+        return cast("SpanExporter", ByGrpc())
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return cast("SpanExporter", OTLPSpanExporter())

@@ -1,0 +1,89 @@
+"""Whether a process tells its spans, and where to, by OpenTelemetry's standard variables; without them nothing is done.
+
+OpenTelemetry is imported where they ask for it, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+
+from tercet.protocol import BadRequest
+from tercet.protocol.spans import process
+from tercet.settings.extras import import_extra
+
+EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
+ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+PROTOCOL, TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+HTTP, GRPC = "http/protobuf", "grpc"
+PATH = "/v1/traces"
+
+
+def are_spans_wanted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the variables ask for spans. Raises :class:`~tercet.protocol.BadRequest` for what is not there."""
+    if environment.get(DISABLED, "").strip().lower() == "true":
+        return False
+    wanted = environment.get(EXPORTER, "").strip().lower()
+    if wanted not in ("", "none", "otlp"):
+        raise BadRequest(f"{EXPORTER}: {wanted!r} is not supported; choose otlp or none", EXPORTER)
+    return wanted == "otlp" or (not wanted and any(environment.get(each) for each in (ENDPOINT, TRACES_ENDPOINT)))
+
+
+def protocol_of(environment: Mapping[str, str] = os.environ) -> str:
+    """By which protocol spans go. Raises :class:`~tercet.protocol.BadRequest` for another one."""
+    for name in (TRACES_PROTOCOL, PROTOCOL):
+        found = environment.get(name, "").strip().lower()
+        if found:
+            if found not in (HTTP, GRPC):
+                raise BadRequest(f"{name}: {found!r} is not supported; choose {HTTP} or {GRPC}", name)
+            return found
+    return HTTP
+
+
+def endpoint_of(environment: Mapping[str, str] = os.environ) -> str:
+    """Where spans go, in full, for processes that are told by a flag."""
+    found = environment.get(TRACES_ENDPOINT, "").strip()
+    if found:
+        return found
+    base = environment.get(ENDPOINT, "").strip().rstrip("/")
+    if protocol_of(environment) == GRPC:
+        return base or "http://localhost:4317"
+    return f"{base or 'http://localhost:4318'}{PATH}"
+
+
+def _require_exporter(module: str) -> None:
+    try:
+        import_module(module)
+    except ModuleNotFoundError:
+        import_extra(module, "OTEL_*")
+    except ImportError as error:  # xds-protos has files of the same names, which are older
+        raise BadRequest(
+            "OTEL_*: opentelemetry-proto is not what its exporter needs, since another package overwrote it; put it "
+            "back with: pip install --force-reinstall --no-deps opentelemetry-proto",
+            "OTEL_*",
+        ) from error
+
+
+@contextmanager
+def spans_told(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
+    """While entered, this process tells its spans if the variables ask for it.
+
+    Raises :class:`~tercet.protocol.BadRequest` for variables that cannot be honoured, and without the packages.
+    """
+    if not are_spans_wanted() or process.sink is not None:
+        yield
+        return
+    protocol = protocol_of()
+    module = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == GRPC else 'http'}.trace_exporter"
+    import_extra("opentelemetry.sdk.trace", "OTEL_*")
+    _require_exporter(module)
+    from tercet.wire.otel import OtelSpans, exporter_of
+
+    sink = process.sink = OtelSpans(service, attributes or {}, exporter_of(protocol))
+    try:
+        yield
+    finally:
+        process.sink = None
+        sink.close()

@@ -1,0 +1,175 @@
+"""What a router keeps of requests: which, for how long, by which id they are found, and in which process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tercet.fleet.admission import Gate
+from tercet.protocol import EngineUnreachable, Saturated
+from tercet.router import admin
+from tercet.router.prompt_texts import PromptTexts
+from tercet.router.request_traces import FollowedRequest, RequestTraces
+from tercet.router.router_app import RouterApp
+from tercet.router.service_programs import ServicePrograms
+from tercet.router.shared_traces import SharedTraces, TraceQuestion
+from tercet.router.small_openai import small_app
+from tercet.settings import Limits
+from tercet.wire.serving.request_context import RequestContext
+
+from .conftest import LiveRouter
+
+BODY = {"model": "m", "prompt": " ".join(f"w{number}" for number in range(100)), "max_tokens": 5}
+
+
+@pytest.fixture
+async def client(router: LiveRouter, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
+    app: FastAPI = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m"], 1000)
+    admin.install(app, router.shared, ["m"])
+    gate = Gate(Limits(), router.fleet, router.metrics)
+    app.middleware_stack = RouterApp(
+        app.build_middleware_stack(), None, gate, (), router.service.program_called, 100_000,
+        traces=router.shared.traces.own,
+    )  # fmt: skip
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        yield client
+
+
+async def traced(client: httpx.AsyncClient, name: str) -> Any:
+    answer = await client.get(f"/tercet/v1/traces/{name}")
+    assert answer.status_code == 200, answer.text
+    (found,) = answer.json()
+    return found
+
+
+async def test_a_request_is_found_by_each_of_its_ids(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine-7"})
+    found = await traced(client, "mine-7")
+    (sequence,) = found["sequences"]
+    assert (found["outcome"], found["model"], sequence["program"]) == ("served", "m", "disaggregated")
+    assert (sequence["prompt_tokens"], sequence["output_tokens"]) == (100, answer.json()["usage"]["completion_tokens"])
+    assert [event["verb"] for event in sequence["events"]] == ["prep_recv", "remote_send", "start_generate"]
+    assert [(pick["role"], pick["engine"]) for pick in sequence["picks"]] == [("decode", "d"), ("prefill", "p")]
+    ends = [event.get("at", 0) + event["seconds"] for event in sequence["events"]]
+    assert all(0 <= end <= found["seconds"] for end in ends)
+    assert await traced(client, answer.json()["id"]) == found
+    assert await traced(client, sequence["seq_id"]) == found
+
+
+async def test_a_request_without_an_id_gets_one_that_engines_and_the_answer_have(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json=BODY)
+    (newest,) = (await client.get("/tercet/v1/traces")).json()
+    assert len(newest["request_id"]) == 32
+    assert newest["request_id"] in answer.json()["id"]
+
+
+async def test_an_engine_that_fails_is_in_the_trace(client: httpx.AsyncClient, router: LiveRouter) -> None:
+    router.engine("p").failures["remote_send"] = EngineUnreachable("p does not answer: gone")
+    answer = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "bad"})
+    assert answer.status_code == 200
+    (sequence,) = (await traced(client, "bad"))["sequences"]
+    (failed,) = sequence["failed"]
+    assert (failed["verb"], failed["engine"], failed["code"]) == ("remote_send", "p", "engine_unreachable")
+    assert [event["verb"] for event in sequence["events"]] == ["prep_recv", "fallback", "start_generate"]
+
+
+async def test_refusals_have_their_code_and_strangers_leave_no_trace(router: LiveRouter, checkpoint: Path) -> None:
+    app: FastAPI = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m"], 1000)
+    traces = RequestTraces()
+    gate = Gate(Limits(), router.fleet, router.metrics)
+    app.middleware_stack = RouterApp(
+        app.build_middleware_stack(), None, gate, ("key",), router.service.program_called, 200, traces=traces
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 401
+        assert traces.newest(9) == []
+        key = {"authorization": "Bearer key"}
+        large = await client.post("/v1/completions", json=BODY, headers=key)
+    assert large.status_code == 413
+    (found,) = traces.newest(9)
+    assert (found.outcome, found.sequences) == ("request_too_large", [])
+
+
+@pytest.mark.parametrize("query", ["newest=0", "slowest=x", "newest=1&slowest=1", "newest=101", "oldest=3"])
+async def test_wrong_lists_are_refused(client: httpx.AsyncClient, query: str) -> None:
+    answer = await client.get(f"/tercet/v1/traces?{query}")
+    assert answer.status_code == 400, answer.text
+
+
+async def test_an_unknown_id_says_what_may_be_wrong(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/tercet/v1/traces/nobody")
+    assert answer.status_code == 404
+    assert "trace-requests" in answer.json()["error"]["message"]
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+def served(traces: RequestTraces, name: str, seconds: float) -> None:
+    context = RequestContext("/v1/completions")
+    context.began -= seconds
+    with traces.following(context, name):
+        pass
+
+
+def test_the_last_and_the_slowest_are_kept() -> None:
+    traces = RequestTraces(kept=20)
+    for number in range(200):
+        served(traces, f"r{number}", 50.0 if number in (3, 7) else 0.0)
+    names = [trace.request_id for trace in traces]
+    assert names[:20] == [f"r{number}" for number in range(199, 179, -1)]
+    assert sorted(names[20:]) == ["r3", "r7"]
+    assert [trace.request_id for trace in traces.slowest(2)] == ["r3", "r7"] or traces.slowest(2)[0].request_id == "r7"
+
+
+def test_none_are_kept_where_none_are_wanted() -> None:
+    traces = RequestTraces(kept=0)
+    served(traces, "r", 1.0)
+    assert list(traces) == []
+
+
+def test_a_request_that_runs_is_shown_and_its_error_has_a_reason() -> None:
+    traces, context = RequestTraces(), RequestContext("/v1/completions")
+    with traces.following(context, "mine") as followed:
+        assert isinstance(followed, FollowedRequest)
+        (running,) = traces.called("mine")
+        assert running.outcome == "running"
+        context.failed = Saturated("the fleet is full")
+    (ended,) = traces.called("mine")
+    assert (ended.outcome, ended.reason) == ("saturated", "the fleet is full")
+
+
+async def test_other_processes_are_asked_and_one_that_is_gone_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    here, there = RequestTraces(), RequestTraces()
+    served(here, "both", 0.0)
+    served(there, "both", 1.0)
+    served(there, "only-there", 3.0)
+
+    async def others() -> list[str]:
+        return ["test-there", "test-gone"]
+
+    asking = SharedTraces(here, "test-here", others)
+    async with SharedTraces(there, "test-there").answering():
+        found = await asking.find(TraceQuestion(id="only-there"))
+        assert [trace.request_id for trace in found] == ["only-there"]
+        assert len(await asking.find(TraceQuestion(id="both"))) == 2
+        assert [trace.request_id for trace in await asking.find(TraceQuestion(slowest=1))] == ["only-there"]
+        assert len(await asking.find(TraceQuestion(newest=2))) == 2
+    assert "does not answer" in caplog.text
+
+
+async def test_what_is_no_question_gets_no_answer() -> None:
+    async with SharedTraces(RequestTraces(), "test-odd").answering():
+        from tercet.router.shared_traces import _address
+
+        reader, writer = await asyncio.open_unix_connection(_address("test-odd"))
+        writer.write(json.dumps({"id": 3}).encode() + b"\n")
+        assert await reader.read() == b""
+        writer.close()
