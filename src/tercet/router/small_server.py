@@ -18,6 +18,7 @@ from tercet.protocol.bearer import key_of
 from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.named_files import NamedFiles
+from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
@@ -64,11 +65,13 @@ async def serve_small(
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = Gate(config.limits, service.fleet, service.metrics)
-    app.middleware_stack = RouterApp(
+    apart = config.admin_listen is not None
+    front = RouterApp(
         app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
         shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
-        admin_apart=config.admin_listen is not None,
+        admin_apart=apart,
     )  # fmt: skip
+    app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
     server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
                        timeout_graceful_shutdown=CLOSE_SECONDS)
