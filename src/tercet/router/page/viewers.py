@@ -94,6 +94,7 @@ class Viewers:
         self._is_over = is_over
         self._viewers: set[Viewer] = set()
         self._tasks = TaskSet()
+        self._is_producing = False
         self._whole: EncodedFrame | None = None
         self._watch: FleetWatch | None = None
 
@@ -108,7 +109,8 @@ class Viewers:
             raise NoSpace(f"{MOST_VIEWERS} pages watch this router process already; close one of them")
         viewer = Viewer(admin)
         self._viewers.add(viewer)
-        if not self._tasks:
+        if not self._is_producing:
+            self._is_producing = True
             self._tasks.spawn(self._produce(), "page")
         return viewer
 
@@ -135,8 +137,8 @@ class Viewers:
 
     async def _produce(self) -> None:
         """Frames for as long as there are viewers; then nothing is observed."""
-        watch = self._watch = self._new_watch()
         try:
+            watch = self._watch = self._new_watch()
             while self._viewers and not self._is_over():
                 frame = EncodedFrame(watch.frame())
                 self._whole = None
@@ -144,6 +146,8 @@ class Viewers:
                     viewer.give(frame)
                 await asyncio.sleep(LARGE_INTERVAL_S if self._engines() > LARGE else INTERVAL_S)
         finally:
-            watch.close()
+            self._is_producing = False  # before anything else may enter: the next viewer starts another one
+            if self._watch is not None:
+                self._watch.close()
             for viewer in self._viewers:
                 viewer.leave()

@@ -98,8 +98,8 @@ class FleetWatch:
         changed = about if about != self._about else None
         self._about = about
         return Frame(
-            t=point.t, about=changed, engines=engines, loads=loads, unseen=self._rows.unseen, points=[point],
-            lanes=lanes, spans=spans, ends=ends, moves=list(moves.values()),
+            t=point.t, about=changed, engines=engines, loads=loads or (), unseen=self._rows.unseen or (),
+            points=[point], lanes=lanes or (), spans=spans or (), ends=ends or (), moves=tuple(moves.values()),
         )  # fmt: skip
 
     def whole(self) -> Frame:

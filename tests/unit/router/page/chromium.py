@@ -62,6 +62,7 @@ class Tab:
             await self.call(f"{domain}.enable")
         await self.size(width, height, dark)
         await self.call("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete' && location.protocol === 'http:'")
 
     async def size(self, width: int, height: int, dark: bool = False) -> None:
         await self.call(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Trace
@@ -58,7 +60,7 @@ class PageFleet:
             numbers[role] += 1
             self.addresses.append(EngineAddress(name, f"http://{name}", role))
             self.engines[name] = SimEngine(name, self.profile, self.network, EngineOptions(total_blocks=2000))
-        self.fleet = EngineFleet(())
+        self.fleet = EngineFleet((), stale_after=math.inf)  # these report what changes
         self.membership = Membership(self.fleet, self._connect)
         self.service = Service(self.fleet, "disaggregated", {}, metrics)
         self.directory = Path(tempfile.mkdtemp(prefix="tercet-page-"))
@@ -73,7 +75,8 @@ class PageFleet:
             stack, None, gate, self.keys.clients, self.service.program_called, 100_000, admins=self.keys.access,
             admin_apart=apart,
         )  # fmt: skip
-        self.app = with_page(front, self.shared, self.keys, "llama-3.1-8b", self.shutdown, apart)
+        app.middleware_stack = with_page(front, self.shared, self.keys, "llama-3.1-8b", self.shutdown, apart)
+        self.app = app
         self._random, self._tasks = random.Random(5), TaskSet()
 
     @asynccontextmanager
@@ -94,7 +97,10 @@ class PageFleet:
         """One request, to its end."""
         prompt = tuple(self._random.randrange(50_000) for _ in range(tokens))
         headers = {} if program is None else {"x-tercet-program": program}
-        request = Request(f"cmpl-{uuid.uuid4().hex[:12]}", prompt, {"max_tokens": output}, headers=headers)
+        request = Request(
+            seq_id=f"cmpl-{uuid.uuid4().hex[:12]}", prompt=prompt, sampling_params={"max_tokens": output},
+            headers=headers,
+        )  # fmt: skip
         return self._tasks.spawn(self._serve(request), "request")
 
     async def _serve(self, request: Request) -> Trace:
@@ -163,11 +169,9 @@ async def page_fleet(
 
 
 @asynccontextmanager
-async def served(fleet: PageFleet, port: int = 0) -> AsyncGenerator[str]:
-    """The address at which its router listens while entered."""
-    config = uvicorn.Config(
-        fleet.app, http=BoundedProtocol, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
-    )
+async def served(app: ASGIApp, port: int = 0) -> AsyncGenerator[str]:
+    """The address at which ``app`` is served while entered."""
+    config = uvicorn.Config(app, http=BoundedProtocol, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server = QuietServer(config)
     with socket.create_server(("127.0.0.1", port)) as sock:
         serving = asyncio.ensure_future(server.serve([sock]))
@@ -185,7 +189,7 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=8930)
     parser.add_argument("--rate", type=float, default=8)
     given = parser.parse_args()
-    async with page_fleet(given.engines, Metrics()) as fleet, served(fleet, given.port) as url:
+    async with page_fleet(given.engines, Metrics()) as fleet, served(fleet.app, given.port) as url:
         print(f"{url}/tercet", flush=True)
         await asyncio.gather(fleet.load(given.rate), fleet.move_some(1.5))
 

@@ -152,9 +152,7 @@ async def test_a_prefix_before_the_page_is_no_part_of_its_paths(router: LiveRout
         assert (await client.get("/llm/tercet/v1/engines")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path", ["x", "js", "js/", "../page_app.py", "js/%2e%2e/%2e%2e/page_app.py", "index.html", "%00", "v2"]
-)
+@pytest.mark.parametrize("path", ["x", "js", "js/", "js/%2e%2e/%2e%2e/page_app.py", "index.html", "%00", "v2"])
 async def test_there_is_nothing_else(router: LiveRouter, path: str) -> None:
     async with client_of(app_of(router)) as client:
         answer = await client.get(f"/tercet/{path}")

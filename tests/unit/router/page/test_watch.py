@@ -30,7 +30,7 @@ def watch_of(router: LiveRouter) -> FleetWatch:
 
 
 def sequence(name: str = "s", tokens: int = 0, program: str = "x") -> RunningSequence:
-    made = RunningSequence(Request(name, (1, 2, 3)), program, RetryBudget(), 0.0)
+    made = RunningSequence(Request(seq_id=name, prompt=(1, 2, 3), sampling_params={}), program, RetryBudget(), 0.0)
     made.tokens.extend(range(tokens))
     return made
 
@@ -68,10 +68,8 @@ async def test_points_count_requests_and_tokens_by_program(router: LiveRouter) -
 
 async def test_a_request_that_fails_is_unfinished(router: LiveRouter) -> None:
     watch = watch_of(router)
-    for engine in router.engines.values():
-        engine.gone = True
     for name in ("p", "d"):
-        router.fleet.member(name).reachable = False
+        router.fleet.remove(name)
     with suppress(TercetError):
         await router.ask()
     frame = watch.frame()
@@ -92,7 +90,7 @@ async def test_engines_have_rows_that_come_again_only_when_they_change(router: L
     assert found.engines is None
     assert found.loads == [[0, 0, 0, 0, 0, 0, 0, DRAINING + SILENT], [1, 250, 2, 3, 12500, 0, 0, 0]]
     assert (found.points[0].running, found.points[0].waiting) == (2, 3)
-    assert watch.frame().loads == []
+    assert not watch.frame().loads
     router.fleet.member("d").reachable = False
     (row,) = watch.frame().loads
     assert row[-1] & DEAD
@@ -150,7 +148,7 @@ async def test_nothing_is_observed_after_the_end(router: LiveRouter) -> None:
     watch.close()
     assert router.service.observer is router.service.moves.observer is None
     await router.ask()
-    assert watch.frame().lanes == []
+    assert not watch.frame().lanes
 
 
 async def test_a_watch_that_has_been_replaced_takes_nothing_from_the_next(router: LiveRouter) -> None:
@@ -173,7 +171,8 @@ def test_lanes_are_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.take()[0]) == int(lanes.MOST_PER_SECOND)
     for _ in range(100):
         now += 1.0
-        for each in running:
+        running += [sequence() for _ in range(10)]
+        for each in running[-10:]:
             found.begins(each, Trace())
     started, _, _ = found.take()
     assert len(started) <= MOST_OPEN
@@ -262,7 +261,7 @@ async def test_a_fleet_without_engines_has_a_frame(router: LiveRouter) -> None:
         router.fleet.remove(name)
     watch = watch_of(router)
     found = watch.frame()
-    assert (found.loads, found.points[0].running) == ([], 0)
+    assert (list(found.loads), found.points[0].running) == ([], 0)
     assert np.isfinite(found.t)
     watch.close()
     await asyncio.sleep(0)

@@ -3,7 +3,7 @@
 import { $, element, setText, prepared, color, ms, count } from "./dom.js";
 import { emptySum, addTo, timeOf } from "./state.js";
 
-const BINS = 72, HEIGHT = 150, LIVE_SECONDS = 300, PAD = { left: 46, right: 8, top: 8, bottom: 20 };
+const BINS = 72, HEIGHT = 150, LIVE_SECONDS = 300, PAD = { left: 52, right: 8, top: 8, bottom: 20 };
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [5, 2], [1, 2]];
 const CHARTS = [
   { id: "ttft", title: "TTFT", unit: "ms, p50; thin: p90", lines: [(s) => timeOf(s, 0), (s) => timeOf(s, 1)], show: ms, objective: "ttft_objective" },
@@ -69,7 +69,7 @@ export class Charts {
     pen.textBaseline = "middle"; pen.textAlign = "right";
     for (const share of [0, 0.5, 1]) {
       pen.strokeStyle = color("line"); pen.beginPath(); pen.moveTo(PAD.left, y(top * share) + 0.5); pen.lineTo(width - PAD.right, y(top * share) + 0.5); pen.stroke();
-      pen.fillStyle = color("soft"); pen.fillText(chart.show(top * share).replace("0 ms", share ? chart.show(top * share) : "0"), PAD.left - 5, y(top * share));
+      pen.fillStyle = color("soft"); pen.fillText(share ? chart.show(top * share) : "0", PAD.left - 5, y(top * share));
     }
     pen.textBaseline = "alphabetic"; pen.textAlign = "left";
     const live = from > 1e8, words = live ? [`−${Math.round(to - from)} s`, "now"] : [`${from.toFixed(0)} s`, `${to.toFixed(1)} s`];

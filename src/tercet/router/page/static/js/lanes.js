@@ -41,7 +41,7 @@ export function barsOf(lane, now) {
 export class Lanes {
   constructor() {
     this.seconds = 15;
-    $("window").addEventListener("change", () => { this.seconds = Number($("window").value); this.redraw?.(); });
+    $("window").addEventListener("change", () => this.redraw?.());
     $("verbs").replaceChildren(...VERBS.map(([kind, name]) => {
       const swatch = element("i"); swatch.style.background = `var(--${kind})`;
       return element("span", {}, swatch, name);
@@ -55,6 +55,7 @@ export class Lanes {
 
   draw(state, now) {
     this.redraw = () => this.draw(state, now);
+    this.seconds = $("window").value === "auto" ? this.fitting(state) : Number($("window").value);
     const canvas = $("lanes"), from = now - this.seconds, room = canvas.clientWidth;
     if (!room) return;
     const shown = [];
@@ -73,6 +74,14 @@ export class Lanes {
     if (!shown.length) { pen.fillStyle = color("soft"); pen.fillText("No request in this window.", label + 8, TOP + 28); }
     for (const each of shown) this.lane(pen, each, from, now, x, label, width);
     canvas.setAttribute("aria-label", `Requests as lanes of time: ${shown.length} of the last ${this.seconds} seconds; arrow keys tell of one after the other`);
+  }
+
+  // A window of some of the last requests' lives; as it was while it still fits, so that it does not jump.
+  fitting(state) {
+    const lives = [...state.lanes.values()].slice(-24).map((lane) => (lane.end?.t ?? state.t) - lane.t).sort((a, b) => a - b);
+    const wanted = 4 * (lives[Math.floor(lives.length * 0.75)] ?? 4);
+    if (wanted <= this.seconds && wanted > this.seconds / 4) return this.seconds;
+    return [2, 5, 15, 60, 300].find((seconds) => seconds >= wanted) ?? 300;
   }
 
   axis(pen, from, now, x, height) {
