@@ -95,7 +95,7 @@ Record = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Record a timeline for the page, with a frame every so many virtual seconds; `--result-filename` has it.",
+        help="Record a timeline for the page into `--result-filename`: a frame every SECONDS of virtual time.",
     ),
 ]
 Watch = Annotated[

@@ -84,7 +84,7 @@ class ServiceMetrics(MoveMetrics, Protocol):
 
 
 class SequenceObserver(Protocol):
-    """Who is told of each sequence of a service, while it is its observer."""
+    """Receives the beginning and the end of each sequence of a service, while it is its observer."""
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
         """A sequence begins, and its trace is empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -59,7 +60,7 @@ class FirstTokenTimes:
         """A request had its first token."""
         now = self._clock()
         total, count, at = self._found.get(engine, (0.0, 0.0, now))
-        kept = float(np.exp((at - now) / TTFT_SECONDS))
+        kept = math.exp((at - now) / TTFT_SECONDS)
         self._found[engine] = (total * kept + ttft, count * kept + 1, now)
 
     def in_ms(self, members: Sequence[Member]) -> list[int]:
@@ -67,8 +68,8 @@ class FirstTokenTimes:
         now = self._clock()
         for name in [name for name, (_, _, at) in self._found.items() if now - at > FORGOTTEN_AFTER]:
             del self._found[name]
-        means = {name: max(1, round(total / count * 1e3)) for name, (total, count, _) in self._found.items()}
-        return [means.get(member.name, 0) for member in members] if means else [0] * len(members)
+        means = {name: int(total / count * 1e3) or 1 for name, (total, count, _) in self._found.items()}
+        return [means.get(member.name, 0) for member in members]
 
 
 class EngineRows:
@@ -91,10 +92,10 @@ class EngineRows:
         self.running, self.waiting = int(rows[:, RUNNING].sum()), int(rows[:, WAITING].sum())
         self.unseen = _unseen(members[MOST_ENGINES:], rows[MOST_ENGINES:])
         rows, members = rows[:MOST_ENGINES], members[:MOST_ENGINES]
-        seats = [Seat(member.name, member.role) for member in members]
-        if seats != self.seats:
-            self.seats, self._rows = seats, rows
-            return seats, self.all()
+        seated = [(member.name, member.role) for member in members]
+        if seated != self.seats:  # seats are tuples too, and take longer to make
+            self.seats, self._rows = [Seat(*each) for each in seated], rows
+            return self.seats, self.all()
         changed = np.nonzero((rows != self._rows).any(axis=1))[0]
         self._rows = rows
         return None, _listed(changed, rows[changed])
@@ -111,7 +112,11 @@ class EngineRows:
         rows[:, :4] = np.rint(np.nan_to_num(table) * _SCALES)
         rows[:, 4] = [member.in_flight for member in members]
         rows[:, 5] = self._ttfts.in_ms(members)
-        rows[:, 6] = [_state(member) for member in members] + silent * SILENT
+        rows[:, 6] = [
+            0 if each.reachable and not (each.draining or each.stopping or each.refused) else _state(each)
+            for each in members
+        ]  # most are well, and there may be thousands
+        rows[:, 6] += silent * SILENT
         return rows
 
 

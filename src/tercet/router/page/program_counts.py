@@ -9,7 +9,7 @@ from tercet.router.page.lanes import in_ms
 from tercet.router.page.records import ProgramPoint
 
 MOST_PROGRAMS = 12
-"""Programs with lines of their own; clients can ask for any built-in one."""
+"""Programs with a separate line; clients can ask for any built-in one."""
 OTHER = "other"
 MOST_TIMES = 512
 """Times of one program between two frames, of which percentiles are made; the first ones."""
@@ -36,7 +36,7 @@ class ProgramCounts:
     """Counts by program; ``running`` are the sequences at the start, whose tokens until then count for nothing."""
 
     def __init__(self, running: Iterable[RunningSequence]) -> None:
-        self._tokens = {sequence: _tokens(sequence) for sequence in running}
+        self._tokens = {sequence: len(sequence.tokens) for sequence in running}
         self._counts: dict[str, ProgramCount] = {}
         self._names: set[str] = set()
 
@@ -53,11 +53,14 @@ class ProgramCounts:
                 times.append(value)
 
     def take(self, running: Iterable[RunningSequence]) -> dict[str, ProgramPoint]:
-        """Count what the ``running`` sequences have generated; returns all since the last time."""
-        for sequence in running:
-            tokens = _tokens(sequence)
-            self._of(sequence.program).tokens += tokens - self._tokens.get(sequence, 0)
-            self._tokens[sequence] = tokens
+        """Count what the clients of the ``running`` sequences have got; returns all since the last time."""
+        before, grown = self._tokens, dict[str, int]()
+        for sequence in running:  # there may be thousands
+            tokens, name = len(sequence.tokens), sequence.program
+            grown[name] = grown.get(name, 0) + tokens - before.get(sequence, 0)
+            before[sequence] = tokens
+        for name, tokens in grown.items():
+            self._of(name).tokens += tokens
         counts, self._counts = self._counts, {}
         return {name: counts[name].point() for name in sorted(counts)}
 
@@ -74,7 +77,3 @@ class ProgramCounts:
 def percentile(ordered: Sequence[float], share: float) -> float | None:
     """The nearest rank of seconds in ascending order, in milliseconds; None of none."""
     return in_ms(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) if ordered else None
-
-
-def _tokens(sequence: RunningSequence) -> int:
-    return sequence.known_tokens - sequence.request.num_tokens

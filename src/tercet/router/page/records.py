@@ -1,6 +1,6 @@
 """The records that the page draws: the same from a router's stream and from a file of a simulated run.
 
-A :class:`Frame` has what changed since the frame before it; a ``whole`` one has all that there is. Times are seconds:
+A :class:`Frame` has what changed since the frame before it; a ``whole`` one has everything. Times are seconds:
 Unix times of a router, virtual ones of a simulation.
 """
 
@@ -139,7 +139,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What changed until ``t``. ``engines`` is the whole list, whenever it changed; rows of loads follow anew then.
+    """What changed until ``t``. ``engines`` is the whole list, whenever it changed; all rows of loads follow then.
 
     A row of ``loads`` has an engine's place in the last list, its KV fill (thousandths), the running and the waiting
     requests, the time of its last steps (microseconds), the sequences of this router there, the mean time to first

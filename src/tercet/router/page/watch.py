@@ -1,6 +1,6 @@
 """What a fleet does, as frames: each has what changed since the one before. No I/O, no waiting.
 
-It observes the sequences of a service while somebody watches, and costs nothing otherwise.
+It observes the sequences of a service while a page is open, and costs nothing otherwise.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class TimelineRecorder:
     """Records a run every ``interval_s`` virtual seconds, or less often if it is long; ``frames`` are the timeline."""
 
     def __init__(self, service: Service[Any], engines: Mapping[str, SimEngine], model: str, interval_s: float) -> None:
+        self._sequences = service.sequences
         self._watch = FleetWatch(service, EngineLoads(engines), lambda: about_service(service, model))
         self._most = max(FEWEST_FRAMES, min(MOST_FRAMES, MOST_ROWS // max(1, len(engines))))
         self._interval = interval_s
@@ -62,6 +63,9 @@ class TimelineRecorder:
         self._watch.close()
 
     def _take(self) -> None:
+        for sequence in self._sequences:  # engines that skip steps deliver their tokens when they are asked for them
+            if sequence.generation is not None and sequence.generation.stream is not None:
+                sequence.generation.stream.catch_up()
         self.frames.append(self._watch.frame())
         if len(self.frames) > self._most:
             self.frames = halved(self.frames)

@@ -62,7 +62,8 @@ export function prepared(canvas, height) {
 // Dark blue to yellow, with a lightness that only grows: the order is plain to every kind of colour vision, and in grey.
 const STOPS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
 export function heat(share) {
-  const at = Math.min(1, Math.max(0, share)) * (STOPS.length - 1), low = Math.min(STOPS.length - 2, Math.floor(at));
+  const least = color("bg") === "#0f151c" ? 0.22 : 0; // on a dark page the darkest blue would not be seen
+  const at = (least + (1 - least) * Math.min(1, Math.max(0, share))) * (STOPS.length - 1), low = Math.min(STOPS.length - 2, Math.floor(at));
   const rgb = STOPS[low].map((from, i) => Math.round(from + (STOPS[low + 1][i] - from) * (at - low)));
   return { fill: `rgb(${rgb.join(" ")})`, ink: rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 130 ? "#111" : "#fff" };
 }

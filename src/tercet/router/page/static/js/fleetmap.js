@@ -27,6 +27,8 @@ export class FleetMap {
     setText($("unseen"), state.unseen.map((more) => `and ${more.engines} more ${more.role}: KV ${(more.kv / 10).toFixed(0)}%, ${more.running} running, ${more.waiting} waiting, ${more.dead} dead`).join("; "));
   }
 
+  recolor() { this.all = true; this.shown = null; }
+
   build(state) {
     this.roster = state.roster; this.all = true;
     const size = state.engines.length;

@@ -40,7 +40,7 @@ export function barsOf(lane, now) {
 
 export class Lanes {
   constructor() {
-    this.seconds = 15;
+    this.seconds = 8;
     $("window").addEventListener("change", () => this.redraw?.());
     $("verbs").replaceChildren(...VERBS.map(([kind, name]) => {
       const swatch = element("i"); swatch.style.background = `var(--${kind})`;
@@ -79,13 +79,13 @@ export class Lanes {
   // A window of some of the last requests' lives; as it was while it still fits, so that it does not jump.
   fitting(state) {
     const lives = [...state.lanes.values()].slice(-24).map((lane) => (lane.end?.t ?? state.t) - lane.t).sort((a, b) => a - b);
-    const wanted = 4 * (lives[Math.floor(lives.length * 0.75)] ?? 4);
-    if (wanted <= this.seconds && wanted > this.seconds / 4) return this.seconds;
-    return [2, 5, 15, 60, 300].find((seconds) => seconds >= wanted) ?? 300;
+    const wanted = 3 * (lives[Math.floor(lives.length * 0.75)] ?? 4);
+    if (wanted <= this.seconds && wanted > this.seconds / 2.2) return this.seconds;
+    return [2, 4, 8, 15, 30, 60, 120].find((seconds) => seconds >= wanted) ?? 300;
   }
 
   axis(pen, from, now, x, height) {
-    const every = this.seconds / 5;
+    const every = this.seconds / (x(now) - x(from) < 380 ? 2 : 5);
     pen.textBaseline = "alphabetic";
     for (let t = Math.ceil(from / every) * every; t <= now; t += every) {
       const at = Math.round(x(t)) + 0.5;

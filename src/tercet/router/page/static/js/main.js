@@ -105,9 +105,9 @@ useTheme(theme);
 $("theme").addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   localStorage.setItem(THEME, theme);
-  useTheme(theme); draw();
+  useTheme(theme); map.recolor(); draw();
 });
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { map.recolor(); draw(); });
 new ResizeObserver(() => draw()).observe(document.querySelector("main"));
 
 function play(result) {
