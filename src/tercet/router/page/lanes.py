@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol.trace import TraceEvent
@@ -13,6 +13,8 @@ MOST_OPEN = 24
 """Requests that are followed at once; others are counted, and not drawn."""
 MOST_PER_SECOND = 6.0
 """Requests that begin to be followed; a page cannot be read at a higher rate."""
+MOST_MOVING = 8
+"""Requests that are followed in addition since they move."""
 KEPT = 48
 """Followed requests that a new viewer is shown: those that began last."""
 MOST_SPANS = 64
@@ -23,8 +25,8 @@ LONGEST_WORDS = 200
 class TimedEvents(list[TraceEvent]):
     """The events of a trace, which tells of each that is added: a trace itself has durations and no times."""
 
-    def __init__(self, tell: Callable[[TraceEvent], object]) -> None:
-        super().__init__()
+    def __init__(self, tell: Callable[[TraceEvent], object], before: Iterable[TraceEvent] = ()) -> None:
+        super().__init__(before)
         self._tell = tell
 
     def append(self, event: TraceEvent, /) -> None:
@@ -62,15 +64,31 @@ class Lanes:
         """Follow a request, if there is room for one more."""
         if len(self._open) >= MOST_OPEN or not self._is_allowed() or trace.events:
             return
+        self._follow(sequence, trace, sequence.began)
+
+    def moves(self, sequence: RunningSequence) -> None:
+        """Follow a request that begins to move, if it is not yet: from its first token on if that is known."""
+        generation = sequence.generation
+        if generation is None or sequence in self._open or len(self._open) >= MOST_OPEN + MOST_MOVING:
+            return
+        if not self._is_allowed():
+            return
+        trace, ttft = generation.engine.tracing.trace, sequence.ttft
+        is_first = ttft is not None and not sequence.moves and not sequence.attempt
+        started = next((event for event in trace.events if event.verb == "start_generate"), None)
+        lane = self._follow(sequence, trace, sequence.began if is_first else self._clock())
+        if is_first and started is not None and ttft is not None:
+            self._note(lane, started, sequence.began + ttft)
+
+    def _follow(self, sequence: RunningSequence, trace: Trace, since: float) -> Lane:
         self._number += 1
         request = sequence.request
-        start = LaneStart(
-            self._number, self._at(sequence.began), sequence.program, request.num_tokens,
-            request.seq_id[:LONGEST_WORDS],
-        )  # fmt: skip
+        name = request.seq_id[:LONGEST_WORDS]
+        start = LaneStart(self._number, self._at(since), sequence.program, request.num_tokens, name)
         lane = self._open[sequence] = Lane(start)
         self._started.append(start)
-        trace.events = TimedEvents(lambda event: self._noted(lane, event))
+        trace.events = TimedEvents(lambda event: self._note(lane, event, self._clock()), trace.events)
+        return lane
 
     def ends(self, sequence: RunningSequence, ttft: float | None, tpot: float | None) -> None:
         """A request is over; one that is not followed changes nothing."""
@@ -104,13 +122,12 @@ class Lanes:
             [lane.end for lane in lanes if lane.end is not None],
         )
 
-    def _noted(self, lane: Lane, event: TraceEvent) -> None:
+    def _note(self, lane: Lane, event: TraceEvent, ended: float) -> None:
         if len(lane.spans) >= MOST_SPANS:
             return
-        now = self._clock()
         said = " ".join(word for word in (event.reason, event.outcome, event.code) if word)[:LONGEST_WORDS]
         span = LaneSpan(
-            lane.start.lane, event.verb, event.engine, self._at(now - event.seconds), self._at(now), event.to,
+            lane.start.lane, event.verb, event.engine, self._at(ended - event.seconds), self._at(ended), event.to,
             event.end - event.begin, event.cached, event.bytes, event.chunks, said,
         )  # fmt: skip
         lane.spans.append(span)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tercet.fleet import RunningSequence, Trace
+from tercet.protocol import UnknownSequence
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.moves import MoveRecord
 from tercet.router.page.engine_rows import EngineRows, FirstTokenTimes, LoadSource
@@ -78,6 +80,9 @@ class FleetWatch:
         """A move begins, or is over."""
         if move.number in self._changed_moves or len(self._changed_moves) < MOVES_PER_FRAME:
             self._changed_moves[move.number] = self._shown(move)
+        if move.outcome == "under_way":
+            with suppress(UnknownSequence):
+                self._lanes.moves(self._service.sequences.named(move.seq_id))
 
     # ---- frames ----------------------------------------------------------------------------------------------
 

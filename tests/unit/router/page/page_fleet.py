@@ -123,7 +123,7 @@ class PageFleet:
         """Move a running sequence now and then, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
-            running = [each for each in self.service.sequences if each.is_generated and len(each.tokens) > 5]
+            running = [each for each in self.service.sequences if each.is_generated and 5 < len(each.tokens) < 60]
             others = [name for name in self.engines if name.startswith("decode")]
             if running:
                 sequence = self._random.choice(running)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tercet.fleet import RunningSequence, Trace
-from tercet.protocol import EngineLoad, Request, TercetError
+from tercet.protocol import EngineLoad, OutputStream, Request, TercetError
 from tercet.protocol.trace import TraceEvent
 from tercet.router.page import engine_rows, lanes
 from tercet.router.page.engine_rows import FirstTokenTimes, ReportedLoads
@@ -265,3 +265,31 @@ async def test_a_fleet_without_engines_has_a_frame(router: LiveRouter) -> None:
     assert np.isfinite(found.t)
     watch.close()
     await asyncio.sleep(0)
+
+
+async def test_a_request_that_moves_is_followed_from_its_first_token_on(router: LiveRouter) -> None:
+    found = list[RunningSequence]()
+    for name in ("p", "d"):
+        router.engine(name).let(3)
+    request = Request(seq_id="s", prompt=tuple(range(100)), sampling_params={"max_tokens": 9})
+    stream = router.service.run(request, trace := Trace(), on_sequence=found.append)
+    serving = asyncio.ensure_future(_tokens_of(stream))
+    async with asyncio.timeout(10):
+        while not found or len(found[0].tokens) < 3:
+            await asyncio.sleep(0.001)
+    watch = watch_of(router)  # it began before a page was open
+    to = "p" if found[0].engine == "d" else "d"
+    router.engine(to).let(None)
+    await router.service.moves.follow(found[0], to, "test")
+    frame = watch.frame()
+    verbs = [span.verb for span in frame.spans]
+    assert (verbs[0], verbs[-1]) == ("start_generate", "move")
+    assert frame.lanes[0].t == pytest.approx(1000 + found[0].began, abs=1e-5)
+    assert frame.spans[0].end == pytest.approx(1000 + found[0].began + (found[0].ttft or 0), abs=1e-5)
+    assert trace.events[-1].verb == "move"
+    assert await serving > 3
+    watch.close()
+
+
+async def _tokens_of(stream: OutputStream) -> int:
+    return sum([len(output.token_ids) async for output in stream])

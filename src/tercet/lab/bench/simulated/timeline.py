@@ -36,7 +36,7 @@ class EngineLoads:
 
 def _row(engine: SimEngine) -> tuple[float, float, float, float]:
     if engine.down:
-        return (math.nan,) * 4
+        return math.nan, math.nan, math.nan, math.nan
     load = engine.load()
     return load.kv_usage, load.running, load.waiting, math.nan if load.step_time is None else load.step_time
 

@@ -126,5 +126,5 @@ export class Charts {
 
 function rounded(value) {
   const size = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 2.5, 5, 10].map((step) => step * size).find((step) => step >= value * 0.999);
+  return [1, 2, 4, 6, 8, 10].map((step) => step * size).find((step) => step >= value * 0.999);
 }

@@ -22,7 +22,7 @@ export const NONE = "–";
 
 export function ms(value) {
   if (value === null || value === undefined) return NONE;
-  if (value >= 9995) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 999.5) return `${Number((value / 1000).toPrecision(value < 9995 ? 2 : 3))} s`;
   return `${value >= 100 ? Math.round(value) : Number(value.toPrecision(2))} ms`;
 }
 

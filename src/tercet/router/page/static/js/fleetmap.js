@@ -62,8 +62,9 @@ export class FleetMap {
     const row = state.rows[index], cell = this.cells[index], engine = state.engines[index], said = state.stateOf(index);
     const { fill, ink } = heat(row[COLUMN[this.metric]] / this.top);
     const down = said === "dead" || said === "refused";
-    cell.style.setProperty("--heat", down ? "transparent" : fill);
-    cell.style.setProperty("--heat-ink", down ? "var(--bad)" : ink);
+    const unknown = !row[COLUMN[this.metric]] && (this.metric === "ttft" || this.metric === "step");
+    cell.style.setProperty("--heat", down ? "transparent" : unknown ? "var(--track)" : fill);
+    cell.style.setProperty("--heat-ink", down ? "var(--bad)" : unknown ? "var(--ink)" : ink);
     cell.classList.toggle("dead", down);
     cell.classList.toggle("draining", said === "draining" || said === "stopping");
     const facts = `KV ${Math.round(row[KV] / 10)}%, ${row[RUNNING]} running, ${row[WAITING]} waiting, step ${ms(row[STEP] / 1000 || null)}, TTFT ${ms(row[TTFT] || null)}`;
