@@ -117,13 +117,20 @@ class PageFleet:
         while True:
             await asyncio.sleep(self._random.expovariate(rate))
             program = "data_parallel" if self._random.random() < 1 / 6 else None
-            self.ask(self._random.randrange(100, 3000), self._random.randrange(20, 400), program)
+            self.ask(self._random.randrange(100, 3000), self._random.randrange(100, 500), program)
+
+    async def deliver(self) -> None:
+        """Have tokens come as they are made, until cancelled: simulated engines skip steps of which nobody asks."""
+        while True:
+            for sequence in self.service.sequences:
+                _ = sequence.known_tokens
+            await asyncio.sleep(0.05)
 
     async def move_some(self, every_s: float) -> None:
         """Move a running sequence now and then, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
-            running = [each for each in self.service.sequences if each.is_generated and 5 < len(each.tokens) < 60]
+            running = [each for each in self.service.sequences if each.is_generated and 5 < len(each.tokens) < 150]
             others = [name for name in self.engines if name.startswith("decode")]
             if running:
                 sequence = self._random.choice(running)
@@ -191,7 +198,7 @@ async def main() -> None:
     given = parser.parse_args()
     async with page_fleet(given.engines, Metrics()) as fleet, served(fleet.app, given.port) as url:
         print(f"{url}/tercet", flush=True)
-        await asyncio.gather(fleet.load(given.rate), fleet.move_some(1.5))
+        await asyncio.gather(fleet.deliver(), fleet.load(given.rate), fleet.move_some(0.7))
 
 
 if __name__ == "__main__":
