@@ -102,6 +102,7 @@ class PageApp:
             return  # without an end: the server closes the connection
         finally:
             leaving.cancel()
+            self._viewers.leave(viewer)  # a stream that was never begun does not
 
     def _admit(self, scope: Scope) -> bool:
         """Whether an administrator asks. Raises :class:`~tercet.protocol.TercetError` for those who may see nothing."""

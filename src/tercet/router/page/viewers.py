@@ -102,7 +102,10 @@ class Viewers:
         return len(self._viewers)
 
     def enter(self, admin: bool) -> Viewer:
-        """One more. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.ShuttingDown`."""
+        """One more, until :meth:`leave` or the end of its stream.
+
+        Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.ShuttingDown`.
+        """
         if self._is_over():
             raise ShuttingDown("this router is shutting down, and shows no more")
         if len(self._viewers) >= MOST_VIEWERS:
@@ -114,13 +117,18 @@ class Viewers:
             self._tasks.spawn(self._produce(), "page")
         return viewer
 
+    def leave(self, viewer: Viewer) -> None:
+        """One fewer; once more changes nothing."""
+        viewer.leave()
+        self._viewers.discard(viewer)
+
     async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
         """What a viewer that has entered is sent, until it leaves."""
         try:
             while (found := await viewer.next(self._current)) is not None:
                 yield found
         finally:
-            self._viewers.discard(viewer)
+            self.leave(viewer)
 
     async def close(self) -> None:
         """End every stream."""
