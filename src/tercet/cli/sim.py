@@ -20,6 +20,7 @@ from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload, Simulati
 from tercet.lab.bench.simulated.simulation import headings as headings_of_run
 from tercet.lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
 from tercet.lab.bench.simulated.sweep_figure import plot_sweep
+from tercet.lab.bench.simulated.timeline import OFTEN_S
 from tercet.lab.bench.summary import Slo
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
@@ -90,6 +91,16 @@ ResultFilename = Annotated[
     Path | None, typer.Option(help="The JSON file to write, for `tercet bench report`; `-` is standard output.")
 ]
 
+Record = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Record a timeline for the page into `--result-filename`: a frame every SECONDS of virtual time.",
+    ),
+]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Record, then show the run in a browser, on this machine, until Ctrl-C.")
+]
 
 Over = Annotated[
     list[str] | None,
@@ -118,7 +129,7 @@ NAMES = {
 
 
 # What a sweep does not take, and what nothing else takes.
-NOT_SWEPT, SWEPT = ("goodput", "label"), ("x", "y", "plot", "seeds")
+NOT_SWEPT, SWEPT = ("goodput", "label", "record", "watch"), ("x", "y", "plot", "seeds")
 
 
 @with_flags_of(MovingSettings)
@@ -148,6 +159,8 @@ def sim(
     label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
     seed: Seed = 0,
     result_filename: ResultFilename = None,
+    record: Record = None,
+    watch: Watch = False,
     over: Over = None,
     x: X = "ttft.mean",
     y: Y = "tpot.mean",
@@ -164,6 +177,7 @@ def sim(
     Examples:
     - `tercet sim --program disaggregated --fleet 1P1D --request-rate 2,4,8`
     - `tercet sim --fleet both=1000 --request-rate 2000 --num-prompts 20000`
+    - `tercet sim --fleet 2P4D --program disaggregated --watch`
     - `tercet sim --fleet both=64 --workload mooncake,path=trace.jsonl --arrival trace`
     - `tercet sim --fleet both=16 --request-rate 60 --option total_blocks=2000 --reschedule neutral_load`
     - `tercet sim --fleet both=8 --prefixes 40 --prefix 256 --scheduling mine.yaml --program-arg pick=scheduled`
@@ -180,7 +194,9 @@ def sim(
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
-    simulation = simulation_of(context, given)
+    if record is not None and not 0 < record < math.inf:
+        raise BadRequest(f"--record: is {record:g}, and must be a positive number of seconds", "--record")
+    simulation, recorded = simulation_of(context, given), b""
     if over:
         report = _sweep(simulation, request_rate, over, x, y, seeds)
         _write_out(result_filename, report.to_json())
@@ -190,11 +206,16 @@ def sim(
         titles, lines = headings(report), rows(report)
     else:
         rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
-        found = simulation.report(rates, label or program, note)
-        _write_out(result_filename, found.to_json())
+        found = simulation.report(rates, label or program, note, record or (OFTEN_S if watch else None))
+        recorded = found.to_json()
+        _write_out(result_filename, recorded)
         title, titles, lines = f"{program} on {fleet}, {profile}", headings_of_run(found), table(found)
     if str(result_filename) != "-":
         show_table(title, titles, lines)
+    if watch:
+        from tercet.cli.run_page import show_run  # with a server, which other runs need not import
+
+        show_run(recorded)
 
 
 def _sweep(

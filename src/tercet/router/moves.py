@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Literal, Protocol
@@ -80,12 +80,16 @@ class MoveMetrics(Protocol):
 
 
 class Moves:
-    """The moves of this process, as ``settings`` say; ``under_way`` are those that have begun and not ended."""
+    """The moves of this process, as ``settings`` say; ``under_way`` are those that have begun and not ended.
+
+    ``observer`` is called when a move begins, and when it is over.
+    """
 
     def __init__(self, fleet: EngineFleet, metrics: MoveMetrics, settings: MoveSettings) -> None:
         self._fleet = fleet
         self.metrics = metrics
         self.settings = settings
+        self.observer: Callable[[MoveRecord], object] | None = None
         self.under_way = MovesUnderWay(settings)
         self._moving: set[RunningSequence] = set()
         self._record: deque[MoveRecord] = deque(maxlen=REMEMBERED)
@@ -201,10 +205,14 @@ class Moves:
         seq_id = sequence.request.seq_id
         move = MoveRecord(self._count, seq_id, source, destination, reason, time.time(), tokens)
         self._record.append(move)
+        if self.observer is not None:
+            self.observer(move)
         return move
 
     def _over(self, move: MoveRecord) -> None:
         self.metrics.moved(move)
+        if self.observer is not None:
+            self.observer(move)
         _tell(move)
 
 

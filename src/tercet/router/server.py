@@ -31,6 +31,7 @@ from tercet.router.found_members import follow_found
 from tercet.router.joined_members import remove_gone
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
+from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.request_spans import spans_of
@@ -207,11 +208,13 @@ async def _serve_openai(
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
         layers = with_metrics(server.layers, service.fleet)
         gate = Gate(config.limits, service.fleet, service.metrics)
-        server.app.middleware_stack = RouterApp(
+        front = RouterApp(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
             lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
             config.admin_listen is not None, state.traces.own,
         )  # fmt: skip
+        apart = config.admin_listen is not None
+        server.app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
         following.spawn(keys.follow(), "keys")
 
         async def shut_down() -> None:

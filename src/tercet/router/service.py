@@ -83,6 +83,18 @@ class ServiceMetrics(MoveMetrics, Protocol):
         ...
 
 
+class SequenceObserver(Protocol):
+    """Receives the beginning and the end of each sequence of a service, while it is its observer."""
+
+    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        """A sequence begins, and its trace is empty."""
+        ...
+
+    def ends(self, sequence: RunningSequence, trace: Trace) -> None:
+        """A sequence is over, for whatever reason."""
+        ...
+
+
 M = TypeVar("M", bound=ServiceMetrics)
 
 
@@ -129,6 +141,7 @@ class Service(Generic[M]):
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
+        self.observer: SequenceObserver | None = None
         self._streams: set[OutputStream] = set()
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
@@ -196,6 +209,8 @@ class Service(Generic[M]):
         if self._given_up_by is not None:
             raise self._given_up_by
         self._streams.add(stream)
+        if self.observer is not None:
+            self.observer.begins(sequence, trace)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
                 while (failure := await attempts.run(program)) is not None:
@@ -215,6 +230,8 @@ class Service(Generic[M]):
                     program = partial(one_engine, retry.request, fleet, retry.output)
         finally:
             self._streams.discard(stream)
+            if self.observer is not None:
+                self.observer.ends(sequence, trace)
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
         """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""

@@ -19,6 +19,7 @@ from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.exposition import with_metrics
 from tercet.router.named_files import NamedFiles
+from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
@@ -66,11 +67,13 @@ async def serve_small(
     admin.install(app, state, names, files=files)
     gate = Gate(config.limits, service.fleet, service.metrics)
     layers = with_metrics(app.build_middleware_stack(), service.fleet)
-    app.middleware_stack = RouterApp(
+    apart = config.admin_listen is not None
+    front = RouterApp(
         layers, None, gate, keys.clients, service.program_called, config.max_request_bytes,
         shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
-        admin_apart=config.admin_listen is not None, traces=state.traces.own,
+        admin_apart=apart, traces=state.traces.own,
     )  # fmt: skip
+    app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
     server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
                        timeout_graceful_shutdown=CLOSE_SECONDS)

@@ -136,7 +136,10 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of ``tercet bench``. ``source`` distinguishes real engines from simulated ones."""
+    """A file of ``tercet bench``. ``source`` distinguishes real engines from simulated ones.
+
+    ``timelines`` are recorded simulated runs by name, for the page (:mod:`tercet.router.page.records`).
+    """
 
     format: int = FORMAT
     source: Literal["bench", "sim"] = "bench"
@@ -150,6 +153,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     partial: bool = False
     points: tuple[Point, ...] = ()
     ratios: tuple[Ratio, ...] = ()
+    timelines: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 def save_result(result: BenchResult, file: Path) -> None:

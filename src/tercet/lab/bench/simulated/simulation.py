@@ -25,6 +25,7 @@ from tercet.lab.bench.summary import MS, Distribution, Slo, Summary, achieved, e
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
+from tercet.router.page.records import Frame
 from tercet.settings import encode_settings
 
 
@@ -46,6 +47,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     moves: MoveTotals
     imbalance: KVImbalance | None
     flips: tuple[VirtualFlip, ...] = ()
+    timeline: tuple[Frame, ...] = ()
 
     def metrics(self) -> dict[str, float | int | None]:
         """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
@@ -82,7 +84,11 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
             target={"model": self.model},
             points=tuple(self._bench_point(point) for point in self.points),
         )
-        return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
+        text = msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1)
+        timelines = {_run_name(point): point.timeline for point in self.points if point.timeline}
+        if timelines:  # on one line: nobody reads its numbers, and there are many
+            text = text.removesuffix(b"\n}") + b',\n "timelines": ' + msgspec.json.encode(timelines) + b"\n}"
+        return text + b"\n"
 
     def _bench_point(self, point: SimulatedPoint) -> Point:
         at_once = point.rate is not None and math.isinf(point.rate)  # JSON has no infinity
@@ -96,13 +102,18 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def _run_name(point: SimulatedPoint) -> str:
+    """What the page calls a run."""
+    return f"{_shown(point.rate)} requests/s" if point.rate is not None else _shown(None)
+
+
 def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
     """One run's figures."""
     summary = summarize(outcome.samples(), slo)
     return SimulatedPoint(
         rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,
         counts=outcome.counts, moves=outcome.moves, imbalance=outcome.imbalance,
-        flips=tuple(outcome.flips),
+        flips=tuple(outcome.flips), timeline=tuple(outcome.timeline),
     )  # fmt: skip
 
 
@@ -193,8 +204,10 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: str | None = None
     moving: MovingSettings = MovingSettings()
 
-    def point(self, rate: float | None, note: Callable[[str], None] = lambda _: None) -> SimulatedPoint:
-        """Run it at a rate; ``note`` is called with the speed of the run.
+    def point(
+        self, rate: float | None, note: Callable[[str], None] = lambda _: None, record_s: float | None = None
+    ) -> SimulatedPoint:
+        """Run it at a rate; ``note`` is called with the speed of the run, ``record_s`` has a timeline recorded.
 
         Raises :class:`~tercet.protocol.BadRequest` for invalid arguments, and the program's own error when it refuses
         every request.
@@ -205,7 +218,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         # Loaded again for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
-        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling, self.moving)
+        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling, self.moving, record_s)
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
@@ -234,11 +247,15 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def report(
-        self, rates: Sequence[float | None], label: str, note: Callable[[str], None] = lambda _: None
+        self,
+        rates: Sequence[float | None],
+        label: str,
+        note: Callable[[str], None] = lambda _: None,
+        record_s: float | None = None,
     ) -> SimulationReport:
-        """Run it at each rate; ``label`` names its line in figures."""
+        """Run it at each rate; ``label`` names its line in figures. With ``record_s`` each has a timeline."""
         model = load_profile(self.profile).name
-        points = tuple(self.point(rate, note) for rate in rates)
+        points = tuple(self.point(rate, note, record_s) for rate in rates)
         return SimulationReport(
             label=label, program=self.program, arguments=self.arguments(), seed=self.seed, model=model, points=points
         )

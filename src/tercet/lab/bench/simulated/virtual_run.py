@@ -22,6 +22,7 @@ from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalanc
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MoveTotals, MovingFleet, MovingSettings, alongside
 from tercet.lab.bench.simulated.planned import PlannedTraffic, PlannedWorkload
 from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
+from tercet.lab.bench.simulated.timeline import TimelineRecorder
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
 from tercet.lab.bench.summary import Samples
 from tercet.lab.sim import (
@@ -38,6 +39,7 @@ from tercet.programs import Program, name_of
 from tercet.protocol import BadRequest, LayoutMismatch, Output, ProgramFailed, Request, TercetError
 from tercet.protocol.trace import FALLBACK, RETRY
 from tercet.router.attempts import ProgramFault
+from tercet.router.page.records import Frame
 from tercet.router.service import Service
 from tercet.settings import RetryBudget, RouterSettings
 
@@ -51,7 +53,7 @@ class Outcome:
     """Results of one run: a row per measured request, and the engines' counters.
 
     Times are seconds of virtual time; a failed request's ``first`` is NaN. ``busy`` is the share of the engines' time
-    in which a step ran.
+    in which a step ran. ``timeline`` is empty unless it was asked for.
     """
 
     sent: array[float] = field(default_factory=lambda: array("d"))
@@ -69,6 +71,7 @@ class Outcome:
     moves: MoveTotals = field(default_factory=MoveTotals)
     imbalance: KVImbalance | None = None
     flips: list[VirtualFlip] = field(default_factory=list[VirtualFlip])
+    timeline: list[Frame] = field(default_factory=list[Frame])
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
         """Record a request; ``first`` is NaN if it failed."""
@@ -134,11 +137,12 @@ def run_once(
     seed: int,
     scheduling: Scheduling | None = None,
     moving: MovingSettings = MOVING,
+    record_s: float | None = None,
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone.
 
     ``scheduling`` has the profiles for the program's picks, newly made; by default the built-in ones. ``moving`` are
-    the settings and policies of moves.
+    the settings and policies of moves. With ``record_s`` a timeline is recorded, with a frame after so many seconds.
     """
     if isinstance(workload, SyntheticWorkload):
         arrivals, follow_ups = requests_of(workload, seed), None
@@ -146,7 +150,7 @@ def run_once(
         follow_ups = PlannedTraffic(workload, seed)
         arrivals = follow_ups.arrivals()
     return run_requests(
-        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving
+        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, record_s
     )
 
 
@@ -161,11 +165,12 @@ def run_requests(
     scheduling: Scheduling | None = None,
     follow_ups: FollowUps | None = None,
     moving: MovingSettings = MOVING,
+    record_s: float | None = None,
 ) -> Outcome:
     """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured."""
     with _young_garbage_only():
         return run_virtual(
-            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving)
+            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, record_s)
         )
 
 
@@ -191,6 +196,7 @@ async def _run(
     scheduling: Scheduling | None,
     follow_ups: FollowUps | None,
     moving: MovingSettings,
+    record_s: float | None,
 ) -> Outcome:
     built = _build(program, spec, profile, options, seed, moving)
     if scheduling is not None:
@@ -198,8 +204,12 @@ async def _run(
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
-    async with built.moving.running():
+    recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
+    async with built.moving.running(), alongside(*([] if recorder is None else [recorder.run()])):
         await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
+    if recorder is not None:
+        recorder.close()
+        outcome.timeline = recorder.frames
     _collect(built, outcome)
     built.network.close()
     return outcome

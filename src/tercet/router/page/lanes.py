@@ -1,0 +1,152 @@
+"""Requests as lanes of time: a bounded sample of those that begin, with each verb and its times."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from tercet.fleet import RunningSequence, Trace
+from tercet.protocol.trace import TraceEvent
+from tercet.router.page.records import LaneEnd, LaneSpan, LaneStart
+
+MOST_OPEN = 24
+"""Requests that are followed at once; others are counted, and not drawn."""
+MOST_PER_SECOND = 6.0
+"""Requests that begin to be followed; a page cannot be read at a higher rate."""
+MOST_MOVING = 8
+"""Requests that are followed in addition since they move."""
+KEPT = 48
+"""Followed requests that a new viewer is shown: those that began last."""
+MOST_SPANS = 64
+"""Of one request: a program may call more verbs than a lane has room for."""
+LONGEST_WORDS = 200
+
+
+class TimedEvents(list[TraceEvent]):
+    """The events of a trace, which tells of each that is added: a trace itself has durations and no times."""
+
+    def __init__(self, tell: Callable[[TraceEvent], object], before: Iterable[TraceEvent] = ()) -> None:
+        super().__init__(before)
+        self._tell = tell
+
+    def append(self, event: TraceEvent, /) -> None:
+        super().append(event)
+        self._tell(event)
+
+
+class Lane:
+    """One request that is followed."""
+
+    def __init__(self, start: LaneStart) -> None:
+        self.start = start
+        self.spans: list[LaneSpan] = []
+        self.end: LaneEnd | None = None
+
+
+class Lanes:
+    """Follows requests; ``clock`` and ``began`` of sequences are of one clock, which ``to_time`` makes times of frames.
+
+    What happens goes to ``started``, ``spans`` and ``ended``, until :meth:`take` moves it into what is ``kept``.
+    """
+
+    def __init__(self, clock: Callable[[], float], to_time: Callable[[float], float]) -> None:
+        self._clock = clock
+        self._to_time = to_time
+        self._open: dict[RunningSequence, Lane] = {}
+        self._number = 0
+        self._allowance, self._allowed_at = MOST_PER_SECOND, clock()
+        self._kept: OrderedDict[int, Lane] = OrderedDict()
+        self._started: list[LaneStart] = []
+        self._spans: list[LaneSpan] = []
+        self._ended: list[LaneEnd] = []
+
+    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        """Follow a request, if there is room for one more."""
+        if len(self._open) >= MOST_OPEN or not self._is_allowed() or trace.events:
+            return
+        self._follow(sequence, trace, sequence.began)
+
+    def moves(self, sequence: RunningSequence) -> None:
+        """Follow a request that begins to move, if it is not yet: from its first token on if that is known."""
+        generation = sequence.generation
+        if generation is None or sequence in self._open or len(self._open) >= MOST_OPEN + MOST_MOVING:
+            return
+        if not self._is_allowed():
+            return
+        trace, ttft = generation.engine.tracing.trace, sequence.ttft
+        is_first = ttft is not None and not sequence.moves and not sequence.attempt
+        started = next((event for event in trace.events if event.verb == "start_generate"), None)
+        lane = self._follow(sequence, trace, sequence.began if is_first else self._clock())
+        if is_first and started is not None and ttft is not None:
+            self._note(lane, started, sequence.began + ttft)
+
+    def _follow(self, sequence: RunningSequence, trace: Trace, since: float) -> Lane:
+        self._number += 1
+        request = sequence.request
+        name = request.seq_id[:LONGEST_WORDS]
+        start = LaneStart(self._number, self._at(since), sequence.program, request.num_tokens, name)
+        lane = self._open[sequence] = Lane(start)
+        self._started.append(start)
+        trace.events = TimedEvents(lambda event: self._note(lane, event, self._clock()), trace.events)
+        return lane
+
+    def ends(self, sequence: RunningSequence, ttft: float | None, tpot: float | None) -> None:
+        """A request is over; one that is not followed changes nothing."""
+        lane = self._open.pop(sequence, None)
+        if lane is not None:
+            now, tokens = self._at(self._clock()), len(sequence.tokens)
+            self._ended.append(LaneEnd(lane.start.lane, now, sequence.ended, tokens, in_ms(ttft), in_ms(tpot)))
+
+    def take(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
+        """What happened since the last time."""
+        taken = self._started, self._spans, self._ended
+        self._started, self._spans, self._ended = [], [], []
+        for start in taken[0]:
+            self._kept[start.lane] = Lane(start)
+        for span in taken[1]:
+            if span.lane in self._kept:
+                self._kept[span.lane].spans.append(span)
+        for end in taken[2]:
+            if end.lane in self._kept:
+                self._kept[end.lane].end = end
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return taken
+
+    def kept(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
+        """What a new viewer is shown: all that was taken, of the last requests."""
+        lanes = self._kept.values()
+        return (
+            [lane.start for lane in lanes],
+            [span for lane in lanes for span in lane.spans],
+            [lane.end for lane in lanes if lane.end is not None],
+        )
+
+    def _note(self, lane: Lane, event: TraceEvent, ended: float) -> None:
+        if len(lane.spans) >= MOST_SPANS:
+            return
+        said = " ".join(word for word in (event.reason, event.outcome, event.code) if word)[:LONGEST_WORDS]
+        span = LaneSpan(
+            lane.start.lane, event.verb, event.engine, self._at(ended - event.seconds), self._at(ended), event.to,
+            event.end - event.begin, event.cached, event.bytes, event.chunks, said,
+        )  # fmt: skip
+        lane.spans.append(span)
+        self._spans.append(span)
+
+    def _at(self, clock: float) -> float:
+        return round(self._to_time(clock), 6)
+
+    def _is_allowed(self) -> bool:
+        """A token bucket: bursts of a second's requests, and no more than that many each second."""
+        now = self._clock()
+        grown = self._allowance + (now - self._allowed_at) * MOST_PER_SECOND
+        self._allowance, self._allowed_at = min(MOST_PER_SECOND, grown), now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
+
+
+def in_ms(seconds: float | None) -> float | None:
+    """Seconds in milliseconds, to a hundredth."""
+    return None if seconds is None else round(seconds * 1e3, 2)

@@ -1,0 +1,44 @@
+"""The page of one recorded run, on this machine alone."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from tercet import __version__
+from tercet.protocol import MethodNotAllowed, TercetError
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.router.page.page_answers import answer, answer_error, send_file
+
+RUN = "run.json"
+
+
+class RecordedPage:
+    """An ASGI application; ``result`` is the JSON of a result that has timelines."""
+
+    def __init__(self, result: bytes) -> None:
+        self._result = result
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return
+        try:
+            await self._serve(scope, send)
+        except TercetError as error:
+            await answer_error(send, error)
+
+    async def _serve(self, scope: Scope, send: Send) -> None:
+        client = scope.get("client")
+        require_own_call(ShownHeaders.of_asgi(scope["headers"]), None if client is None else client[0])
+        path = scope["path"].removeprefix("/")
+        if scope["method"] not in ("GET", "HEAD"):
+            raise MethodNotAllowed(f"/{path} is not for {scope['method']}; it takes GET and HEAD")
+        is_head = scope["method"] == "HEAD"
+        if path == "about":
+            about = msgspec.json.encode({"mode": "recorded", "tercet": __version__})
+            await answer(send, 200, about, "application/json", is_head=is_head)
+        elif path == RUN:
+            await answer(send, 200, self._result, "application/json", is_head=is_head)
+        else:
+            await send_file(scope, path, send)

@@ -1,0 +1,39 @@
+"""The page of a running router."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+from starlette.types import ASGIApp
+
+from tercet.router.page.engine_rows import ReportedLoads
+from tercet.router.page.page_app import PageApp
+from tercet.router.page.records import About
+from tercet.router.page.viewers import Viewers
+from tercet.router.page.watch import FleetWatch, about_service
+from tercet.router.router_keys import RouterKeys
+from tercet.router.shared_state import SharedState
+from tercet.router.shutdown import Shutdown
+
+
+def with_page(
+    app: ASGIApp, state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False
+) -> ASGIApp:
+    """``app``, and before it the page of the fleet that serves ``model``."""
+    service = state.service
+    fleet = service.fleet
+
+    def about() -> About:
+        refusal = state.refusal()
+        roles = "fixed" if state.role_keeper is None else "auto"
+        found = about_service(service, model, roles, "" if refusal is None else refusal.message)
+        return msgspec.structs.replace(found, process=os.getpid())
+
+    def watch() -> FleetWatch:
+        epoch = time.time() - fleet.costs.clock()
+        return FleetWatch(service, ReportedLoads(fleet), about, epoch)
+
+    viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun)
+    return PageApp(app, viewers, keys.access, keys.clients, admin_apart)

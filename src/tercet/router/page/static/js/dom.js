@@ -1,0 +1,69 @@
+// Small helpers: elements, numbers as people read them, colours of the theme. Text is only ever set as text.
+
+export const $ = (id) => document.getElementById(id);
+
+export function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name.includes("-")) made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children);
+  return made;
+}
+
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export const NONE = "–";
+
+export function ms(value) {
+  if (value === null || value === undefined) return NONE;
+  if (value >= 999.5) return `${Number((value / 1000).toPrecision(value < 9995 ? 2 : 3))} s`;
+  return `${value >= 100 ? Math.round(value) : Number(value.toPrecision(2))} ms`;
+}
+
+export function count(value) {
+  if (value === null || value === undefined) return NONE;
+  if (value >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
+  if (value >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
+  return value >= 100 || Number.isInteger(value) ? String(Math.round(value)) : value.toFixed(1);
+}
+
+export function bytes(value) {
+  for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
+    if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
+  return `${value} B`;
+}
+
+let cachedStyle = null;
+export function color(name) {
+  cachedStyle ??= getComputedStyle(document.documentElement);
+  return cachedStyle.getPropertyValue(`--${name}`).trim();
+}
+
+// A canvas of the size that it has on the screen, cleared; null while it has none.
+export function prepared(canvas, height) {
+  const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
+  if (!width) return null;
+  if (canvas.style.height !== `${height}px`) canvas.style.height = `${height}px`;
+  const w = Math.round(width * ratio), h = Math.round(height * ratio);
+  if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  pen.font = '11.5px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+  return { pen, width, height };
+}
+
+// Dark blue to yellow, with a lightness that only grows: the order is plain to every kind of colour vision, and in grey.
+const STOPS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
+export function heat(share) {
+  const least = color("bg") === "#0f151c" ? 0.22 : 0; // on a dark page the darkest blue would not be seen
+  const at = (least + (1 - least) * Math.min(1, Math.max(0, share))) * (STOPS.length - 1), low = Math.min(STOPS.length - 2, Math.floor(at));
+  const rgb = STOPS[low].map((from, i) => Math.round(from + (STOPS[low + 1][i] - from) * (at - low)));
+  return { fill: `rgb(${rgb.join(" ")})`, ink: rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 130 ? "#111" : "#fff" };
+}

@@ -1,0 +1,161 @@
+"""Those who watch the fleet: one producer makes each frame once for all of them, while there are any."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from functools import cached_property
+
+from tercet.aio import TaskSet
+from tercet.protocol import NoSpace, ShuttingDown
+from tercet.router.page.records import Frame, encoded, for_clients
+from tercet.router.page.watch import FleetWatch
+
+INTERVAL_S, LARGE_INTERVAL_S, LARGE = 0.5, 1.0, 200
+"""Seconds between two frames, and those of fleets of more than :data:`LARGE` engines."""
+MOST_VIEWERS = 32
+MOST_PENDING = 6
+"""Frames that wait for a slow viewer; one that has more gets a whole frame instead, once it takes any."""
+
+
+class EncodedFrame:
+    """A frame, encoded at most once for administrators and once for clients."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    @cached_property
+    def _for_admins(self) -> bytes:
+        return encoded([self._frame])
+
+    @cached_property
+    def _for_clients(self) -> bytes:
+        return encoded([for_clients(self._frame)])
+
+    def bytes_for(self, admin: bool) -> bytes:
+        """As events of a stream."""
+        return self._for_admins if admin else self._for_clients
+
+
+class Viewer:
+    """One page: the frames that it has not taken yet, never more than :data:`MOST_PENDING`."""
+
+    def __init__(self, admin: bool) -> None:
+        self.admin = admin
+        self.is_behind = True
+        self.has_left = False
+        self._pending: deque[EncodedFrame] = deque()
+        self._woken = asyncio.Event()
+
+    def give(self, frame: EncodedFrame) -> None:
+        """One more frame; nothing is kept for a viewer that is behind, who needs a whole one."""
+        if len(self._pending) >= MOST_PENDING:
+            self._pending.clear()
+            self.is_behind = True
+        if not self.is_behind:
+            self._pending.append(frame)
+        self._woken.set()
+
+    def leave(self) -> None:
+        """Its stream ends."""
+        self.has_left = True
+        self._woken.set()
+
+    async def next(self, whole: Callable[[], EncodedFrame]) -> bytes | None:
+        """What to send; None at the end. The producer wakes it at every frame."""
+        while not self.has_left:
+            await self._woken.wait()
+            self._woken.clear()
+            if self.has_left:
+                break
+            if self.is_behind:
+                self.is_behind = False
+                self._pending.clear()
+                return whole().bytes_for(self.admin)
+            if self._pending:
+                found = b"".join(frame.bytes_for(self.admin) for frame in self._pending)
+                self._pending.clear()
+                return found
+        return None
+
+
+class Viewers:
+    """All viewers of this process. ``watch`` makes what they see, ``engines`` says how many engines there are.
+
+    ``is_over`` is asked at each frame; once it is, every stream ends.
+    """
+
+    def __init__(
+        self, watch: Callable[[], FleetWatch], engines: Callable[[], int], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._new_watch = watch
+        self._engines = engines
+        self._is_over = is_over
+        self._viewers: set[Viewer] = set()
+        self._tasks = TaskSet()
+        self._is_producing = False
+        self._whole: EncodedFrame | None = None
+        self._watch: FleetWatch | None = None
+
+    def __len__(self) -> int:
+        return len(self._viewers)
+
+    def enter(self, admin: bool) -> Viewer:
+        """One more, until :meth:`leave` or the end of its stream.
+
+        Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.ShuttingDown`.
+        """
+        if self._is_over():
+            raise ShuttingDown("this router is shutting down, and shows no more")
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise NoSpace(f"{MOST_VIEWERS} pages watch this router process already; close one of them")
+        viewer = Viewer(admin)
+        self._viewers.add(viewer)
+        if not self._is_producing:
+            self._is_producing = True
+            self._tasks.spawn(self._produce(), "page")
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """One fewer; once more changes nothing."""
+        viewer.leave()
+        self._viewers.discard(viewer)
+
+    async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
+        """What a viewer that has entered is sent, until it leaves."""
+        try:
+            while (found := await viewer.next(self._current)) is not None:
+                yield found
+        finally:
+            self.leave(viewer)
+
+    async def close(self) -> None:
+        """End every stream."""
+        for viewer in self._viewers:
+            viewer.leave()
+        await self._tasks.close()
+
+    def _current(self) -> EncodedFrame:
+        """All that there was at the last frame; asked for by a viewer that a frame has woken."""
+        if self._whole is None:
+            assert self._watch is not None
+            self._whole = EncodedFrame(self._watch.whole())
+        return self._whole
+
+    async def _produce(self) -> None:
+        """Frames for as long as there are viewers; then nothing is observed."""
+        try:
+            watch = self._watch = self._new_watch()
+            while self._viewers and not self._is_over():
+                frame = EncodedFrame(watch.frame())
+                self._whole = None
+                for viewer in self._viewers:
+                    viewer.give(frame)
+                await asyncio.sleep(LARGE_INTERVAL_S if self._engines() > LARGE else INTERVAL_S)
+        finally:
+            self._is_producing = False  # before anything else may enter: the next viewer starts another one
+            if self._watch is not None:
+                self._watch.close()
+            for viewer in self._viewers:
+                viewer.leave()

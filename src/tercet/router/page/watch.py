@@ -1,0 +1,171 @@
+"""What a fleet does, as frames: each has what changed since the one before. No I/O, no waiting.
+
+It observes the sequences of a service while a page is open, and costs nothing otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from tercet.fleet import RunningSequence, Trace
+from tercet.protocol import UnknownSequence
+from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
+from tercet.router.moves import MoveRecord
+from tercet.router.page.engine_rows import EngineRows, FirstTokenTimes, LoadSource
+from tercet.router.page.lanes import LONGEST_WORDS, Lanes, in_ms
+from tercet.router.page.program_counts import ProgramCounts
+from tercet.router.page.records import About, FleetPoint, Frame, MoveShown, ShareShown
+from tercet.router.service import Service
+
+POINTS_KEPT = 600
+"""Moments of the charts that a new viewer is shown."""
+MOVES_KEPT = 60
+MOVES_PER_FRAME = 100
+_NO_TIME = frozenset({FALLBACK, RETRY, "move"})
+
+
+class FleetWatch:
+    """Frames of a service's fleet. To be closed; the service tells it of sequences until then.
+
+    ``loads`` has the engines' reports, ``epoch`` is added to the clock of the fleet, which makes times of frames.
+    ``about`` says what is watched.
+    """
+
+    def __init__(
+        self, service: Service[Any], loads: LoadSource, about: Callable[[], About], epoch: float = 0.0
+    ) -> None:
+        self._service = service
+        self._clock = service.fleet.costs.clock
+        self._epoch = epoch
+        self._about_now = about
+        self._about: About | None = None
+        loads.begin()
+        self._ttfts = FirstTokenTimes(self._clock)
+        self._rows = EngineRows(service.fleet, loads, self._ttfts)
+        self._lanes = Lanes(self._clock, self._time)
+        self._counts = ProgramCounts(service.sequences)
+        self._last = self._clock()
+        self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
+        self._moves: OrderedDict[int, MoveShown] = OrderedDict()
+        self._move_begins: dict[int, float] = {}
+        self._changed_moves: dict[int, MoveShown] = {}
+        for move in list(service.moves.since(0))[-MOVES_KEPT:]:
+            self._move_begins[move.number] = move.at - epoch
+            self._moves[move.number] = self._shown(move)
+        service.observer = self
+        service.moves.observer = self.moved
+
+    def close(self) -> None:
+        """The service tells it nothing more."""
+        if self._service.observer is self:
+            self._service.observer = self._service.moves.observer = None
+
+    # ---- what the service tells ------------------------------------------------------------------------------
+
+    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        """A sequence begins."""
+        self._lanes.begins(sequence, trace)
+
+    def ends(self, sequence: RunningSequence, trace: Trace) -> None:
+        """A sequence is over, for whatever reason."""
+        self._lanes.ends(sequence, trace.ttft, trace.tpot)
+        self._counts.ends(sequence, trace)
+        if trace.ttft is not None and (slowest := slowest_engine(trace.events)):
+            self._ttfts.add(slowest, trace.ttft)
+
+    def moved(self, move: MoveRecord) -> None:
+        """A move begins, or is over."""
+        if move.number in self._changed_moves or len(self._changed_moves) < MOVES_PER_FRAME:
+            self._changed_moves[move.number] = self._shown(move)
+        if move.outcome == "under_way":
+            with suppress(UnknownSequence):
+                self._lanes.moves(self._service.sequences.named(move.seq_id))
+
+    # ---- frames ----------------------------------------------------------------------------------------------
+
+    def frame(self) -> Frame:
+        """What changed since the last one."""
+        now = self._clock()
+        engines, loads = self._rows.look()
+        point = FleetPoint(
+            round(self._time(now), 3), round(now - self._last, 3), self._rows.running, self._rows.waiting,
+            self._counts.take(self._service.sequences),
+        )  # fmt: skip
+        self._last = now
+        self._points.append(point)
+        lanes, spans, ends = self._lanes.take()
+        moves, self._changed_moves = self._changed_moves, {}
+        self._keep(moves)
+        about = self._about_now()
+        changed = about if about != self._about else None
+        self._about = about
+        return Frame(
+            t=point.t, about=changed, engines=engines, loads=loads or (), unseen=self._rows.unseen or (),
+            points=[point], lanes=lanes or (), spans=spans or (), ends=ends or (), moves=tuple(moves.values()),
+        )  # fmt: skip
+
+    def whole(self) -> Frame:
+        """All that there was at the last frame, for a viewer who has seen none before."""
+        lanes, spans, ends = self._lanes.kept()
+        return Frame(
+            t=round(self._time(self._last), 3), whole=True, about=self._about, engines=self._rows.seats,
+            loads=self._rows.all(), unseen=self._rows.unseen, points=list(self._points),
+            lanes=lanes, spans=spans, ends=ends, moves=list(self._moves.values()),
+        )  # fmt: skip
+
+    def _keep(self, moves: dict[int, MoveShown]) -> None:
+        self._moves.update(moves)
+        while len(self._moves) > MOVES_KEPT:
+            number, _ = self._moves.popitem(last=False)
+            self._move_begins.pop(number, None)
+
+    def _time(self, clock: float) -> float:
+        return self._epoch + clock
+
+    def _shown(self, move: MoveRecord) -> MoveShown:
+        """Its time is that of this clock: the record's own is that of a wall clock, and a simulation has none."""
+        began = self._move_begins.setdefault(move.number, self._clock() - move.seconds)
+        if move.outcome != "under_way":
+            del self._move_begins[move.number]
+        pause = None if move.pause is None else round(move.pause, 6)
+        return MoveShown(
+            number=move.number,
+            t=round(self._time(began), 6),
+            source=move.source,
+            to=move.destination,
+            reason=move.reason[:LONGEST_WORDS],
+            outcome=move.outcome,
+            tokens=move.tokens,
+            seconds=round(move.seconds, 6),
+            bytes=move.bytes,
+            stages=len(move.stages),
+            pause=pause,
+            seq_id=move.seq_id[:LONGEST_WORDS],
+            error=move.error[:LONGEST_WORDS],
+        )
+
+
+def slowest_engine(events: list[TraceEvent]) -> str:
+    """The engine on which a request spent most of the time until its first token; empty if no verb was called."""
+    slowest, longest = "", -1.0
+    for event in events:
+        if event.verb not in _NO_TIME and event.seconds > longest:
+            slowest, longest = event.engine, event.seconds
+        if event.verb == "start_generate":
+            break
+    return slowest
+
+
+def about_service(service: Service[Any], model: str, roles: str = "fixed", why: str = "") -> About:
+    """What is watched: the programs in use, and the objectives. ``why`` says why nothing is served now."""
+    routing, wanted = service.routing, service.attainment.objectives
+    plan, returned = routing.current.plan, routing.returned
+    shares = tuple(ShareShown(share.label, share.program, share.weight) for share in plan.shares)
+    said = "" if returned is None else f"{returned.program} failed {returned.failures} times in a row"
+    return About(
+        model=model, version=routing.current.number, shares=shares, rules=len(plan.rules), sticky=plan.sticky or "",
+        roles=roles, why=why, returned=said, ttft_objective=in_ms(wanted.ttft), tpot_objective=in_ms(wanted.tpot),
+    )  # fmt: skip

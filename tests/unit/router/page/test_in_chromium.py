@@ -1,0 +1,158 @@
+"""The page in headless Chromium: it draws what a fleet does, changes it by a click, and reads a recorded run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tercet.lab.bench.simulated import Simulation, SyntheticWorkload
+from tercet.router.metrics import Metrics
+from tercet.router.page.recorded_page import RecordedPage
+
+from .chromium import COMMAND, MISSING, Tab, chromium
+from .page_fleet import page_fleet, served
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMMAND is None, reason=MISSING), pytest.mark.timeout(600)]
+ADMIN = "the-admin-key"
+LIVE = "document.querySelector('#status').innerText === 'live'"
+SET = """(() => {{
+    const field = document.querySelector('{}');
+    field.value = {};
+    field.dispatchEvent(new Event('{}'));
+}})()"""
+NO_SIDEWAYS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+
+
+@pytest.fixture
+async def tab(tmp_path: Path) -> AsyncIterator[Tab]:
+    async with chromium(tmp_path / "browser") as tab:
+        yield tab
+
+
+async def drawn(tab: Tab, canvas: str) -> int:
+    """How many of a canvas's pixels have colour."""
+    script = f"""(() => {{
+        const canvas = document.querySelector('{canvas}');
+        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        let found = 0;
+        for (let i = 3; i < pixels.length; i += 4) found += pixels[i] > 0;
+        return found;
+    }})()"""
+    return await tab.js(script)
+
+
+async def test_a_fleet_is_drawn_and_drained_by_a_click(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics, admin_key=ADMIN, keys=["a-clients-key"]) as fleet, served(fleet.app) as url:
+        await tab.open(f"{url}/tercet")
+        await tab.until("document.querySelector('#key-dialog').open")
+        tab.problems.clear()  # the refusal that made it ask
+        await tab.js(f"document.querySelector('#key-value').value = {json.dumps(ADMIN)}")
+        await tab.click("#key-use")
+        await tab.until(LIVE)
+        assert await tab.js("[...document.querySelectorAll('.card')].map((c) => c.title.split(':')[0])") == [
+            "prefill-0", "decode-0", "decode-1",
+        ]  # fmt: skip
+        assert await tab.js("sessionStorage.getItem('tercet-key')") == ADMIN
+        assert await tab.js("Object.values(localStorage).join()") == ""
+
+        traces = await asyncio.gather(*(fleet.ask(output=20) for _ in range(3)))
+        assert {trace.program for trace in traces} == {"disaggregated"}
+        await tab.until("document.querySelector('#program-table').innerText.includes('disaggregated\\t100%\\t3')")
+        assert await drawn(tab, "#lanes") > 500
+        await tab.js("document.querySelector('#requests details').open = true")
+        await tab.until("document.querySelector('#lane-table').innerText.includes('remote_send prefill-0→decode-')")
+
+        await tab.click(".card[aria-label^='decode-1']")
+        await tab.until("document.querySelector('#engine-dialog').open")
+        await tab.click("#drain")
+        await tab.until("document.querySelector('#confirm-dialog').open")
+        assert not fleet.fleet.member("decode-1").draining  # a question, so far
+        await tab.click("#confirm-dialog button[value='cancel']")
+        await tab.until("!document.querySelector('#confirm-dialog').open")
+        assert not fleet.fleet.member("decode-1").draining
+        await tab.click("#drain")
+        await tab.until("document.querySelector('#confirm-dialog').open")
+        await tab.click("#confirm-yes")
+        await tab.until("document.querySelector('#engine-facts').innerText.includes('draining')")
+        assert fleet.fleet.member("decode-1").draining
+        assert [asked for asked in tab.urls if not asked.startswith((url, "about:"))] == []
+        assert tab.problems == []
+
+
+async def test_programs_are_switched_after_a_question(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
+        await tab.open(f"{url}/tercet")
+        await tab.until(LIVE)
+        await tab.click("#switch")
+        await tab.until("document.querySelector('#switch-dialog').open")
+        await tab.js(SET.format("#switch-add", "'data_parallel'", "change"))
+        await tab.click("#switch-go")
+        await tab.until("document.querySelector('#confirm-dialog').open")
+        assert "disaggregated 50%, data_parallel 50%" in await tab.text("#confirm-what")
+        await tab.click("#confirm-yes")
+        await tab.until("document.querySelector('#split').innerText.includes('data_parallel 50%')")
+        assert [share.label for share in fleet.service.routing.current.plan.shares] == [
+            "disaggregated",
+            "data_parallel",
+        ]
+        assert tab.problems == []
+
+
+async def test_a_clients_key_shows_the_fleet_and_changes_nothing(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics, admin_key=ADMIN, keys=["a-clients-key"]) as fleet, served(fleet.app) as url:
+        await tab.open(f"{url}/tercet/")
+        await tab.until("document.querySelector('#key-dialog').open")
+        tab.problems.clear()
+        await tab.js("sessionStorage.setItem('tercet-key', 'a-clients-key')")
+        await tab.call("Page.reload")
+        await tab.until(LIVE)
+        assert await tab.js("document.querySelector('#drain').disabled && document.querySelector('#switch').disabled")
+        assert "admin key" in await tab.js("document.querySelector('#switch').title")
+        assert tab.problems == []
+
+
+@pytest.mark.parametrize("engines", [1000])
+async def test_large_fleets_fit_every_width_in_light_and_dark(tab: Tab, metrics: Metrics, engines: int) -> None:
+    async with page_fleet(engines, metrics) as fleet, served(fleet.app) as url:
+        await tab.open(f"{url}/tercet/")
+        await tab.until(LIVE)
+        assert await tab.js("document.querySelectorAll('#map button').length") == engines
+        await tab.js("document.querySelector('#map button').focus()")
+        for key in ("ArrowRight", "ArrowDown", "End"):
+            await tab.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+        assert await tab.js("document.activeElement === [...document.querySelectorAll('#map button')].at(-1)")
+        backgrounds = set[str]()
+        for width, dark in ((360, False), (360, True), (1280, True), (1280, False)):
+            await tab.size(width, 900, dark)
+            await tab.until(NO_SIDEWAYS)
+            backgrounds.add(await tab.js("getComputedStyle(document.body).backgroundColor"))
+        assert len(backgrounds) == 2
+        assert fleet.service.observer is not None
+        assert tab.problems == []
+
+
+async def test_a_recorded_run_has_a_slider(tab: Tab, tmp_path: Path) -> None:
+    workload = SyntheticWorkload(rate=1, requests=120)
+    simulation = Simulation(
+        program="disaggregated", program_args={}, fleet="1P2D", profile="llama-3.1-8b-h100-tp1", options={},
+        workload=workload,
+    )  # fmt: skip
+    report = await asyncio.to_thread(simulation.report, [20.0], "x", lambda _: None, 0.1)
+    async with served(RecordedPage(report.to_json())) as url:
+        await tab.open(f"{url}/")
+        await tab.until("document.querySelector('#status').innerText === 'recorded run'")
+        end = float(await tab.js("document.querySelector('#time').max"))
+        assert end > 5
+        counts = list[int]()
+        for share in (0.9, 0.2, 0.5):  # back and forth
+            await tab.js(SET.format("#time", end * share, "input"))
+            counts.append(await drawn(tab, "#lanes"))
+            assert f"{end * share:.1f} of" in await tab.text("#clock")
+        assert min(counts) > 500
+        assert await tab.js("document.querySelector('#switch').hidden")
+        assert await tab.js(NO_SIDEWAYS)
+        assert tab.problems == []
