@@ -206,7 +206,7 @@ class ProgramClient(EngineCoreClient):
         return EngineCoreOutputs(outputs=outputs)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start the request's program, or hand it to the plain stream that the request is."""
+        """Start the request's program, or hand it to the stream on the fast path that the request is."""
         context = current()
         try:
             _require_few(context)
