@@ -195,7 +195,7 @@ class Generation:
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream
         self._started = self.engine.costs.clock()
-        self._noted = self._calls.note(stream.give_up)
+        self._noted = self._calls.note(stream.give_up, lambda: not self.begun)
         self.engine.generates(self)
 
     def on_output(self, output: Output) -> None:

@@ -145,6 +145,10 @@ class TextFingerprint(msgspec.Struct, frozen=True):
     chat_template: str = ""
 
 
+Paused = Literal["", "new", "all"]
+"""Which sequences an engine does not advance: none, those that have not begun, or all, as while its weights change."""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's state: identity, load, and blocks that it holds for others.
 
@@ -153,7 +157,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``fingerprint`` identifies the model's config and weights, ``dtype`` is that of its KV, and ``model_dtype`` that in
     which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its tokenizer
     and chat template. ``max_adapters`` is the number of LoRA adapters that one step may serve, 0 if it serves none;
-    ``adapters`` are those that it has.
+    ``adapters`` are those that it has. ``paused`` as in :class:`EngineLoad`.
     """
 
     engine: str
@@ -179,6 +183,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: NotNegativeNumber = 0.0
     max_adapters: int = 0
     adapters: tuple[AdapterReport, ...] = ()
+    paused: Paused = ""
 
 
 class SequenceReport(msgspec.Struct, frozen=True):
@@ -229,7 +234,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not reported.
     ``stalled_s`` is the number of seconds since the last progress of its slowest process (core, workers, agents). An
     engine that is ``stopping`` ends when it is empty, or soon: its sequences must move elsewhere. ``adapters`` is None
-    for an engine that serves none.
+    for an engine that serves none. ``paused`` says which sequences get no tokens until its operator resumes it.
     """
 
     waiting: Count
@@ -240,3 +245,4 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stalled_s: NotNegativeNumber = 0.0
     stopping: bool = False
     adapters: AdapterLoad | None = None
+    paused: Paused = ""

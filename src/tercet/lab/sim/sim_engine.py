@@ -368,6 +368,18 @@ class SimEngine:
         """Continue the core's process as by SIGCONT."""
         self._scheduler.thaw()
 
+    def pause(self) -> None:
+        """Stop advancing sequences until :meth:`resume`, and report it: vLLM's ``/pause?mode=keep``."""
+        self._scheduler.paused = "all"
+        self.freeze()
+        self._scheduler.tell()
+
+    def resume(self) -> None:
+        """Continue after :meth:`pause`."""
+        self._scheduler.paused = ""
+        self.thaw()
+        self._scheduler.tell()
+
     @property
     def counters(self) -> Counters:
         """Counters since the engine's last start."""

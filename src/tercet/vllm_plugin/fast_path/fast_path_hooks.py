@@ -162,7 +162,7 @@ FAST_PATH_HOOKS = (
         relies_on=(
             Takes("vllm.entrypoints.serve.middleware.x_request_id:XRequestIdMiddleware"),
             Takes("starlette.middleware.cors:CORSMiddleware"),
-            Has("vllm.entrypoints.serve.utils.sse_keep_alive", "SSE_KEEP_ALIVE_COMMENT"),
+            Has("vllm.entrypoints.serve.utils.sse_keep_alive:SSE_KEEP_ALIVE_COMMENT", "encode"),
         ),
     ),
     Hook(

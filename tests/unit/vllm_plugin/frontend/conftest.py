@@ -149,8 +149,8 @@ class LiveRouters:
             self.loop.call_soon_threadsafe(gate.release)
 
     def ask(
-        self, router: str, path: str, body: dict[str, Any], script: Sequence[Step], *, free: bool = False,
-        **headers: str,
+        self, router: str, path: str, body: dict[str, Any], script: Sequence[Step],
+        free: bool = False, /, **headers: str,
     ) -> tuple[int, str]:  # fmt: skip
         """Status and events of one stream; each output is let go when the client has the one before, or at once."""
         self.number += 1

@@ -63,7 +63,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def both(routers: LiveRouters, path: str, script: Sequence[Step], *, free: bool = False, **more: Any) -> str:
     name = f"agent{routers.number}"
     fast, stock = (
-        routers.ask(router, path, body(path, **more), script, free=free, **{"x-request-id": name})
+        routers.ask(router, path, body(path, **more), script, free, **{"x-request-id": name})
         for router in ("fast", "stock")
     )
     assert fast[0] == stock[0] == 200, (fast, stock)
@@ -135,7 +135,7 @@ def test_several_choices(routers: LiveRouters, written: list[str], path: str, mo
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_error_ends_all_choices(routers: LiveRouters, path: str) -> None:
     found = [
-        routers.ask(router, path, body(path, n=2), [*singly(routers, "it went well"), "error"], free=True)
+        routers.ask(router, path, body(path, n=2), [*singly(routers, "it went well"), "error"], True)
         for router in ("fast", "stock")
     ]
     assert found[0][1].splitlines()[-2:] == found[1][1].splitlines()[-2:]
