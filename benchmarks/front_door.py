@@ -290,8 +290,8 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     model = resolve_model("smollm2", lambda _: None)
     rows: list[Row] = []
-    kinds = args.kinds.split(",") if args.kinds else []
-    flags = PARSERS if kinds else ()
+    kinds: list[str] = args.kinds.split(",") if args.kinds else []
+    flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
         source_port, router, stock, proxy, floor = (free_port() for _ in range(5))
         this = str(Path(__file__).with_name("token_source.py"))
@@ -308,7 +308,8 @@ def run(args: argparse.Namespace) -> list[Row]:
         )  # fmt: skip
         sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         stack.enter_context(process(this, "core", *sockets, **step))
-        stock_pid = stack.enter_context(process(this, "peer", str(stock), model, *sockets, *flags, port=stock))
+        peer = ("peer", str(stock), model, *sockets, *flags)
+        stock_pid = stack.enter_context(process(this, *peer, port=stock))
         servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
         if kinds:
             print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")

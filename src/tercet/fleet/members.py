@@ -60,7 +60,7 @@ class Member:
     @property
     def is_open(self) -> bool:
         """Whether it may be picked, if it answers."""
-        return not (self.leaving or self.paused)
+        return not self.leaving and self.paused == ""
 
     @property
     def leaving(self) -> bool:

@@ -60,10 +60,10 @@ def test_an_engine_paused_at_any_moment_costs_no_token(program: str, metrics: Me
                 service, fleet = reporting(engines, program, metrics)
                 asking = asyncio.ensure_future(answer(service, request))
                 await asyncio.sleep(whole * moment / 12)
-                engines[victim].pause()
+                engines[victim].freeze("all")
                 assert await asking == expected
                 assert all(member.in_flight == 0 for member in fleet.members)
-                engines[victim].resume()
+                engines[victim].thaw()
                 await asyncio.sleep(1)
                 assert len(fleet.open) == 3
                 assert all(is_empty(engine) for engine in engines)
@@ -77,12 +77,12 @@ def test_with_no_other_engine_a_sequence_waits_until_it_is_resumed(metrics: Metr
         service, fleet = reporting([engine], "data_parallel", metrics)
         asking = asyncio.ensure_future(answer(service, request_of("s", max_tokens=20)))
         await asyncio.sleep(0.2)
-        engine.pause()
+        engine.freeze("all")
         await asyncio.sleep(100)
         assert not asking.done()
         with pytest.raises(TercetError):
             fleet.health.require_answers()
-        engine.resume()
+        engine.thaw()
         assert len(await asking) == 20
 
     run_virtual(check())

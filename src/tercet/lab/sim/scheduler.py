@@ -185,18 +185,21 @@ class SimScheduler(StepSelection):
         """Whether :meth:`freeze` was called."""
         return self._frozen_since is not None
 
-    def freeze(self) -> None:
+    def freeze(self, paused: Paused = "") -> None:
         """Stop as a process does after SIGSTOP: the running step, and all calls, continue later."""
+        self.paused = paused
         if self._frozen_since is None:
             now = self._frozen_since = self._time.time()
             if self._timer is None:
                 self._ends, self._step_began = now, self._time.on_loop(now)
                 self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for its end
             self._timer.cancel()
+        self.tell()
 
     def thaw(self) -> None:
         """Continue where :meth:`freeze` stopped it."""
-        since, self._frozen_since = self._frozen_since, None
+        since, self._frozen_since, self.paused = self._frozen_since, None, ""
+        self.tell()
         if since is not None:
             passed = self._time.time() - since
             if self._run is not None:

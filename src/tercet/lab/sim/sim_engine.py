@@ -53,6 +53,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
+from tercet.protocol.types import Paused
 
 T = TypeVar("T")
 
@@ -354,10 +355,10 @@ class SimEngine:
             self._start()
             self._down = False
 
-    def freeze(self) -> None:
-        """Stop the core's process as by SIGSTOP: no step ends and no call is answered; the server continues."""
+    def freeze(self, paused: Paused = "") -> None:
+        """Stop the core as by SIGSTOP (``paused``: as by vLLM's ``/pause``): no step ends, no call is answered."""
         self._catch_up()
-        self._scheduler.freeze()
+        self._scheduler.freeze(paused)
 
     def _catch_up(self) -> None:
         """Deliver what was produced by now."""
@@ -367,18 +368,6 @@ class SimEngine:
     def thaw(self) -> None:
         """Continue the core's process as by SIGCONT."""
         self._scheduler.thaw()
-
-    def pause(self) -> None:
-        """Stop advancing sequences until :meth:`resume`, and report it: vLLM's ``/pause?mode=keep``."""
-        self._scheduler.paused = "all"
-        self.freeze()
-        self._scheduler.tell()
-
-    def resume(self) -> None:
-        """Continue after :meth:`pause`."""
-        self._scheduler.paused = ""
-        self.thaw()
-        self._scheduler.tell()
 
     @property
     def counters(self) -> Counters:

@@ -77,7 +77,7 @@ class LoadMeter:
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,
             adapters=self._adapters.load_of(processor),
-            paused=core["paused"],
+            paused=core.get("paused", ""),
         )
 
     def _step(self, stats: SchedulerStats, now: float) -> None:

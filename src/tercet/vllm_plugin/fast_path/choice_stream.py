@@ -20,7 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output, ProgramFailed
-from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks, Pieces
+from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks, TokenPieces
 from tercet.vllm_plugin.fast_path.parsed_deltas import EMPTY, ParsedDeltas
 from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras, encode, framed, usage_of
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
@@ -71,7 +71,7 @@ class ChoiceStream:
     """One sequence of a request, ``outputs``, written to ``answer``; :meth:`run` returns once it has ended."""
 
     def __init__(
-        self, answer: Answer, tools: StreamTools, plan: StreamPlan, outputs: SequenceOutputs, pieces: Pieces | None
+        self, answer: Answer, tools: StreamTools, plan: StreamPlan, outputs: SequenceOutputs, pieces: TokenPieces | None
     ) -> None:
         self._answer = answer
         self._tools = tools

@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.vllm_plugin.fast_path.header_layers import HeaderLayers
-from tercet.vllm_plugin.fast_path.logprob_chunks import Pieces, text_offsets_follow_tokens
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces, text_offsets_follow_tokens
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
 from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.sse_chunks import CHAT, COMPLETION, ChunkWriter
@@ -60,7 +60,7 @@ class FastPath:
         self._metrics = metrics
         self._layers = layers
         tokenizer = tools.processor.tokenizer
-        self._pieces = None if tokenizer is None else Pieces(tokenizer)
+        self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
     async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
         """Serve the request, which is the current one, if this path knows it; returns whether it did."""

@@ -48,7 +48,7 @@ def piece_of(text: str) -> Piece:
     return Piece(text, b'{"token":%b,"logprob":' % encode(text), b',"bytes":%b' % encode([*text.encode()]))
 
 
-class Pieces(dict[int, Piece | None]):
+class TokenPieces(dict[int, Piece | None]):
     """The piece of each token that has one by itself, filled on demand; None for parts of characters."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -72,7 +72,7 @@ class LogprobChunks:
     """Log probabilities of one choice, of which ``processor`` is vLLM's record."""
 
     def __init__(
-        self, asked: Logprobs, processor: LogprobsProcessor, serving: Any, pieces: Pieces | None, tokenizer: Any,
+        self, asked: Logprobs, processor: LogprobsProcessor, serving: Any, pieces: TokenPieces | None, tokenizer: Any,
         *, is_chat: bool,
     ) -> None:  # fmt: skip
         self._asked = asked

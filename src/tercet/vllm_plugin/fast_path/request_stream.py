@@ -19,7 +19,7 @@ from vllm.outputs import RequestOutput
 
 from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
 from tercet.vllm_plugin.fast_path.keep_alive import KeepAlive
-from tercet.vllm_plugin.fast_path.logprob_chunks import Pieces
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
 from tercet.vllm_plugin.fast_path.sse_chunks import DONE, framed, usage_of
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed, SequenceOutputs
@@ -38,7 +38,7 @@ class RequestStream:
 
     def __init__(
         self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan,
-        portions: InPortions | None = None, pieces: Pieces | None = None,
+        portions: InPortions | None = None, pieces: TokenPieces | None = None,
     ) -> None:  # fmt: skip
         self._connection = connection
         self._tools = tools
