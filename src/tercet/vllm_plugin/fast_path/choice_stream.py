@@ -197,7 +197,7 @@ class ChoiceStream:
         return None
 
     def _write_chunk(self, output: Output) -> EngineCoreOutput | None:
-        """Send an output's tokens with what the client asked for beside their text; it knows no stop strings."""
+        """Send an output's tokens with what the client asked for next to their text; it knows no stop strings."""
         token_ids = list(output.token_ids)
         self.num_tokens += len(token_ids)
         self._tools.stats.observe(self._state.stats, len(token_ids))

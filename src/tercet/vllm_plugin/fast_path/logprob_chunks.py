@@ -1,7 +1,7 @@
 """Log probabilities of a choice, as its chunks have them: written from an engine's own numbers.
 
 vLLM makes arrays, then a ``Logprob`` per token, then an object per token of the answer. Here a token's text, as JSON,
-is looked up, and its number is put beside it. A token that is a part of a character gets its text from vLLM, since that
+is looked up, and its number is put next to it. A token that is a part of a character has its text from vLLM, since it
 depends on the tokens before.
 
 Relies on ``LogprobsProcessor`` keeping one dict per position in ``logprobs``, the sampled token first, of which

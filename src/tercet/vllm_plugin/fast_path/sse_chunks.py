@@ -52,7 +52,7 @@ CHAT = ChunkFormat(
 
 @dataclass(frozen=True)
 class Extras:
-    """What a chunk has beside its text, each as JSON; ``usage`` is empty where the chunk does not count tokens."""
+    """What a chunk has next to its text, each as JSON; ``usage`` is empty where the chunk does not count tokens."""
 
     logprobs: bytes = NULL
     token_ids: bytes = NULL
