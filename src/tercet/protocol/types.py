@@ -22,11 +22,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
     ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, lower
-    case; ``user`` is the field ``user`` of its OpenAI request. ``adapter`` is the name of the LoRA adapter that it asks
-    for, None for the base model; programs can ignore it, since it goes wherever the request does. ``adapter_digest``
-    identifies the contents of that adapter when the request came (:class:`AdapterReport`): an engine with other
-    contents refuses. Empty: any contents. ``mm_features`` are the images and the like that the prompt has placeholder
-    tokens for, in the order of the prompt; programs can ignore them, too.
+    case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the conversation that vLLM takes it for.
+    ``adapter`` is the name of the LoRA adapter that it asks for, None for the base model; programs can ignore it, since
+    it goes wherever the request does. ``adapter_digest`` identifies the contents of that adapter when the request came
+    (:class:`AdapterReport`): an engine with other contents refuses. Empty: any contents. ``mm_features`` are the images
+    and the like that the prompt has placeholder tokens for, in the order of the prompt; programs can ignore them, too.
     """
 
     seq_id: str
@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     headers: Mapping[str, str] = {}
     user: str | None = None
+    session: str | None = None
     adapter: str | None = None
     adapter_digest: str = ""
     mm_features: tuple[MultiModalFeature, ...] = ()
