@@ -83,7 +83,7 @@ def test_the_last_chunk(model: str, text: str, reason: str, stop: int | str | No
 def test_the_role(model: str, role: str) -> None:
     stock = chat("c", 1, model, DeltaMessage(role=role, content=""), finish_reason=None)
     stock.prompt_token_ids = stock.prompt_text = None
-    assert ChunkWriter(CHAT, "c", 1, model).role(role) == framed(event(stock))
+    assert ChunkWriter(CHAT, "c", 1, model).role(role) == event(stock)
 
 
 @pytest.mark.parametrize("details", [None, {"cached_tokens": 3}, {"cached_tokens": 0, "created_cache_tokens": 7}])
