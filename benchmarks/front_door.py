@@ -1,6 +1,7 @@
 """What a streamed token costs the router, beside vLLM's own API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
+    python benchmarks/front_door.py --kinds plain,tools,reasoning,logprobs
 
 A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
 own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
@@ -12,6 +13,10 @@ chunks and does nothing else: none that sends each token by itself can cost less
 installed and no wheel is given. `--dynamo PYTHON` adds Dynamo's frontend before its own mock engine, run by a Python
 that has `ai-dynamo` 1.6.1 (its steps take about 20 ms, whatever `--step` says). `--step` is the time from one token of
 a stream to its next: where it is short, processes do not sleep between steps, and wake up with cold caches less often.
+
+`--kinds` measures streams of other kinds in their stead, each kind at 16 streams by the router and the API server in
+turn: `benchmarks/stream_kinds.py` has what their clients ask and what the model says. A token of a tool call need not
+be an event, so the events of whole streams tell how many tokens an event is.
 """
 
 from __future__ import annotations
@@ -34,6 +39,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.stream_kinds import KINDS, PARSERS, StreamKind, scripts_of
+
 STEP = 0.02
 MODEL_NAME = "m"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -44,7 +52,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 class Load:
     """What clients saw: ``ttft`` is the median time to first token in milliseconds."""
 
-    tokens: int
+    tokens: float
     requests: int
     seconds: float
     ttft: float
@@ -73,6 +81,7 @@ class Stream(asyncio.Protocol):
         self._over = asyncio.Event()
         self._tail = b""
         self._began = 0.0
+        self._events = 0
         self._first = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -84,7 +93,7 @@ class Stream(asyncio.Protocol):
 
     async def ask(self, request: bytes) -> None:
         self._over.clear()
-        self._first, self._began = True, time.perf_counter()
+        self._first, self._began, self._events = True, time.perf_counter(), 0
         self._transport.write(request)
         await self._over.wait()
 
@@ -93,10 +102,12 @@ class Stream(asyncio.Protocol):
         if events and self._first:
             self._first = False
             self._clients.ttfts.append(time.perf_counter() - self._began)
-        self._clients.tokens += events
+        self._events += events
+        self._clients.events += events
         self._tail = (self._tail + data)[-24:]
         if self._tail.endswith(b"\r\n0\r\n\r\n"):
             self._clients.requests += 1
+            self._clients.whole += self._events
             self._over.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -106,15 +117,16 @@ class Stream(asyncio.Protocol):
 class Clients:
     """Closed (``streams`` at a time) or open (``rate`` a second) load on one port; prints a :class:`Load` as JSON."""
 
-    def __init__(self, port: int, tokens: int) -> None:
-        self.tokens = self.requests = 0
+    def __init__(self, port: int, tokens: int, kind: StreamKind) -> None:
+        self.events = self.requests = self.whole = 0
         self.ttfts: list[float] = []
         body = json.dumps(
-            {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+            {"model": MODEL_NAME, "max_tokens": tokens, "stream": True, "ignore_eos": True, **kind.body(PROMPT)}
         )
         self._port = port
+        self._tokens = tokens
         self._request = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"POST {kind.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n{body}"
         ).encode()
 
@@ -123,13 +135,15 @@ class Clients:
         tasks = [asyncio.create_task(self._again(index * STEP)) for index in range(streams)]
         tasks += [asyncio.create_task(self._open(rate))] if rate else []
         await asyncio.sleep(2.5 if streams else 1.0)
-        tokens, requests, began = self.tokens, self.requests, time.perf_counter()
+        events, requests, began = self.events, self.requests, time.perf_counter()
         self.ttfts.clear()
         print("begin", flush=True)
         await asyncio.sleep(seconds)
         took = time.perf_counter() - began
         ttft = statistics.median(self.ttfts) * 1e3 if self.ttfts else 0.0
-        found = Load(self.tokens - tokens, self.requests - requests, took, ttft)
+        # As many chunks as tokens, but for tool calls, and beside them a chat answer's role.
+        per_event = self._tokens * self.requests / self.whole if self.whole else 1.0
+        found = Load((self.events - events) * per_event, self.requests - requests, took, ttft)
         print(json.dumps(asdict(found)), flush=True)
         for task in tasks:
             task.cancel()
@@ -174,7 +188,15 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def measure(
-    server: str, case: str, port: int, pids: list[int], seconds: float, tokens: int, streams: int = 0, rate: float = 0.0
+    server: str,
+    case: str,
+    port: int,
+    pids: list[int],
+    seconds: float,
+    tokens: int,
+    streams: int = 0,
+    rate: float = 0.0,
+    kind: str = "plain",
 ) -> Row:
     """Put load on a port and count what it cost the processes."""
     command = [
@@ -187,7 +209,7 @@ def measure(
         "--request-rate",
         str(rate),
     ]
-    command += ["--seconds", str(seconds), "--tokens", str(tokens)]
+    command += ["--seconds", str(seconds), "--tokens", str(tokens), "--kinds", kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdout is not None
         clients.stdout.readline()
@@ -268,10 +290,12 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     model = resolve_model("smollm2", lambda _: None)
     rows: list[Row] = []
+    kinds: list[str] = args.kinds.split(",") if args.kinds else []
+    flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
         source_port, router, stock, proxy, floor = (free_port() for _ in range(5))
         this = str(Path(__file__).with_name("token_source.py"))
-        step = {"TOKEN_SOURCE_STEP": str(args.step)}
+        step = {"TOKEN_SOURCE_STEP": str(args.step), "TOKEN_SOURCE_SCRIPTS": scripts_of(kinds, model)}
         stack.enter_context(
             process(this, "source", str(source_port), port=source_port, path="/tercet/v1/status", **step)
         )
@@ -279,13 +303,20 @@ def run(args: argparse.Namespace) -> list[Row]:
             process(
                 "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
                 "data_parallel", "--port", str(router), "--model", model, "--served-model-name", MODEL_NAME,
-                "--log-level", "warning", port=router,
+                "--log-level", "warning", *(("--", *flags) if flags else ()), port=router,
             )
         )  # fmt: skip
         sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         stack.enter_context(process(this, "core", *sockets, **step))
-        stock_pid = stack.enter_context(process(this, "peer", str(stock), model, *sockets, port=stock))
+        peer = ("peer", str(stock), model, *sockets, *flags)
+        stock_pid = stack.enter_context(process(this, *peer, port=stock))
         servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
+        if kinds:
+            print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
+            for kind in kinds:
+                for name, port, pids in servers:
+                    rows.append(measure(name, kind, port, pids, args.seconds, args.tokens, streams=16, kind=kind))
+            return rows
         writer_pid = stack.enter_context(process(this, "writer", str(floor), str(args.tokens), port=floor, **step))
         servers.append(("writes alone", floor, [writer_pid]))
         if args.router_wheel:
@@ -324,14 +355,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--step", type=float, default=STEP, help="seconds from one token of a stream to its next")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
+    parser.add_argument("--kinds", default="", metavar="A,B", help=f"streams of other kinds: {', '.join(KINDS)}")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
     parser.add_argument("--dynamo", metavar="PYTHON", help="a Python that has ai-dynamo 1.6.1 installed")
     parser.add_argument("--result-filename", type=Path, help="where to write the measurements")
     args = parser.parse_args()
+    unknown = [kind for kind in filter(None, args.kinds.split(",")) if kind not in KINDS]
+    if unknown:
+        parser.error(f"--kinds: there is no {', '.join(unknown)}; there are {', '.join(KINDS)}")
     if args.clients_of is not None:
         import uvloop
 
-        uvloop.run(Clients(args.clients_of, args.tokens).run(args.streams, args.request_rate, args.seconds))
+        clients = Clients(args.clients_of, args.tokens, KINDS[args.kinds or "plain"])
+        uvloop.run(clients.run(args.streams, args.request_rate, args.seconds))
         return
     rows = run(args)
     if args.result_filename is not None:

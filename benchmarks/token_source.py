@@ -4,10 +4,11 @@ And a server that only writes: what the kernel and the event loop cost by themse
 
 python benchmarks/token_source.py source PORT
 python benchmarks/token_source.py core INPUTS OUTPUTS                     (ZeroMQ addresses, of the peer's sockets)
-python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS
+python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS [FLAG...]           (of vLLM's server)
 python benchmarks/token_source.py writer PORT TOKENS
 
-`TOKEN_SOURCE_STEP` is the time from one token of a stream to its next, in seconds.
+`TOKEN_SOURCE_STEP` is the time from one token of a stream to its next, in seconds. `TOKEN_SOURCE_SCRIPTS` is a JSON
+object: a request whose `seed` is one of its keys gets those tokens, again and again; others get any.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, cast
 
 import msgspec
 
 STEP = float(os.environ.get("TOKEN_SOURCE_STEP", "0.02"))
+SCRIPTS: dict[str, list[int]] = msgspec.json.decode(os.environ.get("TOKEN_SOURCE_SCRIPTS", "{}"))
 MODEL_NAME = "m"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = (
@@ -33,6 +35,11 @@ CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 LAST = b"0\r\n\r\n"
 
 
+def tokens_of(seed: int | None) -> list[int]:
+    """The tokens that a request with this seed gets, in order."""
+    return SCRIPTS.get(str(seed)) or [1000, *range(1999, 1000, -1)]
+
+
 # ---- the token source ----------------------------------------------------------------------------------------
 
 
@@ -40,12 +47,21 @@ async def source(port: int) -> None:
     """An engine for the router: answers at once and says one token per stream and step."""
     from aiohttp import web
 
-    from tercet.protocol import EngineStatus, Output, Usage
+    from tercet.protocol import EngineStatus, Output, TokenLogprob, Usage
     from tercet.protocol.wire import API_PREFIX, ConnectCall, StartGenerateCall, StreamDestination, decode_call
     from tercet.wire.streams import RouterConnections, SequenceSender
 
-    running: dict[SequenceSender, int] = {}
-    outputs = [Output((token,)) for token in range(1000, 2000)]
+    running: dict[SequenceSender, Iterator[Output]] = {}
+
+    def outputs_of(tokens: list[int], most: int, top: int | None, prompt: int) -> Iterator[Output]:
+        for at in range(most):
+            token = tokens[at % len(tokens)]
+            logprobs = None
+            if top is not None:
+                others = [TokenLogprob(1000 + rank, -1.5 * rank, rank) for rank in range(2, top + 1)]
+                logprobs = ((TokenLogprob(token, -0.25, 1), *others),)
+            usage = None if at else Usage(computed=prompt)
+            yield Output((token,), "length" if at == most - 1 else None, logprobs=logprobs, usage=usage)
 
     async def connect(http: web.Request) -> web.Response:
         router = decode_call(await http.read(), ConnectCall).router
@@ -55,8 +71,10 @@ async def source(port: int) -> None:
     async def start_generate(call: StartGenerateCall, router: StreamDestination) -> None:
         connection = await router_connections.connect(router.address, router.key)
         sender = connection.sender(router.number, 0, lambda: running.pop(sender, None))
-        running[sender] = call.sampling_params.get("max_tokens", 16) - 1
-        sender.send(Output((1000,), usage=Usage(computed=len(call.prompt))))
+        params = call.sampling_params
+        tokens, most = tokens_of(params.get("seed")), params.get("max_tokens", 16)
+        running[sender] = outputs = outputs_of(tokens, most, params.get("logprobs"), len(call.prompt))
+        sender.send(next(outputs))
 
     router_connections = RouterConnections("source", "", lambda: None, start_generate)
 
@@ -75,13 +93,11 @@ async def source(port: int) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     async for _ in _steps():
-        for sender, left in list(running.items()):
-            if left == 1:
-                del running[sender]
-                sender.send(Output((1000,), "length"))
-            else:
-                running[sender] = left - 1
-                sender.send(outputs[left % 1000])
+        for sender, outputs in list(running.items()):
+            output = next(outputs)
+            if output.finished:
+                running.pop(sender, None)
+            sender.send(output)
 
 
 async def _steps() -> AsyncGenerator[None, None]:
@@ -97,6 +113,7 @@ async def _steps() -> AsyncGenerator[None, None]:
 
 async def core(inputs: str, outputs: str) -> None:
     """An engine core in the words of vLLM's own: the same tokens at the same steps, one message for each step."""
+    import numpy as np
     import zmq
     import zmq.asyncio
     from vllm.v1.engine import (
@@ -108,6 +125,7 @@ async def core(inputs: str, outputs: str) -> None:
         UtilityOutput,
     )
     from vllm.v1.metrics.stats import PrefillStats
+    from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
     context: Any = zmq.asyncio.Context()
@@ -116,29 +134,44 @@ async def core(inputs: str, outputs: str) -> None:
     requests.connect(inputs)
     answers.connect(outputs)
     decoder, encoder = MsgpackDecoder(EngineCoreRequest), MsgpackEncoder()
-    running: dict[str, int] = {}
+    running: dict[str, Iterator[EngineCoreOutput]] = {}
 
     async def say(found: list[EngineCoreOutput]) -> None:
         await answers.send_multipart(encoder.encode(EngineCoreOutputs(outputs=found)), copy=False)
 
-    def following(name: str, left: int) -> EngineCoreOutput:
-        if left == 1:
-            del running[name]
-        else:
-            running[name] = left - 1
-        last = FinishReason.LENGTH if left == 1 else None
-        return EngineCoreOutput(request_id=name, new_token_ids=[1000 + left % 1000], finish_reason=last)
+    def outputs_of(request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
+        params = request.sampling_params
+        assert params is not None
+        tokens, most = tokens_of(params.seed), params.max_tokens or 16
+        for at in range(most):
+            token = tokens[at % len(tokens)]
+            stats = None if at else PrefillStats()
+            if stats is not None:
+                stats.set(len(request.prompt_token_ids or ()), 0, 0)
+            yield EngineCoreOutput(
+                request_id=request.request_id, new_token_ids=[token], prefill_stats=stats,
+                new_logprobs=None if params.logprobs is None else logprobs_of(token, params.logprobs),
+                finish_reason=FinishReason.LENGTH if at == most - 1 else None,
+            )  # fmt: skip
+
+    def logprobs_of(token: int, top: int) -> LogprobsLists:
+        ids = np.array([[token, token, *(1000 + rank for rank in range(2, top + 1))][: top + 1]])
+        values = np.array([[-0.25, -0.25, *(-1.5 * rank for rank in range(2, top + 1))][: top + 1]], dtype=np.float32)
+        return LogprobsLists(ids, values, np.array([1]))
+
+    def following(name: str, outputs: Iterator[EngineCoreOutput]) -> EngineCoreOutput:
+        output = next(outputs)
+        if output.finish_reason is not None:
+            running.pop(name, None)
+        return output
 
     async def listen() -> None:
         while True:
             kind, *frames = await requests.recv_multipart(copy=False)
             if kind.bytes == EngineCoreRequestType.ADD.value:
                 request: EngineCoreRequest = decoder.decode(frames)
-                assert request.sampling_params is not None
-                running[request.request_id] = (request.sampling_params.max_tokens or 16) - 1
-                stats = PrefillStats()
-                stats.set(len(request.prompt_token_ids or ()), 0, 0)
-                await say([EngineCoreOutput(request_id=request.request_id, new_token_ids=[1000], prefill_stats=stats)])
+                running[request.request_id] = outputs = outputs_of(request)
+                await say([next(outputs)])
             elif kind.bytes == EngineCoreRequestType.ABORT.value:
                 for name in msgspec.msgpack.decode(frames[0].buffer):
                     running.pop(name, None)
@@ -154,10 +187,10 @@ async def core(inputs: str, outputs: str) -> None:
         if listening.done():
             listening.result()
         if running:
-            await say([following(name, left) for name, left in list(running.items())])
+            await say([following(name, outputs) for name, outputs in list(running.items())])
 
 
-async def peer(port: int, model: str, inputs: str, outputs: str) -> None:
+async def peer(port: int, model: str, inputs: str, outputs: str, *more: str) -> None:
     """vLLM's API server as it is, for an engine core that listens there."""
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
@@ -170,7 +203,7 @@ async def peer(port: int, model: str, inputs: str, outputs: str) -> None:
     from vllm.v1.executor import Executor
 
     argv = ["--model", model, "--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--max-model-len", "2048", "--disable-uvicorn-access-log"]
+    argv += ["--max-model-len", "2048", "--disable-uvicorn-access-log", *more]
     args = cast(argparse.Namespace, make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
     _, sock = setup_server(args, reuse_port=False)
     config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())

@@ -168,6 +168,7 @@ def _path(name: str) -> str:
 def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     """One engine, in a line."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
+    leaving = leaving or ("paused" if engine.get("paused") else "")  # a router before 0.3 does not tell
     state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "

@@ -9,21 +9,28 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from tercet.protocol import TercetError
 
 Fail = Callable[[TercetError], object]
+Waits = Callable[[], bool]
 
 
 class CallsInFlight:
     """The calls and streams that wait for one engine, each with the function that makes it fail."""
 
     def __init__(self) -> None:
-        self._fails: dict[object, Fail] = {}
+        self._fails: dict[object, tuple[Fail, Waits]] = {}
 
     def __len__(self) -> int:
         return len(self._fails)
 
     def lose(self, error: TercetError) -> None:
         """End everything that waits for the engine with ``error``."""
-        for fail in list(self._fails.values()):
+        for fail, _ in list(self._fails.values()):
             fail(error)
+
+    def lose_waiting(self, error: TercetError) -> None:
+        """End everything that has not begun to get what it waits for."""
+        for fail, waits in list(self._fails.values()):
+            if waits():
+                fail(error)
 
     @contextmanager
     def noted(self, fail: Fail) -> Generator[None]:
@@ -34,10 +41,13 @@ class CallsInFlight:
         finally:
             self.forget(key)
 
-    def note(self, fail: Fail) -> object:
-        """Register ``fail``, which :meth:`lose` calls, until the returned value is passed to :meth:`forget`."""
+    def note(self, fail: Fail, waits: Waits = lambda: True) -> object:
+        """Register ``fail``, which :meth:`lose` calls, until the returned value is passed to :meth:`forget`.
+
+        ``waits`` tells whether it has not begun to get what it waits for.
+        """
         key = object()
-        self._fails[key] = fail
+        self._fails[key] = fail, waits
         return key
 
     def forget(self, noted: object) -> None:

@@ -124,6 +124,7 @@ class EngineFleet:
         self.knowledge.loads.report(name, load)
         self.health.heard(name, load.stalled_s)
         self.health.note_stopping(name, load.stopping)
+        self.health.note_paused(name, load.paused)
         member = self._roster.get(name)
         if member is not None and load.adapters is not None:
             member.said_stamp = load.adapters.stamp

@@ -10,7 +10,10 @@ from tercet.fleet.members import Member
 from tercet.fleet.picking import Picking
 from tercet.fleet.roster import Roster
 from tercet.protocol import EngineUnreachable, TercetError
+from tercet.protocol.types import Paused
 from tercet.settings import log_events
+
+PAUSED: dict[Paused, str] = {"new": "new sequences", "all": "all sequences"}
 
 
 class EngineHealth:
@@ -53,11 +56,33 @@ class EngineHealth:
                 log_events.ENGINE_BACK.tell(engine=name, reason="it is no longer stopping")
             self._roster.reopen()
 
+    def note_paused(self, name: str, paused: Paused) -> None:
+        """Record what an engine has paused: then it is not picked.
+
+        What waits for it fails, so that another engine takes it, as soon as there is one that may be picked. With none
+        it waits on: the engine may be resumed.
+        """
+        member = self._roster.get(name)
+        if member is None or not (paused or member.paused):
+            return
+        if member.paused != paused:
+            member.paused = paused
+            if paused:
+                log_events.ENGINE_PAUSED.tell(engine=name, reason=f"it has paused {PAUSED[paused]}")
+            else:
+                log_events.ENGINE_BACK.tell(engine=name, reason="it was resumed")
+            self._roster.reopen()
+        if paused and self.answers:
+            error = EngineUnreachable(f"{name} is paused")
+            error.blames = name
+            (member.calls.lose if paused == "all" else member.calls.lose_waiting)(error)
+
     def restarted(self, name: str) -> None:
         """Drop all knowledge of an engine: it was restarted."""
         log_events.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
         self._knowledge.cleared(name)
         self.note_stopping(name, False)
+        self.note_paused(name, "")
 
     def forget(self, name: str) -> None:
         """Forget an engine that was removed."""

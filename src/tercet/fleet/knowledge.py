@@ -21,6 +21,8 @@ from tercet.protocol.block_hashes import Extras
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten reports, one every 100 ms, are missing."""
+# Fields of a report that no plugin has as a column.
+NO_NUMBERS = frozenset({"adapters", "paused"})
 
 
 class LoadTable:
@@ -36,7 +38,7 @@ class LoadTable:
         self._free: list[int] = []
         self._at = np.empty(0)
         self._keys = np.empty(0, dtype=np.uint64)
-        self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name != "adapters"}
+        self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name not in NO_NUMBERS}
         self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve adapters
         self._counts = {"in_flight": np.empty(0), "in_flight_tokens": np.empty(0)}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.protocol import AdapterReport, Engine, Role
+from tercet.protocol.types import Paused
 
 COUNTS = frozenset({"in_flight", "in_flight_tokens"})
 FOLLOWED = COUNTS | {"role", "reachable", "labels"}
@@ -19,8 +20,8 @@ class Member:
     ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens`` the prompt tokens of
     those that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` are set by its
     operator. ``reachable`` turns false when a call gets no answer or the engine is stuck, and true again when the
-    router's watch finds it well. ``draining`` is set by its operator, ``stopping`` reported by the engine.
-    ``when_idle`` is called each time that its last sequence ends.
+    router's watch finds it well. ``draining`` is set by its operator, ``stopping`` and ``paused`` reported by the
+    engine. ``when_idle`` is called each time that its last sequence ends.
     ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it
     is reported. ``adapters`` are the LoRA adapters that it reports, by name, ``max_adapters`` the number of them that
     one step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes. ``said_stamp`` is the
@@ -42,6 +43,7 @@ class Member:
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     kv_tokens: int = 0
     stopping: bool = False
+    paused: Paused = ""
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     max_adapters: int = 0
     model_dtype: str = ""
@@ -54,6 +56,11 @@ class Member:
         object.__setattr__(self, name, value)
         if name in FOLLOWED and self.on_change is not None:
             self.on_change(self, name)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be picked, if it answers."""
+        return not self.leaving and self.paused == ""
 
     @property
     def leaving(self) -> bool:

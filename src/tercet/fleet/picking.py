@@ -42,7 +42,7 @@ AnyView = TypeVar("AnyView", bound=EngineView)
 class Picking(Generic[ViewT]):
     """State that all views of a fleet use for picks; ``views`` are the engines that may be picked, ``rows`` their rows.
 
-    ``leaving`` are those that may not be picked, since they are drained or stopping.
+    ``leaving`` are those that may not be picked, since they are drained, stopping or paused.
 
     ``without_role`` says what happens to a pick while no engine of its role answers.
 

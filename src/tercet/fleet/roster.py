@@ -67,8 +67,8 @@ class Roster:
     def reopen(self) -> None:
         """Find again which members may be picked: one came, left, or is leaving."""
         # In place: the views of a fleet share this list.
-        self.open[:] = [member for member in self._members.values() if not member.leaving]
-        self._picking.reopen(self.open, [member for member in self._members.values() if member.leaving])
+        self.open[:] = [member for member in self._members.values() if member.is_open]
+        self._picking.reopen(self.open, [member for member in self._members.values() if not member.is_open])
 
     def _follow(self, member: Member) -> None:
         """Update the columns that picks use when the member changes."""

@@ -245,7 +245,7 @@ class Generation:
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream
         self._call.started = self.engine.costs.clock()
-        self._noted = self._calls.note(stream.give_up)
+        self._noted = self._calls.note(stream.give_up, lambda: not self.begun)
         self.engine.generates(self)
 
     def on_output(self, output: Output) -> None:

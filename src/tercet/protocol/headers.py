@@ -9,6 +9,8 @@ TRACE_HEADER = "x-tercet-trace"
 BEHIND_HEADER = "x-tercet-behind"
 INCARNATION_HEADER = "x-tercet-incarnation"
 SESSION_HEADER = "x-session-token"
+# How clients of Dynamo and of vLLM name a session; the first one given counts, after SESSION_HEADER.
+OTHER_SESSION_HEADERS = ("x-dynamo-session-id", "x-session-id")
 REQUEST_ID_HEADER = "x-request-id"
 PREFILLER_HEADER = "x-prefiller-host-port"
 PREFILLED_HEADER = "x-tercet-prefilled"
@@ -39,6 +41,10 @@ HEADERS = (
         SESSION_HEADER,
         "requests to a router",
         "The session, for `session-affinity-scorer`; its parameter `header` names another one.",
+    ),
+    *(
+        Header(name, "requests to a router", f"The same, where there is no `{SESSION_HEADER}`.")
+        for name in OTHER_SESSION_HEADERS
     ),
     Header(
         REQUEST_ID_HEADER,

@@ -22,11 +22,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
     ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, lower
-    case; ``user`` is the field ``user`` of its OpenAI request. ``adapter`` is the name of the LoRA adapter that it asks
-    for, None for the base model; programs can ignore it, since it goes wherever the request does. ``adapter_digest``
-    identifies the contents of that adapter when the request came (:class:`AdapterReport`): an engine with other
-    contents refuses. Empty: any contents. ``mm_features`` are the images and the like that the prompt has placeholder
-    tokens for, in the order of the prompt; programs can ignore them, too.
+    case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the conversation that vLLM takes it for.
+    ``adapter`` is the name of the LoRA adapter that it asks for, None for the base model; programs can ignore it, since
+    it goes wherever the request does. ``adapter_digest`` identifies the contents of that adapter when the request came
+    (:class:`AdapterReport`): an engine with other contents refuses. Empty: any contents. ``mm_features`` are the images
+    and the like that the prompt has placeholder tokens for, in the order of the prompt; programs can ignore them, too.
     """
 
     seq_id: str
@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     headers: Mapping[str, str] = {}
     user: str | None = None
+    session: str | None = None
     adapter: str | None = None
     adapter_digest: str = ""
     mm_features: tuple[MultiModalFeature, ...] = ()
@@ -145,6 +146,10 @@ class TextFingerprint(msgspec.Struct, frozen=True):
     chat_template: str = ""
 
 
+Paused = Literal["", "new", "all"]
+"""Which sequences an engine does not advance: none, those that have not begun, or all, as while its weights change."""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's state: identity, load, and blocks that it holds for others.
 
@@ -153,7 +158,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``fingerprint`` identifies the model's config and weights, ``dtype`` is that of its KV, and ``model_dtype`` that in
     which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its tokenizer
     and chat template. ``max_adapters`` is the number of LoRA adapters that one step may serve, 0 if it serves none;
-    ``adapters`` are those that it has.
+    ``adapters`` are those that it has. ``paused`` as in :class:`EngineLoad`.
     """
 
     engine: str
@@ -179,6 +184,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: NotNegativeNumber = 0.0
     max_adapters: int = 0
     adapters: tuple[AdapterReport, ...] = ()
+    paused: Paused = ""
 
 
 class SequenceReport(msgspec.Struct, frozen=True):
@@ -229,7 +235,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not reported.
     ``stalled_s`` is the number of seconds since the last progress of its slowest process (core, workers, agents). An
     engine that is ``stopping`` ends when it is empty, or soon: its sequences must move elsewhere. ``adapters`` is None
-    for an engine that serves none.
+    for an engine that serves none. ``paused`` says which sequences get no tokens until its operator resumes it.
     """
 
     waiting: Count
@@ -240,3 +246,4 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stalled_s: NotNegativeNumber = 0.0
     stopping: bool = False
     adapters: AdapterLoad | None = None
+    paused: Paused = ""

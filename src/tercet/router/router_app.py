@@ -1,6 +1,6 @@
 """The router's ASGI application: what every request passes, once, before it is served.
 
-Its key, its size, the program that it names, and a place if the fleet has room for it. Then a plain stream takes the
+Its key, its size, the program that it names, and a place if the fleet has room for it. Then a stream takes the
 fast path; Tercet's routes and all others are in vLLM's application.
 """
 

@@ -42,6 +42,9 @@ ENGINE_ROLE = LogEvent("engine_role", WARNING, "{engine} has the role {role}, be
 ENGINE_DRAINED = LogEvent("engine_drained", WARNING, "{engine} is emptied, and not picked: {reason}")
 ENGINE_UNDRAINED = LogEvent("engine_undrained", WARNING, "{engine} may be picked again: {reason}")
 ENGINE_STOPPING = LogEvent("engine_stopping", WARNING, "{engine} is emptied, and not picked: {reason}")
+ENGINE_PAUSED = LogEvent(
+    "engine_paused", WARNING, "{engine} is not picked, and what waits for it goes on elsewhere: {reason}"
+)
 ENGINE_RESTARTED = LogEvent("engine_restarted", WARNING, "what {engine} held is void: {reason}")
 ENGINE_LOST = LogEvent("engine_lost", ERROR, "{engine} is not picked until it is well: {reason}")
 ENGINE_REFUSED = LogEvent("engine_refused", ERROR, "{engine} is not picked: {reason}")

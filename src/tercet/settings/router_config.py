@@ -253,7 +253,7 @@ class RouterSettings(Settings, frozen=True):
     ] = False
     fast_path: Annotated[
         Literal["on", "off"],
-        Setting("`off`: vLLM's own code writes plain streams too, at a higher cost per token.", panel=SERVER),
+        Setting("`off`: vLLM's own code writes streams too, at a higher cost per token.", panel=SERVER),
     ] = "on"
     log_format: LogLines = "text"
     access_log: AccessLog = False

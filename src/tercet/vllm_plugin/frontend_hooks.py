@@ -53,7 +53,7 @@ FRONTEND_HOOKS = (
             Says(SERVING_MODELS, "self.lora_requests: dict[str, LoRARequest]", "self.lora_requests.values()"),
             Says("vllm.entrypoints.serve.engine.serving:BaseServing", "self.models.lora_requests[request.model]"),
             Says("vllm.v1.engine.input_processor:InputProcessor._validate_lora", "if not self.lora_config:"),
-            Has("vllm.v1.engine:EngineCoreRequest", "lora_request"),
+            Has("vllm.v1.engine:EngineCoreRequest", "lora_request", "session_id"),
             Takes("vllm.lora.request:LoRARequest", "lora_name", "lora_int_id", "lora_path"),
         ),
     ),

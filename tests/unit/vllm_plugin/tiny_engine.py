@@ -186,7 +186,9 @@ class TinyEngine:
         self.side = connector.attach(self.scheduler)
         init_none_hash(sha256)
         self.core: Any = SimpleNamespace(
-            scheduler=self.scheduler, request_block_hasher=get_request_block_hasher(BLOCK, sha256)
+            scheduler=self.scheduler,
+            request_block_hasher=get_request_block_hasher(BLOCK, sha256),
+            model_executor=SimpleNamespace(is_sleeping=False),
         )
 
     # ---- the added methods -----------------------------------------------------------------------------------------

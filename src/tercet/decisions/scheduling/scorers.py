@@ -14,7 +14,7 @@ from msgspec import Meta
 from tercet.decisions.scheduling.hashing import preference
 from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
 from tercet.protocol import AdapterLoad, Request
-from tercet.protocol.headers import SESSION_HEADER
+from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 
 UNKNOWN = 0.5
 Header = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")]
@@ -241,10 +241,10 @@ def _affinity(load: AdapterLoad | None, wanted: str | None) -> float:
 class SessionAffinityScorer(Scorer, frozen=True):
     """1 for the engine that the request's session belongs to, 0 for the others; 0 for all without a session.
 
-    ``header`` (lower case) names the session; without it, and with ``by_user``, the OpenAI request's ``user`` does. It
-    belongs to an engine by consistent hashing: no table is kept, routers agree, and only the sessions of an engine
-    that leaves move. An engine that has more than ``max_load`` times its share of this router's sequences is
-    skipped; its sessions go to the next engine of their preference.
+    ``header`` (lower case) names the session; without it the headers of Dynamo's and vLLM's clients do, then the body's
+    ``session_id``, and with ``by_user`` its ``user``. It belongs to an engine by consistent hashing: no table is kept,
+    routers agree, and only the sessions of an engine that leaves move. An engine that has more than ``max_load`` times
+    its share of this router's sequences is skipped; its sessions go to the next engine of their preference.
     """
 
     header: Header = SESSION_HEADER
@@ -267,4 +267,5 @@ def session_of(request: Request | None, header: str, by_user: bool) -> str | Non
     """The name of the request's session, if it has one."""
     if request is None:
         return None
-    return request.headers.get(header) or (request.user if by_user else None)
+    named = (request.headers.get(name) for name in (header, *OTHER_SESSION_HEADERS))
+    return next(filter(None, named), None) or request.session or (request.user if by_user else None)

@@ -16,6 +16,7 @@ from tercet.lab.sim.sequence_work import DecodeRun, DecodingBatch, Work
 from tercet.lab.sim.step_selection import Chunk, StepSelection
 from tercet.lab.sim.step_times import StepModel, pairs_of
 from tercet.protocol import EngineLoad, TercetError
+from tercet.protocol.types import Paused
 
 NEWEST = 0.2
 """Weight of the last step in the step time that is reported."""
@@ -26,7 +27,7 @@ class SimScheduler(StepSelection):
 
     __slots__ = (
         "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_step_time",
-        "_ticks", "_timer", "on_change",
+        "_ticks", "_timer", "on_change", "paused",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +46,7 @@ class SimScheduler(StepSelection):
         self._step_time: float | None = None
         self._computes: Kind | None = None
         self.on_change: Callable[[], None] | None = None
+        self.paused: Paused = ""
 
     # ---- from outside ----------------------------------------------------------------------------------------
 
@@ -86,8 +88,9 @@ class SimScheduler(StepSelection):
             kv_usage=(total - self.free_blocks) / total,
             tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
             step_time=self._step_time,
-            stalled_s=0.0 if self._frozen_since is None else self._time.time() - self._frozen_since,
+            stalled_s=0.0 if self._frozen_since is None or self.paused else self._time.time() - self._frozen_since,
             adapters=self.slots.load(work.prompt.adapter for work in self._waiting),
+            paused=self.paused,
         )
 
     def submit(self, work: Work) -> None:
@@ -97,6 +100,10 @@ class SimScheduler(StepSelection):
             self._boundary(self._time.time())
         else:
             self._cut()
+        self.tell()
+
+    def tell(self) -> None:
+        """Have the load reported."""
         if self.on_change is not None:
             self.on_change()
 
@@ -148,7 +155,7 @@ class SimScheduler(StepSelection):
             self._timer.cancel()
             self._timer = None
             self._count_until_now()
-        self._frozen_since = None
+        self._frozen_since, self.paused = None, ""
         self._time.end()
         self._computes = None
         works = [*self._waiting, *self._prefilling, *self._decoding.works()]
@@ -178,18 +185,21 @@ class SimScheduler(StepSelection):
         """Whether :meth:`freeze` was called."""
         return self._frozen_since is not None
 
-    def freeze(self) -> None:
+    def freeze(self, paused: Paused = "") -> None:
         """Stop as a process does after SIGSTOP: the running step, and all calls, continue later."""
+        self.paused = paused
         if self._frozen_since is None:
             now = self._frozen_since = self._time.time()
             if self._timer is None:
                 self._ends, self._step_began = now, self._time.on_loop(now)
                 self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for its end
             self._timer.cancel()
+        self.tell()
 
     def thaw(self) -> None:
         """Continue where :meth:`freeze` stopped it."""
-        since, self._frozen_since = self._frozen_since, None
+        since, self._frozen_since, self.paused = self._frozen_since, None, ""
+        self.tell()
         if since is not None:
             passed = self._time.time() - since
             if self._run is not None:

@@ -53,6 +53,7 @@ from tercet.protocol import (
     resolve_range,
 )
 from tercet.protocol.ranges import resolve_end
+from tercet.protocol.types import Paused
 
 T = TypeVar("T")
 
@@ -354,10 +355,10 @@ class SimEngine:
             self._start()
             self._down = False
 
-    def freeze(self) -> None:
-        """Stop the core's process as by SIGSTOP: no step ends and no call is answered; the server continues."""
+    def freeze(self, paused: Paused = "") -> None:
+        """Stop the core as by SIGSTOP (``paused``: as by vLLM's ``/pause``): no step ends, no call is answered."""
         self._catch_up()
-        self._scheduler.freeze()
+        self._scheduler.freeze(paused)
 
     def _catch_up(self) -> None:
         """Deliver what was produced by now."""

@@ -89,6 +89,7 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
         "refused": member.refused,
         "draining": member.draining,
         "stopping": member.stopping,
+        "paused": member.paused,
         "in_flight": everywhere.in_flight,
         "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels),

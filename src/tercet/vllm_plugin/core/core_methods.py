@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VLLMRequest
@@ -29,6 +30,7 @@ from tercet.protocol import (
     TercetError,
     from_wire,
 )
+from tercet.protocol.types import Paused
 from tercet.transport import Push
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core.cache_groups import GroupTables
@@ -164,7 +166,16 @@ def status(core: EngineCore) -> dict[str, Any]:
         "kv_cache_usage": pool.get_usage(),
         "leases": len(side.reservations),
         "sends": len(side.sends),
+        "paused": _paused(core),
     }
+
+
+def _paused(core: EngineCore) -> Paused:
+    """Which sequences wait until the engine is resumed: vLLM's pauses and its sleep, for which it pauses, too."""
+    if core.model_executor.is_sleeping:
+        return "all"
+    state = core.scheduler.pause_state
+    return "all" if state == PauseState.PAUSED_ALL else "" if state == PauseState.UNPAUSED else "new"
 
 
 def sequences(core: EngineCore) -> list[RequestInCore]:

@@ -25,7 +25,7 @@ class LoadMeter:
     Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
     the instance for each step. vLLM keeps none with ``--disable-log-stats``; then the last answer to ``probe`` is
     reported. ``stopping`` tells whether the engine stops. ``adapters`` in use are reported unless vLLM keeps no
-    statistics.
+    statistics. ``probe`` tells what the engine has paused.
     """
 
     def __init__(self, client: AsyncLLM, probe: LivenessProbe, adapters: Adapters) -> None:
@@ -77,6 +77,7 @@ class LoadMeter:
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,
             adapters=self._adapters.load_of(processor),
+            paused=core.get("paused", ""),
         )
 
     def _step(self, stats: SchedulerStats, now: float) -> None:

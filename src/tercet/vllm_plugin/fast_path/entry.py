@@ -1,8 +1,7 @@
 """The streaming fast path: from the socket to vLLM's serving objects and back, around the layers between.
 
-A plain stream is one whose chunks differ only in their text. What those layers answer themselves (errors above all) is
-left to them: a request that is not a plain stream, or that vLLM's serving objects refuse, goes to the layers as if
-nothing had happened.
+What those layers answer themselves (errors above all) is left to them: a request that this path does not know, or that
+vLLM's serving objects refuse, goes to the layers as if nothing had happened.
 
 Relies on ``create_completion`` of ``OpenAIServingCompletion`` and ``create_chat_completion`` of ``OpenAIServingChat``
 rendering and validating a request before they return its stream, which they make by ``completion_stream_generator`` and
@@ -22,54 +21,59 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.types import Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
-from tercet.vllm_plugin.fast_path.plain_stream import PlainStream, StreamPlan, StreamTools
+from tercet.vllm_plugin.fast_path.header_layers import HeaderLayers
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces, text_offsets_follow_tokens
+from tercet.vllm_plugin.fast_path.request_stream import RequestStream
 from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.sse_chunks import CHAT, COMPLETION, ChunkWriter
 from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
+from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools, chat_plan, completion_plan
 from tercet.vllm_plugin.fast_path.token_texts import texts_of
 from tercet.wire.serving.client_connection import ClientConnection
 from tercet.wire.serving.request_context import RequestContext, current
 
 __all__ = ["FastPath", "fast_path", "render_short_prompts_here"]
 logger = logging.getLogger(__name__)
-START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
-}
+EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 @dataclass(frozen=True)
 class FastRoute:
-    """One route: the ``model`` of its bodies, a check for plain ones, and a function that prepares their stream."""
+    """One route: the ``model`` of its bodies, whether it takes one, and a function that prepares the stream of one."""
 
     model: Any
-    is_plain: Callable[[Any], bool]
+    takes: Callable[[Any], bool]
     prepare: Callable[[Any, Request], Awaitable[Any]]
 
 
 class FastPath:
-    """Serves plain streams of ``routes``, by path."""
+    """Serves streams of ``routes``, by path; ``layers`` add headers to answers."""
 
-    def __init__(self, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics) -> None:
+    def __init__(
+        self, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics, layers: HeaderLayers
+    ) -> None:
         self._routes = routes
         self._tools = tools
         self._metrics = metrics
+        self._layers = layers
+        tokenizer = tools.processor.tokenizer
+        self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
     async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
-        """Serve the request, which is the current one, if it is a plain stream; returns whether it was one."""
+        """Serve the request, which is the current one, if this path knows it; returns whether it did."""
         route, connection = self._routes.get(context.path), context.connection
-        if route is None or connection is None or not is_plain_call(scope, context):
+        if route is None or connection is None or not is_fast_call(scope, context):
             return False
         plan = await _planned(route, context, scope)
         if plan is None or context.add_request is None:
             return False
         context.fields = None  # it may be large, and is not needed any more
-        context.stream = PlainStream(connection, self._tools, plan)
-        await _answer(context.stream, context.add_request, connection, send)
+        context.stream = RequestStream(connection, self._tools, plan, context.portions, self._pieces)
+        answer = self._layers.around(partial(_answer, context.stream, context.add_request, connection))
+        await answer(scope, _nothing, send)
         self._metrics.observe(scope, context.path, time.monotonic() - context.began)
         return True
 
@@ -77,7 +81,7 @@ class FastPath:
 async def _planned(route: FastRoute, context: RequestContext, scope: Scope) -> StreamPlan | None:
     try:
         request = route.model.model_validate(context.fields)
-        plan = await route.prepare(request, Request(scope)) if route.is_plain(request) else None
+        plan = await route.prepare(request, Request(scope)) if route.takes(request) else None
     except Exception as error:  # in any case, vLLM's own path answers it
         logger.debug("left to vLLM's own path: %s: %s", type(error).__name__, error)
         return None
@@ -85,73 +89,70 @@ async def _planned(route: FastRoute, context: RequestContext, scope: Scope) -> S
 
 
 async def _answer(
-    stream: PlainStream, add_request: Callable[[], Awaitable[Any]], connection: ClientConnection, send: Send
+    stream: RequestStream,
+    add_request: Callable[[], Awaitable[Any]],
+    connection: ClientConnection,
+    _scope: Scope,
+    _receive: Receive,
+    send: Send,
 ) -> None:
+    """ASGI, after the first three."""
     with connection.until_lost():
-        await send(START)
+        await send({"type": "http.response.start", "status": 200, "headers": [EVENT_STREAM]})
         end = await stream.run(add_request)
         connection.flush()
         await send({"type": "http.response.body", "body": end})
 
 
-# ---- which requests are plain streams ------------------------------------------------------------------------
+async def _nothing() -> Message:
+    """ASGI's ``receive`` of a request whose body was read."""
+    return {"type": "http.disconnect"}
+
+
+# ---- which requests it takes ---------------------------------------------------------------------------------
 
 
 def may_be_fast(args: argparse.Namespace) -> bool:
     """Whether any request may take the fast path under vLLM's options ``args``.
 
-    The user's middleware may read answers; the other options change what vLLM's own path sends or counts.
+    The user's middleware may read answers; the other options change what vLLM's own path logs or counts.
     """
     return not (
         args.middleware
-        or args.sse_keep_alive_interval > 0
         or args.enable_log_outputs
-        or args.enable_request_id_headers
         or args.enable_server_load_tracking
-        or args.enable_force_include_usage
         or args.enable_per_request_metrics
     )
 
 
-def is_plain_call(scope: Scope, context: RequestContext) -> bool:
+def is_fast_call(scope: Scope, context: RequestContext) -> bool:
     """Whether a request asks for a stream, and has no headers that other layers handle."""
     headers = context.headers
     return (
         context.asked.stream is True
         and scope["http_version"] == "1.1"
         and headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-        and "origin" not in headers
         and TRACE_HEADER not in headers
     )
 
 
-def is_plain_completion(request: Any) -> bool:
-    """Whether chunks of this completion differ only in their text."""
+def is_fast_completion(request: Any) -> bool:
+    """Whether this completion's chunks are written here."""
     return (
         _is_one_prompt(request.prompt)
-        and _is_plain(request)
-        and request.logprobs is None
-        and not request.use_beam_search
+        and _is_fast(request)
         and request.prompt_embeds is None
+        and (request.logprobs is None or text_offsets_follow_tokens())
     )
 
 
-def is_plain_chat(request: Any) -> bool:
-    """Whether chunks of this chat answer, which has no parser, differ only in their text."""
-    return _is_plain(request) and not (
-        request.logprobs or request.tools or request.use_beam_search or request.return_prompt_text
-    )
+def is_fast_chat(request: Any) -> bool:
+    """Whether the chunks of this chat answer are written here."""
+    return _is_fast(request)
 
 
-def _is_plain(request: Any) -> bool:
-    options = request.stream_options
-    return bool(request.stream) and not (
-        (request.n or 1) > 1
-        or request.echo
-        or request.prompt_logprobs is not None
-        or request.return_token_ids
-        or (options is not None and options.continuous_usage_stats)
-    )
+def _is_fast(request: Any) -> bool:
+    return bool(request.stream) and not (request.echo or request.prompt_logprobs is not None or request.use_beam_search)
 
 
 def _is_one_prompt(prompt: Any) -> bool:
@@ -184,29 +185,27 @@ def completion_route(serving: Any, engine_client: Any) -> FastRoute:
     def plan(
         request: Any, _inputs: Any, _results: Any, request_id: str, created: int, model: str, **_: Any
     ) -> StreamPlan:
-        return StreamPlan(serving, ChunkWriter(COMPLETION, request_id, created, model), None, _counts(request))
+        return completion_plan(serving, request, ChunkWriter(COMPLETION, request_id, created, model))
 
     preparing = copy.copy(serving)
     preparing.engine_client, preparing.completion_stream_generator = PreparingClient(engine_client), plan
-    return FastRoute(CompletionRequest, is_plain_completion, preparing.create_completion)
+    return FastRoute(CompletionRequest, is_fast_completion, preparing.create_completion)
 
 
 def chat_route(serving: Any, engine_client: Any) -> FastRoute:
     """Chat answers, in the same way."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    def plan(request: Any, _results: Any, request_id: str, model: str, *_: Any, **__: Any) -> StreamPlan:
+    def plan(
+        request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
+        chat_template_kwargs: Any = None, mm_token_counts: Any = None,
+    ) -> StreamPlan:  # fmt: skip
         chunks = ChunkWriter(CHAT, request_id, int(time.time()), model)
-        return StreamPlan(serving, chunks, serving.get_chat_request_role(request), _counts(request))
+        return chat_plan(serving, request, chunks, tokenizer, chat_template_kwargs, mm_token_counts)
 
     preparing = copy.copy(serving)
     preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), plan
-    return FastRoute(ChatCompletionRequest, is_plain_chat, preparing.create_chat_completion)
-
-
-def _counts(request: Any) -> bool:
-    options = request.stream_options
-    return options is not None and bool(options.include_usage)
+    return FastRoute(ChatCompletionRequest, is_fast_chat, preparing.create_chat_completion)
 
 
 def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any) -> FastPath | None:
@@ -215,14 +214,19 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
         return None
     metrics = HttpMetrics(app)
     if not metrics.found:
-        logger.warning("vLLM's HTTP metrics were not found: plain streams use its own path, which costs more")
+        logger.warning("vLLM's HTTP metrics were not found: streams use its own path, which costs more")
         return None
     routes: dict[str, FastRoute] = {}
     completion, chat = state.openai_serving_completion, state.openai_serving_chat
     if completion is not None:
         routes["/v1/completions"] = completion_route(completion, engine_client)
-    if chat is not None and chat.parser_cls is None:
+    if chat is not None:
         routes["/v1/chat/completions"] = chat_route(chat, engine_client)
     processor = engine_client.output_processor
-    tools = StreamTools(processor, StreamStats(engine_client.logger_manager), texts_of(processor.tokenizer))
-    return FastPath(routes, tools, metrics)
+    tools = StreamTools(
+        processor,
+        StreamStats(engine_client.logger_manager),
+        texts_of(processor.tokenizer),
+        float(args.sse_keep_alive_interval),
+    )
+    return FastPath(routes, tools, metrics, HeaderLayers(app))

@@ -11,13 +11,15 @@ DETOKENIZER = "vllm.v1.engine.detokenizer"
 STATS = "vllm.v1.metrics.stats"
 RENDERER = "vllm.renderers.base:BaseRenderer"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
+PARSERS = "vllm.parser.abstract_parser"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 
 FAST_PATH_HOOKS = (
     Hook(
-        name="plain streams",
-        what="Copies of vLLM's serving objects prepare a plain stream, up to where they would generate and write it",
-        why="Its chunks differ only in their text, and need none of the objects, queues and tasks between",
+        name="prepared streams",
+        what="Copies of vLLM's serving objects prepare a stream, up to where they would generate and write it",
+        why="Its chunks need none of the objects, queues and tasks between",
         until="vLLM has a call that renders and checks a request without serving it, and its own chunks cost as little",
         replaces=(
             "OpenAIServingCompletion.engine_client",
@@ -47,13 +49,19 @@ FAST_PATH_HOOKS = (
             Takes(f"{CHATS}.get_chat_request_role", "request"),
             Has(COMPLETIONS, "create_streaming_error_response", "_raise_if_error"),
             Has(COMPLETIONS, "_convert_generation_error_to_streaming_response"),
+            Takes(f"{CHATS}.chat_completion_stream_generator", "tokenizer", "chat_template_kwargs", "mm_token_counts"),
+            Takes(
+                "vllm.entrypoints.serve.utils.api_utils:should_include_usage",
+                "stream_options",
+                "enable_force_include_usage",
+            ),
             Says(COMPLETIONS, "self.enable_prompt_tokens_details", "self.system_fingerprint"),
             Says(CHATS, "self.enable_prompt_tokens_details", "self.system_fingerprint"),
         ),
     ),
     Hook(
         name="chunks of streams",
-        what="Chunks of plain streams are written with the fields that vLLM's stream generators set",
+        what="Chunks are written with the fields that vLLM's stream generators set",
         why="Making an object of each chunk costs more than all other work for a token",
         until="vLLM's own chunks cost as little",
         relies_on=(
@@ -68,8 +76,93 @@ FAST_PATH_HOOKS = (
                 "finish_reason=finish_reason_",
                 "stop_reason=output.stop_reason",
                 "chunk.model_dump_json(exclude_unset=True)",
+                "self._include_reasoning_tokens_details",
                 "exclude_unset=True, exclude_none=True",
             ),
+            Has(f"{CHAT_PROTOCOL}:ChatCompletionStreamResponse", "model_fields"),
+            Says(
+                f"{CHAT_PROTOCOL}:ChatCompletionStreamResponse",
+                "usage:",
+                "system_fingerprint:",
+                "prompt_token_ids:",
+                "prompt_text:",
+            ),
+            Says(
+                "vllm.entrypoints.serve.engine.protocol:UsageInfo",
+                "prompt_tokens:",
+                "total_tokens:",
+                "completion_tokens:",
+                "prompt_tokens_details:",
+                "completion_tokens_details:",
+            ),
+        ),
+    ),
+    Hook(
+        name="parsers",
+        what="vLLM's parser of tools and reasoning reads each output here, and its delta is written",
+        why="An agent's stream shall cost little more than a plain one",
+        until="vLLM's own chunks cost as little",
+        relies_on=(
+            Takes(f"{CHATS}._make_parser", "request", "tokenizer", "chat_template_kwargs"),
+            Says(
+                CHATS,
+                "delta_message = parser.parse_delta(",
+                "tools_streamed[i] = True",
+                "not request.include_reasoning and parser is not None",
+                "delta_message = DeltaMessage()",
+                'finish_reason_ = "tool_calls"',
+                "maybe_filter_parallel_tool_calls(choice_data, request)",
+            ),
+            Takes(f"{PARSERS}:Parser.parse_delta", "delta_text", "delta_token_ids", "request", "prompt_token_ids"),
+            Takes(f"{PARSERS}:Parser.parse_delta", "finished"),
+            Takes(f"{PARSERS}:Parser.count_reasoning_tokens", "token_ids"),
+            Says(
+                "vllm.entrypoints.serve.utils.tool_calls_utils:maybe_filter_parallel_tool_calls",
+                "parallel_tool_calls is not False",
+                "tool_call.index == 0",
+            ),
+            Says(
+                "vllm.entrypoints.generate.base.protocol:DeltaMessage",
+                "content:",
+                "reasoning:",
+                "tool_calls:",
+                'data.pop("tool_calls", None)',
+            ),
+            Has(f"{CHAT_PROTOCOL}:ChatCompletionNamedToolChoiceParam", "model_fields"),
+        ),
+    ),
+    Hook(
+        name="log probabilities",
+        what="Log probabilities are written from the engine's numbers; vLLM's record gets the tokens only",
+        why="Arrays, dicts and objects for each token cost more than all else in such a stream",
+        until="vLLM's own chunks cost as little",
+        relies_on=(
+            Takes(f"{CHATS}._create_chat_logprobs", "token_ids", "top_logprobs", "num_output_top_logprobs"),
+            Takes(f"{CHATS}._create_chat_logprobs", "logprob_token_ids", "return_as_token_id"),
+            Takes(f"{COMPLETIONS}._create_completion_logprobs", "token_ids", "top_logprobs"),
+            Takes(f"{COMPLETIONS}._create_completion_logprobs", "num_output_top_logprobs", "initial_text_offset"),
+            Says(f"{CHATS}._create_chat_logprobs", "max(step_token.logprob, -9999.0)", 'errors="replace"'),
+            Says(
+                "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+                "convert_ids_list_to_tokens(",
+                "self._get_sampled_context_ids(self.logprobs)",
+                "self._verify_tokens(",
+                "append_logprobs_for_next_position(",
+            ),
+            Says("vllm.v1.engine.logprobs:LogprobsProcessor._get_sampled_context_ids", "next(iter(entry))"),
+            Says("vllm.logprobs:append_logprobs_for_next_position", "range(1, num_logprobs + 1)"),
+            Takes("vllm.tokenizers.detokenizer_utils:convert_ids_list_to_tokens", "tokenizer", "token_ids"),
+        ),
+    ),
+    Hook(
+        name="headers of streams",
+        what="Answers pass copies of vLLM's layers that add headers, and have its comments while they are silent",
+        why="Browsers and proxies need them, and they change nothing else",
+        until="the layers can be applied to one answer",
+        relies_on=(
+            Takes("vllm.entrypoints.serve.middleware.x_request_id:XRequestIdMiddleware"),
+            Takes("starlette.middleware.cors:CORSMiddleware"),
+            Has("vllm.entrypoints.serve.utils.sse_keep_alive:SSE_KEEP_ALIVE_COMMENT", "encode"),
         ),
     ),
     Hook(
@@ -82,7 +175,10 @@ FAST_PATH_HOOKS = (
             Takes(f"{OUTPUTS}:OutputProcessor.abort_requests", "request_ids", "internal"),
             Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states"),
             Says(f"{OUTPUTS}:RequestState.__init__", "self.prompt_token_ids", "self.detokenizer", "self.queue"),
+            Says(f"{OUTPUTS}:RequestState.__init__", "self.request_index", "self.logprobs_processor"),
             Says(f"{OUTPUTS}:RequestState.__init__", "self.stats", "self.stream_interval"),
+            Says(f"{OUTPUTS}:RequestState.__init__", "self.parent_req"),
+            Says(f"{ASYNC_LLM}.add_request", "ParentRequest(", "queue", "self.engine_core.add_request_async("),
             Has(f"{OUTPUTS}:RequestOutputCollector", "put", "get_nowait", "close"),
         ),
     ),

@@ -1,75 +1,143 @@
-"""The chunks of a plain stream, byte-identical to those of vLLM's stream generators, without creating objects.
+"""The chunks of a stream, byte-identical to those of vLLM's stream generators, without creating objects.
 
 Relies on the fields of ``CompletionStreamResponse`` and ``ChatCompletionStreamResponse`` that the generators set, since
-a chunk has just those, and on their order.
+a chunk has just those, and on their order; so on those of ``DeltaMessage`` and ``UsageInfo``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
+NULL = b"null"
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """Format of one route's chunks: ``opening`` is the part before the text of a choice, the rest follows it."""
+    """Format of one route's chunks.
+
+    ``opening`` comes before what a choice says, ``closing`` after it; ``last_closing`` ends a choice. ``said``
+    surrounds a text that is not the answer of a parser.
+    """
 
     object: bytes
     opening: bytes
+    said: tuple[bytes, bytes]
     closing: bytes
     last_closing: bytes
 
 
 COMPLETION = ChunkFormat(
-    b"text_completion",
-    b'{"index":0,"text":',
-    b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n',
-    b',"logprobs":null,"finish_reason":%b,"stop_reason":%b,"prompt_token_ids":null,"token_ids":null}]',
+    object=b"text_completion",
+    opening=b'{"index":%d,"text":',
+    said=(b"", b""),
+    closing=b',"logprobs":%(logprobs)b,"finish_reason":null,"stop_reason":null,"prompt_token_ids":%(prompt)b,'
+    b'"token_ids":%(ids)b}]',
+    last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,'
+    b'"prompt_token_ids":%(prompt)b,"token_ids":%(ids)b}]',
 )
 CHAT = ChunkFormat(
-    b"chat.completion.chunk",
-    b'{"index":0,"delta":{"content":',
-    b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n',
-    b'},"logprobs":null,"finish_reason":%b,"stop_reason":%b,"token_ids":null}]',
+    object=b"chat.completion.chunk",
+    opening=b'{"index":%d,"delta":',
+    said=(b'{"content":', b"}"),
+    closing=b',"logprobs":%(logprobs)b,"finish_reason":null,"token_ids":%(ids)b}]',
+    last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,"token_ids":%(ids)b}]',
 )
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a chunk has next to its text, each as JSON; ``usage`` is empty where the chunk does not count tokens."""
+
+    logprobs: bytes = NULL
+    token_ids: bytes = NULL
+    prompt_token_ids: bytes = NULL
+    usage: bytes = b""
+
+
+NO_EXTRAS = Extras()
 
 
 class ChunkWriter:
-    """Makes the chunks of one stream of one choice; each is a whole event."""
+    """Makes the chunks of one stream that belong to all of its choices; each is a whole event."""
 
     def __init__(self, form: ChunkFormat, request_id: str, created: int, model: str) -> None:
-        self._head = b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
-            _encode(request_id), form.object, created, _encode(model)
+        self.form = form
+        self.head = b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
+            encode(request_id), form.object, created, encode(model)
         )  # fmt: skip
-        self._before = self._head + form.opening
-        self._after = form.closing
-        self._around = len(self._before) + len(self._after)
-        self._last_closing = form.last_closing
+
+    def choice(self, index: int) -> ChoiceChunks:
+        """The chunks of one choice."""
+        return ChoiceChunks(self.form, self.head, index)
+
+    def role(
+        self,
+        role: str,
+        index: int = 0,
+        prompt: Sequence[int] | None = None,
+        text: str | None = None,
+        usage: bytes = b"",
+    ) -> bytes:
+        """The chunk before a chat answer's text; ``prompt`` and ``text`` are the prompt's, where they are asked for."""
+        choice = b'{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}]%b' % (
+            index, encode(role), usage
+        )  # fmt: skip
+        return b'%b%b,"prompt_token_ids":%b,"prompt_text":%b}\n\n' % (self.head, choice, encode(prompt), encode(text))
+
+    def usage(self, counts: Mapping[str, Any], fingerprint: str | None) -> bytes:
+        """The chunk that counts all tokens, without what is not known."""
+        known = {name: count for name, count in counts.items() if count is not None}
+        return b'%b],"usage":%b%b' % (self.head, encode(known), _end(fingerprint))
+
+
+class ChoiceChunks:
+    """Makes the chunks of one choice; each is a whole event."""
+
+    def __init__(self, form: ChunkFormat, head: bytes, index: int) -> None:
+        self._form = form
+        self._before = head + form.opening % index
+        self._text_before = self._before + form.said[0]
+        nothing = {b"logprobs": NULL, b"ids": NULL, b"prompt": NULL}
+        self._text_after = form.said[1] + form.closing % nothing + b"}\n\n"
+        self._around = len(self._text_before) + len(self._text_after)
 
     def text(self, text: str) -> bytes:
-        """More text, framed for HTTP/1.1's chunked encoding."""
-        encoded = _encode(text)
-        return b"%x\r\n%b%b%b\r\n" % (self._around + len(encoded), self._before, encoded, self._after)
+        """More text and nothing else, framed for HTTP/1.1's chunked encoding."""
+        encoded = encode(text)
+        return b"%x\r\n%b%b%b\r\n" % (self._around + len(encoded), self._text_before, encoded, self._text_after)
 
-    def role(self, role: str) -> bytes:
-        """The chunk before a chat answer's text, framed."""
-        choice = b'{"index":0,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}]' % _encode(role)
-        return framed(b'%b%b,"prompt_token_ids":null,"prompt_text":null}\n\n' % (self._head, choice))
+    def said(self, text: str) -> bytes:
+        """A text as what the choice says."""
+        before, after = self._form.said
+        return before + encode(text) + after
 
-    def last(self, text: str, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None) -> bytes:
+    def more(self, said: bytes, extras: Extras) -> bytes:
+        """A chunk that does not end the choice."""
+        return b"%b%b%b%b}\n\n" % (self._before, said, self._form.closing % _values(extras), extras.usage)
+
+    def last(
+        self, said: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None,
+        extras: Extras = NO_EXTRAS,
+    ) -> bytes:  # fmt: skip
         """The chunk that ends the choice; ``fingerprint`` is the system's, where no usage follows."""
-        closing = self._last_closing % (_encode(finish_reason), _encode(stop_reason))
-        return self._before + _encode(text) + closing + _fingerprint(fingerprint)
+        values = {**_values(extras), b"reason": encode(finish_reason), b"stop": encode(stop_reason)}
+        return self._before + said + self._form.last_closing % values + extras.usage + _end(fingerprint)
 
-    def usage(self, prompt: int, completion: int, details: dict[str, int] | None, fingerprint: str | None) -> bytes:
-        """The chunk that counts tokens; ``details`` are those of the prompt."""
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
-        more = {"prompt_tokens_details": details} if details is not None else {}
-        return b'%b],"usage":%b%b' % (self._head, _encode({**usage, **more}), _fingerprint(fingerprint))
+
+def usage_of(prompt: int, completion: int, reasoning: int | None, *, is_chat: bool) -> bytes:
+    """The field in which a chunk counts the tokens so far; ``reasoning`` tokens are told where a parser knows them."""
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
+    }  # fmt: skip
+    if is_chat:
+        counts["completion_tokens_details"] = None if reasoning is None else {"reasoning_tokens": reasoning}
+    return b',"usage":' + encode(counts)
 
 
 def framed(event: bytes) -> bytes:
@@ -77,5 +145,9 @@ def framed(event: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
-def _fingerprint(fingerprint: str | None) -> bytes:
-    return b"}\n\n" if fingerprint is None else b',"system_fingerprint":%b}\n\n' % _encode(fingerprint)
+def _values(extras: Extras) -> dict[bytes, bytes]:
+    return {b"logprobs": extras.logprobs, b"ids": extras.token_ids, b"prompt": extras.prompt_token_ids}
+
+
+def _end(fingerprint: str | None) -> bytes:
+    return b"}\n\n" if fingerprint is None else b',"system_fingerprint":%b}\n\n' % encode(fingerprint)

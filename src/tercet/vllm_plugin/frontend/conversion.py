@@ -65,6 +65,7 @@ def to_request(
         cache_salt=request.cache_salt,
         headers=headers,
         user=user,
+        session=request.session_id,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
         mm_features=features,
     )

@@ -43,7 +43,7 @@ BACKLOG = 2048
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """vLLM's application: ``layers`` answer; plain streams may take the ``fast`` path instead, if any.
+    """vLLM's application: ``layers`` answer; streams may take the ``fast`` path instead, if any.
 
     Outer layers replace ``app.middleware_stack``.
     """
@@ -70,7 +70,7 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
 
 
 def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
-    """The same server, whose plain streams take the fast path, if vLLM's options allow it.
+    """The same server, whose streams take the fast path, if vLLM's options allow it.
 
     Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` if this vLLM is not as the fast path needs it.
     """

@@ -206,7 +206,7 @@ class ProgramClient(EngineCoreClient):
         return EngineCoreOutputs(outputs=outputs)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start the request's program, or hand it to the plain stream that the request is."""
+        """Start the request's program, or hand it to the stream on the fast path that the request is."""
         context = current()
         try:
             _require_few(context)
@@ -231,10 +231,8 @@ class ProgramClient(EngineCoreClient):
     def _ended(self, request_id: str, context: RequestContext, task: asyncio.Task[None]) -> None:
         self._running.pop(request_id, None)
         context.running.pop(request_id, None)
-        state = self._processor.request_states.get(request_id) if task.cancelled() else None
-        if state is not None:  # vLLM was cancelled while it added the request, and does not abort it
-            parent = state.parent_req
-            self._processor.abort_requests((parent.request_id if parent else request_id,), internal=True)
+        if task.cancelled():  # if vLLM was cancelled while it added the request, it does not abort it
+            self._forget(request_id)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Cancel programs; each gives back what it took, wherever it is."""
@@ -291,7 +289,14 @@ class ProgramClient(EngineCoreClient):
         queue = self._queue_of(request_id)
         if queue is not None:
             queue.put(error)
-            self._processor.abort_requests((request_id,), internal=True)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Have vLLM abort the whole request of a sequence, if it still knows it."""
+        state = self._processor.request_states.get(request_id)
+        if state is not None:
+            parent = state.parent_req
+            self._processor.abort_requests((parent.request_id if parent else request_id,), internal=True)
 
     def _queue_of(self, request_id: str) -> RequestOutputCollector | None:
         state = self._processor.request_states.get(request_id)

@@ -7,7 +7,7 @@ on the wire, except the call, which has the fields of the body of ``POST /tercet
     StreamHello   = [protocol, key, engine, incarnation]
     OutputBatch   = [[delta, ...], load or nil, [proposal, ...]]
                     load = [waiting, running, kv_usage, tokens or nil, step_time or nil, stalled_s, stopping,
-                            [[running adapter, ...], [waiting adapter, ...], max, stamp] or nil]
+                            [[running adapter, ...], [waiting adapter, ...], max, stamp] or nil, paused]
                     proposal = [seq_id, destination, reason]
     TokenDelta    = [number, position, [token, ...], details or nil]
     StreamCommand = [[number, ...], [call, ...], [name, ...]]

@@ -202,6 +202,19 @@ def test_without_a_session_nobody_is_preferred() -> None:
     assert sum(bench.scores(SessionAffinityScorer(header="x-user"), request_of(1, x_user="u"))) == 1
 
 
+def test_sessions_of_other_clients() -> None:
+    bench = Bench(*map(View, "abcdefgh"))
+    expected = bench.scores(SessionAffinityScorer(), request_of(1, x_session_token="s7"))
+    assert sum(expected) == 1
+    in_body = msgspec.structs.replace(request_of(1), session="s7")
+    for request in (request_of(1, x_dynamo_session_id="s7"), request_of(1, x_session_id="s7"), in_body):
+        assert bench.scores(SessionAffinityScorer(by_user=False), request) == expected
+    named = msgspec.structs.replace(
+        request_of(1, x_dynamo_session_id="s7", x_session_id="other"), session="x", user="y"
+    )
+    assert bench.scores(SessionAffinityScorer(), named) == expected
+
+
 def test_the_openai_user_is_a_session_where_no_header_is() -> None:
     bench = Bench(View("a"), View("b"), View("c"))
     plain = request_of(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -18,7 +20,7 @@ from tercet.cluster.model import resolve_model
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
-from tercet.protocol import BadRequest, Output, OutputStream, Request
+from tercet.protocol import BadRequest, Output, OutputStream, Request, TokenLogprob
 from tercet.router import admin
 from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
@@ -30,12 +32,35 @@ from tests.unit.router.conftest import shared_over
 
 CREATED = re.compile(r'"created":\d+')
 Step = list[int] | str
+PARSERS_TOKENS = (
+    "<think>", "</think>", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]",
+    "<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581sep\uff5c>",
+    "<ifm|think>", "</ifm|think>", "<mm:think>", "</mm:think>", "<assistant>", "</assistant>", "<response>",
+    "</response>", "<0x0A>",
+)  # fmt: skip
+
+
+def logprobs_of(token_ids: Sequence[int], top: int | None) -> tuple[tuple[TokenLogprob, ...], ...] | None:
+    """Numbers that depend on the token: it is among the ``top`` ones, or far below."""
+    if top is None:
+        return None
+    found: list[tuple[TokenLogprob, ...]] = []
+    for token in token_ids:
+        own = 1 + token % 7 if token % 7 < top else 100 + token
+        others = [rank for rank in range(1, top + 1) if rank != own]
+        position = [TokenLogprob(token, -0.37 * own / (1 + token % 11), own)]
+        position += [TokenLogprob((token * 31 + rank * 17) % 49000, -0.37 * rank, rank) for rank in others]
+        found.append(tuple(position))
+    return tuple(found)
 
 
 class ScriptedEngine(FakeEngine):
     """Says what is in ``scripts`` under the request's id: lists of tokens, then a finish reason, or ``error``.
 
-    After the first, each output waits until the client has let it go.
+    After the first, each output waits until the client has let it go, or, of requests in ``free``, until ``all_taken``
+    tells that vLLM's serving layer has what came before.
     """
 
     def __init__(self) -> None:
@@ -44,10 +69,13 @@ class ScriptedEngine(FakeEngine):
         self.gates: dict[str, asyncio.Semaphore] = {}
         self.ended: dict[str, threading.Event] = {}
         self.said: dict[str, int] = {}
+        self.free: set[str] = set()
+        self.all_taken: Callable[[], bool] = lambda: True
 
-    def expect(self, name: str, script: Sequence[Step]) -> None:
+    def expect(self, name: str, script: Sequence[Step], *, free: bool = False) -> None:
         """A request of this name is about to come."""
         self.scripts[name], self.gates[name] = script, asyncio.Semaphore(0)
+        (self.free.add if free else self.free.discard)(name)
 
     def gate(self, name: str) -> asyncio.Semaphore:
         return self.gates[name]
@@ -63,12 +91,22 @@ class ScriptedEngine(FakeEngine):
             for index, step in enumerate(steps):
                 is_last = index == len(steps) - 1 and last != "error"
                 self.said[name] = index + 1
-                yield Output(tuple(map(int, step)), cast(Any, last) if is_last else None)
-                await self.gate(name).acquire()
+                ids = tuple(map(int, step))
+                found = logprobs_of(ids, request.sampling_params.get("logprobs"))
+                yield Output(ids, cast(Any, last) if is_last else None, logprobs=found)
+                await self._next(name)
             raise BadRequest("the engine broke")  # an error that no other engine can help with
         finally:
             self.running -= 1
             self.ended.setdefault(name, threading.Event()).set()
+
+    async def _next(self, name: str) -> None:
+        if name not in self.free:
+            await self.gate(name).acquire()
+            return
+        await asyncio.sleep(0)
+        while not self.all_taken():
+            await asyncio.sleep(0)
 
 
 class LiveRouters:
@@ -83,9 +121,23 @@ class LiveRouters:
         self.number = 0
         self.tokenizer: Any = None
         self.processor: Any = None
+        self.chats: list[Any] = []
 
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def parse_with(self, tool: str | None = None, reasoning: str | None = None) -> None:
+        """Have chat answers parsed by vLLM's parsers of these names. Raises if this tokenizer cannot be parsed."""
+        from vllm.parser import ParserManager
+
+        parser = ParserManager.get_parser(
+            tool_parser_name=tool, reasoning_parser_name=reasoning, enable_auto_tools=tool is not None,
+            model_name="m", tokenizer=self.tokenizer,
+        )  # fmt: skip
+        for chat in self.chats:
+            chat.parser_cls, chat._include_reasoning_tokens_details = parser, reasoning is not None
+            chat.online_renderer.parser, chat.online_renderer.enable_auto_tools = parser, tool is not None
+            chat.enable_auto_tools = tool is not None
 
     def full(self) -> bool:
         """Whether a client of the fast path reads less than is written."""
@@ -97,12 +149,13 @@ class LiveRouters:
             self.loop.call_soon_threadsafe(gate.release)
 
     def ask(
-        self, router: str, path: str, body: dict[str, Any], script: Sequence[Step], **headers: str
-    ) -> tuple[int, str]:
-        """Status and events of one stream; each output is let go when the client has the one before."""
+        self, router: str, path: str, body: dict[str, Any], script: Sequence[Step],
+        free: bool = False, /, **headers: str,
+    ) -> tuple[int, str]:  # fmt: skip
+        """Status and events of one stream; each output is let go when the client has the one before, or at once."""
         self.number += 1
         name = headers.pop("x-request-id", f"r{self.number}")
-        self.engine.expect(name, script)
+        self.engine.expect(name, script, free=free)
         given = {"x-request-id": name, **headers}
         events: list[str] = []
         with httpx.stream("POST", self.urls[router] + path, json=body, headers=given, timeout=30) as answer:
@@ -127,15 +180,22 @@ def within(app: Any, router: Any) -> Any:
     return serve
 
 
-async def _serve(routers: LiveRouters, membership: Membership, ready: threading.Event, stop: asyncio.Event) -> None:
+def _all_taken(engine_client: Any) -> Callable[[], bool]:
+    """Whether streams of vLLM's own have taken every output: what waits would become one chunk with the next."""
+    ready, states = engine_client.engine_core._ready, engine_client.output_processor.request_states
+    return lambda: ready.empty() and all(state.queue.output is None for state in states.values())
+
+
+async def _serve(
+    routers: LiveRouters, model: str, membership: Membership, ready: threading.Event, stop: asyncio.Event
+) -> None:
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     from tercet.vllm_plugin.frontend import openai_server as vllm
     from tercet.wire.serving.client_connection import StreamingProtocol
 
-    model = resolve_model("smollm2", lambda _: None)
-    more = ("--enable-prompt-tokens-details",)
+    more = ("--enable-prompt-tokens-details", "--allowed-origins", '["http://browser"]', "--enable-request-id-headers")
     args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
     client = vllm.engine_client_over(ServicePrograms(routers.service), args)
     stock = await vllm.openai_server(args, client)
@@ -145,6 +205,9 @@ async def _serve(routers: LiveRouters, membership: Membership, ready: threading.
     assert server.fast is not None
     gate = Gate(Limits(), routers.service.fleet, routers.metrics)
     routers.tokenizer, routers.processor = client.renderer.tokenizer, client.output_processor
+    routers.engine.all_taken = _all_taken(client)
+    prepare: Any = server.fast._routes["/v1/chat/completions"].prepare
+    routers.chats = [server.app.state.openai_serving_chat, prepare.__self__]
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     with ExitStack() as stack:
         for name, fast, protocol in (
@@ -172,6 +235,30 @@ async def _serve(routers: LiveRouters, membership: Membership, ready: threading.
 
 @pytest.fixture(scope="module")
 def routers() -> Iterator[LiveRouters]:
+    with live_routers(resolve_model("smollm2", lambda _: None)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def agent_routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouters]:
+    """Of a model whose tokenizer has the special tokens that parsers of tools and reasoning look for."""
+    given, folder = Path(resolve_model("smollm2", lambda _: None)), tmp_path_factory.mktemp("agent-model")
+    for file in given.iterdir():
+        if file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    tokenizer = json.loads((given / "tokenizer.json").read_text())
+    first = 1 + max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"]))
+    common = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    for token_id, content in enumerate(PARSERS_TOKENS, first):
+        tokenizer["added_tokens"].append({"id": token_id, "content": content, **common})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with live_routers(str(folder)) as live:
+        yield live
+
+
+@contextmanager
+def live_routers(model: str) -> Generator[LiveRouters]:
+    """The two routers, while entered."""
     loop = asyncio.new_event_loop()
     before = set(prometheus_client.REGISTRY._collector_to_names)
     engine = ScriptedEngine()
@@ -184,7 +271,7 @@ def routers() -> Iterator[LiveRouters]:
 
     def run() -> None:
         try:
-            loop.run_until_complete(_serve(routers, membership, ready, stop))
+            loop.run_until_complete(_serve(routers, model, membership, ready, stop))
         except BaseException as error:
             failed.append(error)
             ready.set()

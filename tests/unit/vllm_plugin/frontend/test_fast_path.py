@@ -53,29 +53,31 @@ def test_plain_streams_take_it(routers: LiveRouters, taken: list[str], path: str
 
 
 @pytest.mark.parametrize(
-    ("more", "headers"),
+    ("more", "headers", "takes"),
     [
-        ({"n": 2}, {}),
-        ({"prompt": ["a", "b"]}, {}),
-        ({"logprobs": 1}, {}),
-        ({"echo": True}, {}),
-        ({}, {"origin": "http://browser"}),
-        ({}, {"x-tercet-trace": "1"}),
+        ({"prompt": ["a", "b"]}, {}, False),
+        ({"echo": True}, {}, False),
+        ({"use_beam_search": True, "n": 2}, {}, False),
+        ({}, {"x-tercet-trace": "1"}, False),
+        ({"n": 2}, {}, True),
+        ({"logprobs": 1}, {}, True),
+        ({"return_token_ids": True}, {}, True),
+        ({}, {"origin": "http://browser"}, True),
     ],
 )
-def test_what_is_more_than_plain_does_not(
-    routers: LiveRouters, taken: list[str], more: dict[str, Any], headers: dict[str, str]
+def test_which_streams_take_it(
+    routers: LiveRouters, taken: list[str], more: dict[str, Any], headers: dict[str, str], takes: bool
 ) -> None:
-    if more.keys() & {"n", "prompt", "logprobs"}:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        from tercet.vllm_plugin.fast_path.entry import is_plain_completion
+    from tercet.vllm_plugin.fast_path.entry import is_fast_completion
 
-        assert not is_plain_completion(CompletionRequest.model_validate({**PLAIN, **more}))
+    if not headers:
+        assert is_fast_completion(CompletionRequest.model_validate({**PLAIN, **more})) == takes
         return
     status, _ = routers.ask("fast", COMPLETIONS, {**PLAIN, **more}, script(routers), **headers)
     assert status == 200
-    assert not taken
+    assert taken == [COMPLETIONS] * takes
 
 
 @pytest.mark.parametrize(

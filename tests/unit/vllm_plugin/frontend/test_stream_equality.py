@@ -59,11 +59,13 @@ def test_text_and_chunks_are_the_same(routers: LiveRouters, path: str) -> None:
 def test_the_fast_path_is_the_one_that_was_taken(
     routers: LiveRouters, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tercet.vllm_plugin.fast_path.plain_stream import PlainStream
+    from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
 
     written: list[Any] = []
-    write = PlainStream._write_text
-    monkeypatch.setattr(PlainStream, "_write_text", lambda self, ids: (written.append(ids), write(self, ids))[1])
+    write = ChoiceStream._write_text
+    monkeypatch.setattr(
+        ChoiceStream, "_write_text", lambda self, output: (written.append(output.token_ids), write(self, output))[1]
+    )
     script = [*singly(routers, "one two three four five"), "stop"]
     both(routers, path, script)
     # All but the first and the last output.
@@ -135,23 +137,16 @@ def test_one_token_and_no_token(routers: LiveRouters, path: str) -> None:
     )
 
 
-OTHER = [
-    (COMPLETIONS, {"echo": True}),
-    (COMPLETIONS, {"return_token_ids": True}),
-    (COMPLETIONS, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    (CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    (CHAT, {"return_token_ids": True}),
-    (CHAT, {"echo": True}),
-]
+OTHER = [(COMPLETIONS, {"echo": True}), (CHAT, {"echo": True})]
 
 
 @pytest.mark.parametrize(("path", "more"), OTHER)
-def test_what_is_no_plain_stream_goes_vllms_way(
+def test_what_the_fast_path_does_not_know_goes_vllms_way(
     routers: LiveRouters, path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tercet.vllm_plugin.fast_path.plain_stream import PlainStream
+    from tercet.vllm_plugin.fast_path.request_stream import RequestStream
 
-    monkeypatch.setattr(PlainStream, "run", lambda *_: pytest.fail("it took the fast path"))
+    monkeypatch.setattr(RequestStream, "run", lambda *_: pytest.fail("it took the fast path"))
     both(routers, path, [*singly(routers, "one two three"), "stop"], **more)
 
 

@@ -1,0 +1,289 @@
+"""One choice of a stream: a sequence whose chunks are written here, from its program's outputs straight to the socket.
+
+vLLM's output processor makes the text of its first and last output, with all of vLLM's counters. The outputs between
+are written as they arrive, and wake up no task.
+
+Relies on ``process_outputs`` putting the result of an output into the request's queue at once; on ``RequestState``
+having ``detokenizer``, ``logprobs_processor``, ``stream_interval``, ``request_index``, ``parent_req`` and ``stats``;
+and on serving objects' ``_raise_if_error``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from tercet.protocol import Output, ProgramFailed
+from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks, TokenPieces
+from tercet.vllm_plugin.fast_path.parsed_deltas import EMPTY, ParsedDeltas
+from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras, encode, framed, usage_of
+from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
+from tercet.vllm_plugin.fast_path.token_texts import look_up
+from tercet.vllm_plugin.frontend.program_client import SequenceOutputs
+
+
+class TextEnded(Exception):
+    """The choice ends before its program does: at a stop string, or by an error of vLLM's layer."""
+
+
+class Answer(Protocol):
+    """The answer that a choice belongs to."""
+
+    queue: Any
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client must read before much more is written."""
+        ...
+
+    def write(self, frame: bytes) -> None:
+        """Send a whole chunk soon."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was written now."""
+        ...
+
+    def require_reader(self) -> None:
+        """Disconnect a client that has left too much unread."""
+        ...
+
+    async def sent(self) -> None:
+        """Send, and wait until the client has read enough."""
+        ...
+
+    def has_result(self, result: RequestOutput) -> None:
+        """A choice has a result, before its chunk is written."""
+        ...
+
+    def has_ended(self, last: bytes) -> None:
+        """A choice has ended with this event."""
+        ...
+
+
+class ChoiceStream:
+    """One sequence of a request, ``outputs``, written to ``answer``; :meth:`run` returns once it has ended."""
+
+    def __init__(
+        self, answer: Answer, tools: StreamTools, plan: StreamPlan, outputs: SequenceOutputs, pieces: TokenPieces | None
+    ) -> None:
+        self._answer = answer
+        self._tools = tools
+        self._plan = plan
+        self._outputs = outputs
+        self._state: Any = tools.processor.request_states[outputs.request_id]
+        self._chunks = plan.chunks.choice(self._state.request_index)
+        self._parsed = (
+            None if plan.parsing is None else ParsedDeltas(plan.parsing, counts=plan.counts_reasoning and plan.usage)
+        )
+        self._logprobs = (
+            None
+            if plan.logprobs is None
+            else LogprobChunks(
+                plan.logprobs, self._state.logprobs_processor, plan.serving, pieces, tools.processor.tokenizer,
+                is_chat=plan.role is not None,
+            )
+        )  # fmt: skip
+        # Chunks hide what reasoning consists of where they hide the reasoning.
+        self._hides = plan.parsing is not None and plan.parsing.hides_reasoning
+        self._sends_ids = plan.token_ids and not self._hides
+        detokenizer = self._state.detokenizer
+        decode_next = look_up(detokenizer, tools.texts, self._state.prompt_token_ids or ())
+        # Returns the text of the next token if the detokenizer does nothing else with it.
+        self._decode_next: Callable[[int], str] | None = None if detokenizer.stop else decode_next
+        self._write_more = self._way_to_write()
+        # Whether outputs between the first and the last are written here, and whether vLLM has made the last result.
+        self._is_flowing = self._is_finished = False
+        self._has_told_prompt = False
+        self._failure: Exception | None = None
+        self.num_tokens = 0
+
+    @property
+    def id(self) -> str:
+        """What vLLM's output processor aborts: all choices of the request, where there are several."""
+        parent = self._state.parent_req
+        return self._state.request_id if parent is None else parent.request_id
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of its tokens were reasoning."""
+        return 0 if self._parsed is None else self._parsed.reasoning_tokens
+
+    def _way_to_write(self) -> Callable[[Output], EngineCoreOutput | None] | None:
+        """How outputs between the first and the last are written; None if vLLM's output processor makes their text."""
+        if self._plan.is_plain:
+            return self._write_text
+        if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
+            return None  # vLLM knows which tokens a stop string leaves
+        return self._write_chunk
+
+    async def run(self, place: AbstractAsyncContextManager[None]) -> None:
+        """Stream the sequence, in its ``place``. Raises what ends the whole answer."""
+        with self._outputs.failures():
+            async with place:
+                await self._run_program()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _run_program(self) -> None:
+        try:
+            await self._outputs.stream.run(self._consume, self._answer.sent)
+        except TextEnded:
+            return
+        if not self._is_finished:
+            raise ProgramFailed("the program ended before its sequence did")
+
+    # ---- outputs ---------------------------------------------------------------------------------------------
+
+    def _consume(self, output: Output) -> None:
+        """Write an output as soon as it arrives. Raises :class:`TextEnded` if no more are wanted."""
+        write = self._write_more if self._is_flowing and output.finish_reason is None and output.token_ids else None
+        if write is not None and (output.logprobs is None if self._logprobs is None else self._logprobs.takes(output)):
+            left = write(output)
+        else:
+            left = self._outputs.to_core_output(output)
+        if left is not None:
+            self._process(left)
+            if self._is_finished and output.finish_reason is None:
+                raise TextEnded
+        if self._answer.is_full:
+            self._answer.require_reader()
+
+    def _process(self, output: EngineCoreOutput) -> None:
+        """Let vLLM's processor make a result of an output, and send it before the program continues."""
+        self._tools.processor.process_outputs([output], time.monotonic(), self._tools.stats.iteration())
+        result = self._answer.queue.get_nowait()
+        if result is not None:
+            try:
+                self._write_result(result)
+            except GenerationError:
+                raise
+            except Exception as error:
+                self._fail(error)
+            self._answer.flush()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        raise TextEnded from error
+
+    def _write_text(self, output: Output) -> EngineCoreOutput | None:
+        """Send the text of an output's tokens; returns the end of the choice instead, if they complete a stop string.
+
+        The text before a stop string is not sent: it belongs to the last chunk.
+        """
+        token_ids = output.token_ids
+        num_tokens = len(token_ids)
+        if self._decode_next is not None:
+            self.num_tokens += num_tokens
+            text = "".join(map(self._decode_next, token_ids))
+        else:
+            detokenizer = self._state.detokenizer
+            before = detokenizer.num_output_tokens()
+            stop = detokenizer.update(list(token_ids), False)
+            # A stop string inside several tokens of one step drops the tokens after it.
+            self.num_tokens += detokenizer.num_output_tokens() - before
+            if stop is not None:
+                self._tools.stats.count(self._state.stats, num_tokens)
+                return _stopped(self._state.request_id, stop)
+            text = detokenizer.get_next_output_text(False, True)
+        self._tools.stats.observe(self._state.stats, num_tokens)
+        self._answer.write(self._chunks.text(text))
+        return None
+
+    def _write_chunk(self, output: Output) -> EngineCoreOutput | None:
+        """Send an output's tokens with what the client asked for next to their text; it knows no stop strings."""
+        token_ids = list(output.token_ids)
+        self.num_tokens += len(token_ids)
+        self._tools.stats.observe(self._state.stats, len(token_ids))
+        try:
+            logprobs = None if self._logprobs is None else self._logprobs.of_output(output)
+            self._write_more_of(self._text_of(token_ids), token_ids, logprobs)
+        except Exception as error:  # a parser's, above all: vLLM makes the client's error of it
+            self._fail(error)
+        return None
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        if self._decode_next is not None:
+            return "".join(map(self._decode_next, token_ids))
+        detokenizer = self._state.detokenizer
+        detokenizer.update(token_ids, False)
+        return detokenizer.get_next_output_text(False, True)
+
+    def _write_more_of(self, text: str, token_ids: list[int], logprobs: bytes | None, prompt: bytes = NULL) -> None:
+        said = self._said(text, token_ids, finished=False)
+        shown = NULL if logprobs is None or self._hides else logprobs
+        if said is None:
+            if shown is NULL and not self._sends_ids:
+                return
+            said = EMPTY
+        self._answer.write(framed(self._chunks.more(said, self._extras(token_ids, shown, prompt))))
+
+    def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
+        if self._parsed is None:
+            return self._chunks.said(text)
+        return self._parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
+
+    def _extras(self, token_ids: Sequence[int], logprobs: bytes, prompt: bytes) -> Extras:
+        return Extras(logprobs, encode(token_ids) if self._sends_ids else NULL, prompt, self._usage_so_far())
+
+    def _usage_so_far(self) -> bytes:
+        plan = self._plan
+        if not plan.usage_each:
+            return b""
+        reasoning = self.reasoning_tokens if plan.counts_reasoning else None
+        num_prompt_tokens = len(self._state.prompt_token_ids or ())
+        return usage_of(num_prompt_tokens, self.num_tokens, reasoning, is_chat=plan.role is not None)
+
+    # ---- results ---------------------------------------------------------------------------------------------
+
+    def _write_result(self, result: RequestOutput) -> None:
+        """Send the chunk of a result; the last one goes to the answer."""
+        plan, completion = self._plan, result.outputs[0]
+        self._answer.has_result(result)
+        plan.serving._raise_if_error(completion.finish_reason, self._state.request_id)
+        self._is_flowing = self._state.stream_interval <= 1
+        self._is_finished = completion.finish_reason is not None
+        prompt, logprobs = self._prompt_ids(), None
+        if plan.role is not None and self._logprobs is not None:
+            logprobs = self._logprobs.of_result(completion)
+        if not (completion.text or completion.token_ids or self.num_tokens):
+            return
+        if plan.role is None and self._logprobs is not None:
+            logprobs = self._logprobs.of_result(completion)
+        token_ids = list(completion.token_ids)
+        self.num_tokens += len(token_ids)
+        if completion.finish_reason is None:
+            self._write_more_of(completion.text, token_ids, logprobs, prompt)
+        else:
+            self._write_last(completion, token_ids, logprobs, prompt)
+
+    def _prompt_ids(self) -> bytes:
+        """The prompt's tokens, which the first chunk of a completion has if they are asked for."""
+        if not self._plan.token_ids or self._plan.role is not None or self._has_told_prompt:
+            return NULL
+        self._has_told_prompt = True
+        return encode(self._state.prompt_token_ids)
+
+    def _write_last(self, completion: Any, token_ids: list[int], logprobs: bytes | None, prompt: bytes) -> None:
+        plan = self._plan
+        said = self._said(completion.text, token_ids, finished=True) or EMPTY
+        reason = (
+            completion.finish_reason if self._parsed is None else self._parsed.finish_reason(completion.finish_reason)
+        )
+        fingerprint = None if plan.usage else plan.serving.system_fingerprint
+        shown = NULL if logprobs is None or self._hides else logprobs
+        self._answer.has_ended(
+            self._chunks.last(
+                said, reason, completion.stop_reason, fingerprint, self._extras(token_ids, shown, prompt)
+            )
+        )  # fmt: skip
+
+
+def _stopped(request_id: str, stop: str) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop)
