@@ -12,21 +12,24 @@ from tercet.settings.declaration import NotNegative, Seconds, Setting, Settings
 from tercet.settings.role_settings import Objectives
 
 PLANNER = "Planner"
+NO_PLANNER = "none"
 AtLeastTwo = Annotated[int, Meta(ge=2, le=100_000)]
 Margin = Annotated[float, Meta(ge=0, le=1)]
+
+
+PlannedBy = Annotated[
+    str,
+    Setting(
+        "Who plans: `simulate`; `oracle`, in simulations only: it knows the trace; `none`; or your own "
+        "`file.py:function` from what was observed to what is wanted.",
+        panel=PLANNER,
+    ),
+]
 
 
 class PlannerSettings(Settings, frozen=True):
     """Interval, bounds and margin of a planner; see :class:`~tercet.decisions.planning.Planner`."""
 
-    policy: Annotated[
-        str,
-        Setting(
-            "Who plans: `simulate`, `oracle` (in simulations: it knows the trace), `none`, or your own "
-            "`file.py:function` from what was observed to what is wanted.",
-            panel=PLANNER,
-        ),
-    ] = msgspec.field(default="none", name="planner")
     interval_s: Annotated[
         Seconds, Setting("Seconds from one plan to the next.", unit="seconds", panel=PLANNER)
     ] = msgspec.field(default=15.0, name="planner-interval")  # fmt: skip
@@ -50,15 +53,10 @@ class PlannerSettings(Settings, frozen=True):
         Setting("Seconds that an engine takes to start; forecasts reach beyond it.", unit="seconds", panel=PLANNER),
     ] = msgspec.field(default=30, name="planner-start-time")
 
-    @property
-    def used(self) -> bool:
-        """Whether there is a planner."""
-        return self.policy != "none"
 
-
-def require_planner(planner: PlannerSettings, roles: str, objectives: Objectives) -> None:
+def require_planner(planner: str, roles: str, objectives: Objectives) -> None:
     """Raises :class:`~tercet.protocol.BadRequest` if a planner lacks objectives, or is not alone."""
-    if not planner.used:
+    if planner == NO_PLANNER:
         return
     if objectives.ttft is None or objectives.tpot is None:
         raise BadRequest("planner: it needs --objective-ttft and --objective-tpot", "planner")

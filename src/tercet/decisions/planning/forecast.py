@@ -9,22 +9,35 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tercet.decisions.planning.arrivals import Arrival
 
 BIN_S = 5.0
 """Seconds of one sample of the load."""
-TREND_BINS = 12
-"""Samples through which the trend's line is laid: one minute."""
+SMOOTH_BINS = 12
+"""Samples of which a season's load is the mean: one minute."""
+TREND_BINS = 24
+"""Samples through which the trend's line is laid: two minutes."""
 SEASON_BINS = 1440
 """Samples that are kept for a season: two hours."""
-SEASON_SEEN = 0.6
+SHORTEST_SEASON = 48
+"""Samples of the shortest season that is looked for: four minutes."""
+SEASON_SEEN = 0.8
 """Correlation of the load with itself one season earlier from which on a season counts as seen."""
 CHANGE = 0.35
 """Relative change of the load's work between two halves of the window that makes the older half history."""
+LEAST_SEASON = 0.25
+"""Standard deviation of a load, as a share of its mean, below which it has no season worth a forecast."""
+NO_TRAFFIC_S = 60.0
+"""Seconds without a request after which there is no traffic."""
 MOST_GROWTH = 2.0
 """Largest factor between the load of the next minutes and that of the last: a line through a minute knows no more."""
-SIGNIFICANT = 3.0
+LEARNT_BINS = 3
+"""Samples that a forecast is compared with."""
+LEARNT_SHARE = 0.2
+"""Power of the error by which the next forecast is corrected: most of one error is chance."""
+SIGNIFICANT = 4.0
 """Standard deviations by which a change or a trend must exceed what chance makes of a steady load."""
 
 
@@ -50,6 +63,7 @@ class Forecaster:
         self._bins: deque[float] = deque(maxlen=SEASON_BINS)
         self._counted_to: float | None = None
         self._expected: tuple[float, float] | None = None
+        self._changed_at: float | None = None
         self.correction = 1.0
         """Factor by which forecasts were too low, learned from what came; between 0.8 and 1.25."""
 
@@ -63,18 +77,20 @@ class Forecaster:
         recent, begin = _since_change(arrivals, begin, now)
         watched = now - begin
         if not recent:
-            return Forecast(0.0, (), "no traffic") if now - since >= 2 * BIN_S else None
+            return Forecast(0.0, (), "no traffic") if now - since >= NO_TRAFFIC_S else None
         if watched < BIN_S:
             return None
         level = len(recent) / watched
-        self._learn(now, level)
-        slope = self._trend(watched)
+        self._learn(now)
+        if self._changed_at is None or begin > max(since, min(each.at for each in arrivals)):
+            self._changed_at = begin
+        slope = self._trend(now - self._changed_at)
         season = self._season(ahead_s)
         rate, why = level, f"level {level:.1f}/s"
         if season is not None:
             rate, why = season, f"{why}, one season ago {season:.1f}/s"
         elif slope:
-            rate += slope * (watched / 2 + ahead_s / 2)
+            rate += slope * (watched + ahead_s) / 2
             why += f", trend {slope * 60:+.1f}/s per minute"
         rate = min(max(rate * self.correction, level / MOST_GROWTH), level * MOST_GROWTH)
         self._expected = (now + ahead_s / 2, rate)
@@ -88,15 +104,16 @@ class Forecaster:
             begin += BIN_S
         self._counted_to = begin
 
-    def _learn(self, now: float, level: float) -> None:
-        """Compare the forecast for about now with the level; a load that falls to nothing teaches nothing."""
+    def _learn(self, now: float) -> None:
+        """Compare the forecast for about now with what came lately; a load that falls to nothing teaches nothing."""
         if self._expected is None or now < self._expected[0]:
             return
         _, rate = self._expected
         self._expected = None
-        if rate > 0 and level > 0:
-            wrong = min(max(level / rate, 0.5), 2.0)
-            self.correction = min(max(self.correction * wrong**0.3, 0.8), 1.25)
+        came = float(np.mean(list(self._bins)[-LEARNT_BINS:])) if self._bins else 0.0
+        if rate > 0 and came > 0:
+            wrong = min(max(came / rate, 0.5), 2.0)
+            self.correction = min(max(self.correction * wrong**LEARNT_SHARE, 0.8), 1.25)
 
     def _trend(self, watched: float) -> float:
         """Slope of the load, per second and second; 0 unless it stands out from chance."""
@@ -114,26 +131,34 @@ class Forecaster:
     def _season(self, ahead_s: float) -> float | None:
         """The load one season before the time ahead, in proportion to the present level; None if no season was seen."""
         loads = np.array(self._bins)
-        if len(loads) < 4 * TREND_BINS:
+        if len(loads) < 2 * SHORTEST_SEASON:
             return None
-        smooth = np.convolve(loads, np.ones(6) / 6, mode="valid")
+        smooth = np.convolve(loads, np.ones(SMOOTH_BINS) / SMOOTH_BINS, mode="valid")
         centred = smooth - smooth.mean()
         power = float(centred @ centred)
-        if power <= 0 or smooth.std() < 0.15 * smooth.mean():
+        if power <= 0 or smooth.std() < LEAST_SEASON * smooth.mean():
             return None
-        best, period = SEASON_SEEN, 0
-        for lag in range(TREND_BINS, len(smooth) // 2):
-            here, there = centred[lag:], centred[:-lag]
-            scale = math.sqrt(float(here @ here) * float(there @ there))
-            alike = float(here @ there) / scale if scale else 0.0
-            if alike > best:
-                best, period = alike, lag
+        period = _period(centred)
         if not period:
             return None
         ahead = round(ahead_s / 2 / BIN_S)
         then = smooth[len(smooth) - period - 1]
         later = smooth[min(len(smooth) - 1, len(smooth) - period - 1 + ahead)]
         return float(smooth[-1] * later / then) if then > 0 else None
+
+
+def _period(centred: NDArray[np.float64]) -> int:
+    """The lag, in samples, at which a load is most like itself earlier; 0 if it is not alike enough at any."""
+    count = len(centred)
+    lags = np.arange(SHORTEST_SEASON, count // 2)
+    if not len(lags):
+        return 0
+    products = np.correlate(centred, centred, "full")[count - 1 :][lags]
+    squares = np.concatenate([[0.0], np.cumsum(centred**2)])
+    scale = np.sqrt((squares[-1] - squares[lags]) * squares[count - lags])
+    alike = np.divide(products, scale, out=np.zeros(len(lags)), where=scale > 0)
+    best = int(np.argmax(alike))
+    return int(lags[best]) if alike[best] > SEASON_SEEN else 0
 
 
 def _since_change(arrivals: Sequence[Arrival], begin: float, now: float) -> tuple[list[Arrival], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tercet.decisions.planning.arrivals import answers_completed
 from tercet.decisions.planning.candidates import EngineCapacity, candidates, demand_of
@@ -17,12 +17,18 @@ from tercet.protocol import TercetError
 MARGIN = 0.1
 """Share of load beyond the forecast at which a fleet that is chosen must still meet the objectives."""
 MOST_MARGIN = 0.5
+CHANCE = 3.0
+"""Standard deviations of a steady load that a fleet must bear: of n requests it is the root of n."""
 SCALE_IN_MARGIN = 2.0
 """Factor of the margin for a fleet of fewer engines: the way back costs an engine's start."""
 REST_S = 15.0
 """Seconds after a change without another one: what it did must be seen first."""
 SCALE_IN_REST_S = 30.0
 """The same, before engines are given up."""
+LOOKED_BACK_S = 180.0
+"""Seconds of which the largest load must be borne by fewer engines. Doubles when engines that were given up are needed
+again within twice that time, and forgets it after an hour."""
+MOST_LOOKED_BACK_S = 1800.0
 LOOKS_FOR_SCALE_IN = 2
 """Looks in a row that must find fewer engines to be enough."""
 GAIN = 0.02
@@ -87,6 +93,9 @@ class Planner:
         self._changed_at = -math.inf
         self._fewer = list[FleetPlan]()
         self._too_few: _TooFew | None = None
+        self._loads: deque[tuple[float, float]] = deque()
+        self._looked_back_s = LOOKED_BACK_S
+        self._given_up_at = -math.inf
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
         """The newest last."""
         self.simulations = 0
@@ -121,9 +130,27 @@ class Planner:
         self._plan = observed.plan
 
     def _changes_to(self, now: float, wanted: Wanted) -> None:
+        before = self._plan
         self._plan, self._changed_at = wanted.plan, now
         self._fewer.clear()
+        if before is not None and wanted.plan.engines < before.engines:
+            self._given_up_at = now
+        elif before is not None and wanted.plan.engines > before.engines:
+            self._looked_back_s = self._patience(now)
         self.verdicts.append(Verdict(now, wanted.plan, wanted.reason, wanted.expected))
+
+    def _patience(self, now: float) -> float:
+        """For how long to look back from now on, when engines are needed: longer if some were given up lately."""
+        if now - self._given_up_at < 2 * self._looked_back_s:
+            return min(MOST_LOOKED_BACK_S, 2 * self._looked_back_s)
+        return LOOKED_BACK_S if now - self._given_up_at > 3600 else self._looked_back_s
+
+    def _largest_load(self, now: float, rate: float) -> float:
+        """The largest one lately, this one included."""
+        self._loads.append((now, rate))
+        while now - self._loads[0][0] > self._looked_back_s:
+            self._loads.popleft()
+        return max(load for _, load in self._loads)
 
     def _compare(self, observed: Observed) -> None:
         """Complete the last verdict; a load that was served worse than expected needs a larger margin."""
@@ -149,6 +176,7 @@ class Planner:
         forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
         if forecast is None:
             return Wanted(plan, "too little was seen for a forecast")
+        largest = self._largest_load(now, forecast.rate)
         if not forecast.rate:
             return self._without_traffic(observed)
         if now - self._changed_at < REST_S:
@@ -157,7 +185,7 @@ class Planner:
             expected = self._simulated(plan, forecast)
             if expected.attainment < observed.objectives.share or not observed.limits.allow(plan):
                 return self._better(observed, forecast, expected)
-            return self._cheaper(observed, forecast, expected)
+            return self._cheaper(observed, replace(forecast, rate=largest), expected)
         except TercetError as error:
             return Wanted(plan, f"no simulation: {error}; the fleet stays")
 
@@ -236,7 +264,9 @@ class Planner:
         )  # fmt: skip
 
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
-        return Forecast(forecast.rate * (1 + times * self.margin), forecast.sample, forecast.why)
+        """With the margin, or what chance makes of as many requests, whichever is more."""
+        margin = max(self.margin, CHANCE / math.sqrt(len(forecast.sample)))
+        return replace(forecast, rate=forecast.rate * (1 + times * margin))
 
     def _simulated(self, plan: FleetPlan, forecast: Forecast) -> Expected:
         self.simulations += 1

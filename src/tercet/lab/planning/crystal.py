@@ -82,6 +82,10 @@ class SimulatedFleet:
         self._seed = seed
         self.requests = 0
 
+    def become(self, program: str, args: Mapping[str, str], options: EngineOptions, objectives: Objectives) -> None:
+        """Simulate these from now on."""
+        self._program, self._args, self._options, self._objectives = program, dict(args), options, objectives
+
     def __call__(self, plan: FleetPlan, forecast: Forecast) -> Expected:
         """Raises :class:`~tercet.protocol.TercetError` if nothing was served."""
         with ThreadPoolExecutor(1, "planner") as thread:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from tercet.decisions.planning import Arrival, Forecast, Observed, Planner, Policy, Wanted
 from tercet.decisions.planning.planner import Evaluate
 from tercet.decisions.scheduling.registry import load_module, user_file
+from tercet.fleet.seen_requests import BLOCK, block_names
 from tercet.lab.planning.crystal import ProfileCapacity
-from tercet.lab.planning.seen_requests import BLOCK, block_names
 from tercet.lab.sim.engine_options import max_tokens_of
 from tercet.protocol import BadRequest, Request
 from tercet.settings.planner_settings import PlannerSettings
@@ -43,20 +43,25 @@ def trace_of(arrivals: Iterable[tuple[float, Request]]) -> list[Arrival]:
 
 
 def load_policy(
-    settings: PlannerSettings, evaluate: Evaluate, engine: ProfileCapacity, trace: Iterable[tuple[float, Request]] = ()
+    name: str,
+    settings: PlannerSettings,
+    evaluate: Evaluate,
+    engine: ProfileCapacity,
+    trace: Iterable[tuple[float, Request]] | None = None,
 ) -> Policy | Planner:
-    """The policy that the settings name; ``trace`` is read by the oracle only.
+    """The policy called ``name``; ``trace`` is read by the oracle only, and None where nobody knows what will come.
 
     Raises :class:`~tercet.protocol.BadRequest` for a name without a policy, or a file that has no such function.
     """
-    name = settings.policy
     if name == "simulate":
         return Planner(evaluate, engine, settings.start_s, settings.margin)
-    if name == "oracle":
+    if name == "oracle" and trace is not None:
         return Planner(evaluate, engine, settings.start_s, 0.0, Foresight(trace_of(trace)))
     path, colon, function_name = name.rpartition(":")
     if not colon:
-        raise BadRequest(f"planner: there is no {name!r}; choose simulate, oracle, none or file.py:function", "planner")
+        raise BadRequest(
+            f"planner: there is no {name!r}; choose simulate, oracle (in simulations), or file.py:function", "planner"
+        )
     function = getattr(load_module(user_file(path, "planner"), "planner"), function_name, None)
     if not callable(function):
         raise BadRequest(f"planner: {path} has no function {function_name}", "planner")

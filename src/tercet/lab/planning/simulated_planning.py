@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,7 +35,7 @@ class SimulatedPlanning:
 
     def __init__(self, simulation: Simulation, rate: float | None) -> None:
         moving, spec = simulation.moving, parse_fleet(simulation.fleet)
-        settings, options = moving.planner, options_from(EngineOptions(), simulation.options)
+        settings, options = moving.planning, options_from(EngineOptions(), simulation.options)
         self._settings, self._objectives = settings, moving.objectives
         self._limits = _limits(simulation)
         self._spare = max(0, self._limits.most - len(names_of(spec)))
@@ -48,7 +48,7 @@ class SimulatedPlanning:
         else:
             trace = PlannedTraffic(workload, simulation.seed).arrivals()
         capacity = ProfileCapacity(load_profile(simulation.profile), options)
-        self._policy = load_policy(settings, self._simulator, capacity, trace)
+        self._policy = load_policy(moving.planner, settings, self._simulator, capacity, trace)
         self._planner: VirtualPlanner | None = None
 
     def with_spare(self, spec: FleetSpec) -> FleetSpec:
@@ -57,13 +57,13 @@ class SimulatedPlanning:
             return spec
         return msgspec.structs.replace(spec, engines=(*spec.engines, EngineGroup(role="decode", count=self._spare)))
 
-    def watch(self, service: Service[MoveCounts], engines: Mapping[str, SimEngine]) -> VirtualPlanner:
-        """See :data:`~tercet.lab.bench.simulated.virtual_run.Watching`."""
+    def beside(self, service: Service[MoveCounts], engines: Mapping[str, SimEngine]) -> Coroutine[Any, Any, None]:
+        """See :data:`~tercet.lab.bench.simulated.virtual_run.Beside`."""
         spare = list(engines)[len(engines) - self._spare :]
         self._planner = VirtualPlanner(
             self._policy, self._settings, self._objectives, self._limits, spare, service, engines
         )
-        return self._planner
+        return self._planner.run()
 
     def result(self, end: float) -> PlannedRun:
         """What was done in the run, which ended at the second ``end``."""
@@ -96,7 +96,7 @@ def planning_of(simulation: Simulation, rate: float | None) -> SimulatedPlanning
 
 
 def _limits(simulation: Simulation) -> PlanLimits:
-    spec, settings = parse_fleet(simulation.fleet), simulation.moving.planner
+    spec, settings = parse_fleet(simulation.fleet), simulation.moving.planning
     if any(group.role == "both" or group.profile or group.options or group.host for group in spec.engines):
         raise BadRequest("fleet: a planner needs equal engines of the roles prefill and decode, such as 2P2D", "fleet")
     engines = len(names_of(spec))

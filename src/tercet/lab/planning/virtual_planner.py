@@ -11,14 +11,12 @@ from typing import Literal
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Planner, Policy, Wanted
 from tercet.decisions.planning.acting import change_to
 from tercet.decisions.roles import ObservedEngine
-from tercet.fleet import RunningSequence
 from tercet.fleet.observed_roles import observed_engines
+from tercet.fleet.seen_requests import SeenRequests
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts
 from tercet.lab.bench.simulated.planned_run import FleetSample, PlannedChange, PlannedRun
-from tercet.lab.bench.simulated.virtual_run import Ended
-from tercet.lab.planning.seen_requests import SeenRequests
 from tercet.lab.sim import SimEngine
-from tercet.protocol import Request, Role
+from tercet.protocol import Role
 from tercet.router.service import Service
 from tercet.settings.planner_settings import PlannerSettings
 from tercet.settings.role_settings import Objectives
@@ -30,7 +28,7 @@ State = Literal["serving", "starting", "stopping", "off"]
 
 
 class VirtualPlanner:
-    """Watches a run (:class:`~tercet.lab.bench.simulated.virtual_run.Watcher`) and carries out what a policy wants.
+    """Looks at a run again and again, and carries out what a policy wants.
 
     The engines called in ``spare`` do not run at first. ``policy`` may be a :class:`Planner`, whose guard is then asked
     in between. ``cpu_s`` is the processor time of decisions.
@@ -43,10 +41,10 @@ class VirtualPlanner:
         self._policy, self._settings = policy, settings
         self._objectives, self._limits = objectives, limits
         self._fleet, self._engines = service.fleet, engines
-        self._seen = SeenRequests(settings.window_s, objectives)
+        service.seen = self._seen = SeenRequests(settings.window_s, objectives, 0.0)
+        self._compared, self._sampled = (0, 0), (0, 0, 0)
         self._state: dict[str, State] = dict.fromkeys(engines, "serving")
         self._began = dict.fromkeys(engines, 0.0)
-        self._arrived = self._ended = self._met = 0
         self._changes: list[PlannedChange] = []
         self._samples: list[FleetSample] = []
         self._engine_seconds = 0.0
@@ -58,18 +56,6 @@ class VirtualPlanner:
             self._switch_off(name)
 
     # ---- watching --------------------------------------------------------------------------------------------
-
-    def arrived(self, request: Request, now: float, begun: Sequence[RunningSequence]) -> Ended:
-        """See :class:`~tercet.lab.bench.simulated.virtual_run.Watcher`."""
-        self._arrived += 1
-        seen = self._seen.add(request, now, begun)
-
-        def end(now: float, failed: bool) -> None:
-            self._seen.ended(seen, now, failed)
-            self._ended += 1
-            self._met += bool(seen.met)
-
-        return end
 
     async def run(self) -> None:
         """Look until cancelled: the guard often, the plan at its interval."""
@@ -109,8 +95,14 @@ class VirtualPlanner:
             objectives=self._objectives,
             limits=self._limits,
             starting=sum(state == "starting" for state in self._state.values()),
-            came=self._seen.came() if with_arrivals else None,
+            came=self._came() if with_arrivals else None,
         )
+
+    def _came(self) -> float | None:
+        """The share that met the objectives since the last plan; None if none ended."""
+        before, self._compared = self._compared, (self._seen.ended, self._seen.met)
+        ended, met = self._seen.ended - before[0], self._seen.met - before[1]
+        return met / ended if ended else None
 
     def _present(self) -> list[ObservedEngine]:
         """Those that serve or start."""
@@ -170,20 +162,21 @@ class VirtualPlanner:
     def _sample(self) -> None:
         serving = [each for each in self._present() if self._state[each.name] == "serving"]
         plan = _counted(serving)
+        before, self._sampled = self._sampled, (self._seen.arrived, self._seen.ended, self._seen.met)
+        arrived, ended, met = (now - then for now, then in zip(self._sampled, before, strict=True))
         self._samples.append(
             FleetSample(
                 self._now(),
                 plan.prefill,
                 plan.decode,
                 sum(state == "starting" for state in self._state.values()),
-                self._arrived / (SAMPLE_EVERY * GUARD_S),
+                arrived / (SAMPLE_EVERY * GUARD_S),
                 sum(each.waiting_s for each in serving),
                 sum(each.running for each in serving),
-                self._ended,
-                self._met,
+                ended,
+                met,
             )
         )
-        self._arrived = self._ended = self._met = 0
 
     def result(self, end: float, simulated_requests: int = 0) -> PlannedRun:
         """What it did, in a run that ended at the second ``end``."""

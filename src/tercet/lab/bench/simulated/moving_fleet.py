@@ -19,7 +19,7 @@ from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.roles import with_roles_followed
 from tercet.router.service import Service
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
-from tercet.settings.planner_settings import PlannerSettings, require_planner
+from tercet.settings.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 
 # The interval of the router's watch for stuck engines.
@@ -34,7 +34,8 @@ class MovingSettings(Settings, frozen=True):
     reschedule: RescheduleSettings = RescheduleSettings()
     objectives: Objectives = Objectives()
     roles: RolesBy = "fixed"
-    planner: PlannerSettings = PlannerSettings()
+    planner: PlannedBy = NO_PLANNER
+    planning: PlannerSettings = PlannerSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +143,7 @@ class MovingFleet:
         self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
         by_itself = settings.roles == "auto"
-        change = by_itself or settings.planner.used
+        change = by_itself or settings.planner != NO_PLANNER
         policies = with_roles_followed(settings.reschedule) if change else settings.reschedule
         rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), policies)
         self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None

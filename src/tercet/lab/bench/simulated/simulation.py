@@ -27,6 +27,7 @@ from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import encode_settings
+from tercet.settings.planner_settings import NO_PLANNER
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,12 +218,12 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         # Imported here: the planner itself simulates.
         from tercet.lab.planning.simulated_planning import planning_of
 
-        planning = planning_of(self, rate) if self.moving.planner.used else None
+        planning = planning_of(self, rate) if self.moving.planner != NO_PLANNER else None
         if planning is not None:
             spec = planning.with_spare(spec)
         outcome = run_once(
             program, spec, self.profile, options, workload, self.seed, scheduling, self.moving,
-            None if planning is None else planning.watch,
+            None if planning is None else planning.beside,
         )  # fmt: skip
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)

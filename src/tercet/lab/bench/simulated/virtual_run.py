@@ -8,7 +8,7 @@ import itertools
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,25 +116,8 @@ class FollowUps(Protocol):
         ...
 
 
-class Ended(Protocol):
-    """Told when a request ends, at a time in seconds."""
-
-    def __call__(self, now: float, failed: bool) -> None: ...
-
-
-class Watcher(Protocol):
-    """Watches the requests and the fleet of a run, and may change the fleet."""
-
-    def arrived(self, request: Request, now: float, begun: Sequence[RunningSequence]) -> Ended:
-        """A request came; ``begun`` will have its sequence."""
-        ...
-
-    async def run(self) -> None:
-        """Watch until cancelled."""
-        ...
-
-
-Watching = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Watcher]
+Beside = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
+"""What runs beside a run until it ends, and may change the fleet."""
 
 
 @dataclass
@@ -144,7 +127,6 @@ class _Fleet:
     network: Network
     router: float
     moving: MovingFleet
-    watcher: Watcher | None = None
 
 
 def run_once(
@@ -156,7 +138,7 @@ def run_once(
     seed: int,
     scheduling: Scheduling | None = None,
     moving: MovingSettings = MOVING,
-    watching: Watching | None = None,
+    beside: Beside | None = None,
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone.
 
@@ -169,7 +151,7 @@ def run_once(
         follow_ups = PlannedTraffic(workload, seed)
         arrivals = follow_ups.arrivals()
     return run_requests(
-        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, watching
+        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, beside
     )
 
 
@@ -184,15 +166,15 @@ def run_requests(
     scheduling: Scheduling | None = None,
     follow_ups: FollowUps | None = None,
     moving: MovingSettings = MOVING,
-    watching: Watching | None = None,
+    beside: Beside | None = None,
 ) -> Outcome:
     """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured.
 
-    ``watching`` is called with the fleet, and returns who watches the run.
+    ``beside`` is called with the fleet, and returns what runs beside it.
     """
     with _young_garbage_only():
         return run_virtual(
-            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, watching)
+            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, beside)
         )
 
 
@@ -218,7 +200,7 @@ async def _run(
     scheduling: Scheduling | None,
     follow_ups: FollowUps | None,
     moving: MovingSettings,
-    watching: Watching | None,
+    beside: Beside | None,
 ) -> Outcome:
     built = _build(program, spec, profile, options, seed, moving)
     if scheduling is not None:
@@ -226,8 +208,8 @@ async def _run(
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
-    built.watcher = None if watching is None else watching(built.service, built.engines)
-    async with built.moving.running(), alongside(*([] if built.watcher is None else [built.watcher.run()])):
+    others = () if beside is None else (beside(built.service, built.engines),)
+    async with built.moving.running(), alongside(*others):
         await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
     _collect(built, outcome)
     built.network.close()
@@ -382,7 +364,6 @@ async def _serve(built: _Fleet, request: Request, outcome: Outcome, measured: bo
     """
     loop, trace, begun = asyncio.get_running_loop(), Trace(), list[RunningSequence]()
     sent, error = loop.time(), None
-    ended = None if built.watcher is None else built.watcher.arrived(request, sent, begun)
     if built.router:
         await asyncio.sleep(built.router)
     try:
@@ -393,8 +374,6 @@ async def _serve(built: _Fleet, request: Request, outcome: Outcome, measured: bo
         if measured:
             outcome.failures[error.code] += 1
     outcome.count_attempts(trace)
-    if ended is not None:
-        ended(loop.time(), error is not None)
     sequence = begun[0] if begun else None
     if measured:
         ttft = None if error is not None or sequence is None else sequence.ttft
