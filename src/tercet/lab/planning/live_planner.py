@@ -114,8 +114,8 @@ class LivePlanner:
         logger.info("%s; %.1f s of CPU", _in_words(wanted), took)
         if isinstance(policy, Planner) and len(policy.verdicts) > 1 and policy.verdicts[-2].came is not None:
             before = policy.verdicts[-2]
-            expected = "nothing" if before.expected is None else f"{before.expected.attainment:.1%}"
-            logger.info("of the plan before: expected %s within the objectives, came %.1f%%", expected,
+            expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
+            logger.info("of the plan before: within the objectives expected %s, came %.1f%%", expected,
                         100 * (before.came or 0))  # fmt: skip
         await self._carry_out(wanted, limits)
 
