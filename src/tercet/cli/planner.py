@@ -1,4 +1,4 @@
-"""``tercet planner``: a process beside a router that simulates what its fleet should be."""
+"""``tercet planner``: a process that simulates what a router's fleet should be."""
 
 from __future__ import annotations
 

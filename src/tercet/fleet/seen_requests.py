@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from tercet.decisions.objectives import meets
-from tercet.decisions.planning import Arrival
+from tercet.decisions.planning import ObservedRequest
 from tercet.fleet.sequences import RunningSequence
 from tercet.settings.role_settings import Objectives
 
@@ -62,12 +62,12 @@ class SeenRequest:
         self.ended, self.met = True, met
         self._all.count(met)
 
-    def as_arrival(self, now: float, tpot: float) -> Arrival:
+    def as_arrival(self, now: float, tpot: float) -> ObservedRequest:
         """As a planner sees it; a stream that hands its tokens over at the end has had one each ``tpot`` seconds."""
         tokens, sequence = self.output_tokens, self._sequence
         if sequence is not None and sequence.ttft is not None:
             tokens = max(len(sequence.tokens), 1 + int((now - sequence.began - sequence.ttft) / tpot))
-        return Arrival(self.at, self.prompt_tokens, tokens, self.ended, self.blocks, BLOCK, self.met)
+        return ObservedRequest(self.at, self.prompt_tokens, tokens, self.ended, self.blocks, BLOCK, self.met)
 
 
 class SeenRequests:
@@ -99,10 +99,10 @@ class SeenRequests:
             self.met += met
 
     def took(self, seconds: float) -> None:
-        """One had a token each so many seconds."""
+        """The mean time of a token of one request, in seconds."""
         self._tpot += 0.01 * (seconds - self._tpot)
 
-    def arrivals(self, now: float) -> tuple[Arrival, ...]:
+    def arrivals(self, now: float) -> tuple[ObservedRequest, ...]:
         """Those of the window, in order."""
         self._forget(now)
         return tuple(each.as_arrival(now, self._tpot) for each in self._seen)

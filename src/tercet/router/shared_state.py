@@ -411,7 +411,7 @@ class SharedState:
 
     @property
     def _planned(self) -> bool:
-        """Whether lines of prefills are of use to somebody."""
+        """Whether a role keeper or a planner uses lines of prefills."""
         return self.role_keeper is not None or self.service.seen is not None
 
     def _own_report(self) -> FollowerReport:

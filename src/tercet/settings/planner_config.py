@@ -14,17 +14,17 @@ CPUShare = Annotated[float, Meta(gt=0, le=1)]
 
 
 class PlannerConfig(Settings, frozen=True):
-    """A planner beside a router; ``planning`` is a group. Without ``act`` it only advises."""
+    """A planner of a router's fleet; ``planning`` is a group. Without ``act`` it only advises."""
 
     url: Annotated[str, Setting("A router, whose fleet is planned.")] = "http://127.0.0.1:8000"
     profile: Annotated[
         str,
-        Setting("What one engine is in simulations: a profile that `tercet profile` shows, or a JSON file of it."),
+        Setting("Profile of an engine, which simulations go by: one that `tercet profile` shows, or a JSON file."),
     ] = "llama-3.1-8b-h100-tp1"
     planner: PlannedBy = "simulate"
     act: Annotated[
         Literal["advise", "roles"],
-        Setting("`advise`: say what should change; `roles`: change the roles of the engines that there are.",
+        Setting("`advise`: say what should change; `roles`: change roles of engines.",
                 panel=PLANNER),
     ] = "advise"  # fmt: skip
     planning: PlannerSettings = PlannerSettings()

@@ -20,8 +20,8 @@ Margin = Annotated[float, Meta(ge=0, le=1)]
 PlannedBy = Annotated[
     str,
     Setting(
-        "Who plans: `simulate`, `none`, your own `file.py:function` from what was observed to what is wanted, or in "
-        "simulations `oracle`, which knows the trace.",
+        "Planner: `simulate`, `none`, `file.py:function` from what was observed to what is wanted, or in simulations "
+        "`oracle`, which knows the trace.",
         panel=PLANNER,
     ),
 ]

@@ -13,7 +13,7 @@ FEWEST_ENDED = 8
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ObservedRequest:
     """A request that came ``at`` a time in seconds, of the observer's clock.
 
     ``output_tokens`` are those that its client has so far; ``ended`` says whether that is all of them. ``blocks`` name
@@ -30,7 +30,7 @@ class Arrival:
     met: bool | None = None
 
 
-def answers_completed(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
+def answers_completed(arrivals: Sequence[ObservedRequest], seed: int = 0) -> list[ObservedRequest]:
     """The same requests, each with the whole length of its answer; the same for the same seed.
 
     The length of an answer that has not ended is drawn from the ended ones of prompts of like length that are longer
@@ -49,7 +49,9 @@ def answers_completed(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arriva
             for each in arrivals]  # fmt: skip
 
 
-def _completed(arrival: Arrival, alike: Sequence[int], everyone: Sequence[int], chance: random.Random) -> Arrival:
+def _completed(
+    arrival: ObservedRequest, alike: Sequence[int], everyone: Sequence[int], chance: random.Random
+) -> ObservedRequest:
     known = alike if len(alike) >= FEWEST_ENDED else everyone
     longer = bisect_left(known, arrival.output_tokens + 1)
     drawn = known[chance.randrange(longer, len(known))] if longer < len(known) else None
@@ -57,6 +59,6 @@ def _completed(arrival: Arrival, alike: Sequence[int], everyone: Sequence[int], 
     return replace(arrival, output_tokens=length, ended=True)
 
 
-def _class(arrival: Arrival) -> int:
+def _class(arrival: ObservedRequest) -> int:
     """Prompts of one class differ in length by less than a factor of two."""
     return arrival.prompt_tokens.bit_length()

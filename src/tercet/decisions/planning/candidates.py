@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tercet.decisions.planning.arrivals import Arrival
+from tercet.decisions.planning.arrivals import ObservedRequest
 from tercet.decisions.planning.observed import FleetPlan, PlanLimits
 from tercet.settings.role_settings import Objectives
 
@@ -28,7 +28,7 @@ class EngineCapacity(Protocol):
 
 
 @dataclass(frozen=True)
-class Demand:
+class EngineDemand:
     """Engines that a load keeps busy, by role; fractions count."""
 
     prefill: float
@@ -39,23 +39,25 @@ class Demand:
         return max(self.prefill / plan.prefill, self.decode / plan.decode)
 
 
-def demand_of(sample: Sequence[Arrival], rate: float, engine: EngineCapacity, objectives: Objectives) -> Demand:
+def demand_of(
+    sample: Sequence[ObservedRequest], rate: float, engine: EngineCapacity, objectives: Objectives
+) -> EngineDemand:
     """The estimate for requests like ``sample`` at ``rate`` per second.
 
     Prefill: the prompts' seconds per second. Decode: by Little's law as many sequences run as arrive in the time that
     one takes at the objective's TPOT; an engine holds as many as its steps and its KV allow.
     """
     if not sample or rate <= 0:
-        return Demand(0.0, 0.0)
+        return EngineDemand(0.0, 0.0)
     tpot = STEP_SHARE * (objectives.tpot or 0.05)
     prefill = rate * sum(engine.prefill_s(each.prompt_tokens) for each in sample) / len(sample)
     tokens = sum(each.output_tokens for each in sample) / len(sample)
     context = sum((each.prompt_tokens + each.output_tokens / 2) * each.output_tokens for each in sample)
     context /= max(1, sum(each.output_tokens for each in sample))
-    return Demand(prefill, rate * tokens * tpot / engine.decodes(context, tpot))
+    return EngineDemand(prefill, rate * tokens * tpot / engine.decodes(context, tpot))
 
 
-def best_split(engines: int, demand: Demand) -> FleetPlan:
+def best_split(engines: int, demand: EngineDemand) -> FleetPlan:
     """The split of so many engines whose busier role is least busy; near the demand's proportion."""
     return min(
         (FleetPlan(prefill, engines - prefill) for prefill in range(1, engines)),
@@ -63,7 +65,7 @@ def best_split(engines: int, demand: Demand) -> FleetPlan:
     )
 
 
-def candidates(now: FleetPlan, demand: Demand, limits: PlanLimits, grow: bool) -> list[FleetPlan]:
+def candidates(now: FleetPlan, demand: EngineDemand, limits: PlanLimits, grow: bool) -> list[FleetPlan]:
     """Plans other than ``now`` in the order in which they should be tried.
 
     With ``grow`` (the present one does not do): other splits of the same engines, then more engines, one more first.

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.decisions.planning.arrivals import Arrival
+from tercet.decisions.planning.arrivals import ObservedRequest
 
 BIN_S = 5.0
 """Seconds of one sample of the load."""
@@ -46,14 +46,16 @@ class Forecast:
     """Requests like ``sample`` come at ``rate`` per second; ``why`` names what the rate was made of."""
 
     rate: float
-    sample: tuple[Arrival, ...]
+    sample: tuple[ObservedRequest, ...]
     why: str
 
 
 class Forecasting(Protocol):
     """What says which load comes; :class:`Forecaster` has the meaning of the arguments."""
 
-    def look(self, now: float, since: float, arrivals: Sequence[Arrival], ahead_s: float) -> Forecast | None: ...
+    def look(
+        self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float
+    ) -> Forecast | None: ...
 
 
 class Forecaster:
@@ -67,7 +69,7 @@ class Forecaster:
         self.correction = 1.0
         """Factor by which forecasts were too low, learned from what came; between 0.8 and 1.25."""
 
-    def look(self, now: float, since: float, arrivals: Sequence[Arrival], ahead_s: float) -> Forecast | None:
+    def look(self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float) -> Forecast | None:
         """The forecast for ``ahead_s`` seconds after ``now``; None while too little was seen.
 
         ``arrivals`` are all since ``since``, or those of the last minutes. Without traffic the rate is 0.
@@ -96,7 +98,7 @@ class Forecaster:
         self._expected = (now + ahead_s / 2, rate)
         return Forecast(rate, tuple(recent), why)
 
-    def _count(self, now: float, since: float, arrivals: Sequence[Arrival]) -> None:
+    def _count(self, now: float, since: float, arrivals: Sequence[ObservedRequest]) -> None:
         """Add the whole samples that have passed."""
         begin = since if self._counted_to is None else self._counted_to
         while begin + BIN_S <= now:
@@ -123,9 +125,9 @@ class Forecaster:
         loads = np.array(list(self._bins)[-count:])
         times = (np.arange(count) - (count - 1) / 2) * BIN_S
         slope = float(times @ loads / (times @ times))
-        # Counts of a steady Poisson load vary by their root; of bursty loads, by what is seen beside the line.
-        beside = loads - loads.mean() - slope * times
-        deviation = math.sqrt(max(loads.mean() / BIN_S, float(beside @ beside) / (count - 2)))
+        # Counts of a steady Poisson load vary by their root; of bursty loads, by their distance to the line.
+        rest = loads - loads.mean() - slope * times
+        deviation = math.sqrt(max(loads.mean() / BIN_S, float(rest @ rest) / (count - 2)))
         return slope if abs(slope) > SIGNIFICANT * deviation / math.sqrt(float(times @ times)) else 0.0
 
     def _season(self, ahead_s: float) -> float | None:
@@ -161,7 +163,7 @@ def _period(centred: NDArray[np.float64]) -> int:
     return int(lags[best]) if alike[best] > SEASON_SEEN else 0
 
 
-def _since_change(arrivals: Sequence[Arrival], begin: float, now: float) -> tuple[list[Arrival], float]:
+def _since_change(arrivals: Sequence[ObservedRequest], begin: float, now: float) -> tuple[list[ObservedRequest], float]:
     """The arrivals since the load changed last, and when that was; all of them if it did not.
 
     It changed where rate, prompts or answers of the newest part differ from those of the part before it.
@@ -177,7 +179,9 @@ def _since_change(arrivals: Sequence[Arrival], begin: float, now: float) -> tupl
     return found, begin
 
 
-def _differ(before: Sequence[Arrival], before_s: float, after: Sequence[Arrival], after_s: float) -> bool:
+def _differ(
+    before: Sequence[ObservedRequest], before_s: float, after: Sequence[ObservedRequest], after_s: float
+) -> bool:
     if len(after) < 8:
         return False
     for measure in (_one, _prompt, _output):
@@ -190,13 +194,13 @@ def _differ(before: Sequence[Arrival], before_s: float, after: Sequence[Arrival]
     return False
 
 
-def _one(_: Arrival) -> float:
+def _one(_: ObservedRequest) -> float:
     return 1.0
 
 
-def _prompt(arrival: Arrival) -> float:
+def _prompt(arrival: ObservedRequest) -> float:
     return float(arrival.prompt_tokens)
 
 
-def _output(arrival: Arrival) -> float:
+def _output(arrival: ObservedRequest) -> float:
     return float(arrival.output_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tercet.decisions.planning.observed import FleetPlan, Observed, Wanted
+from tercet.decisions.planning.observed import FleetPlan, Observed, WantedPlan
 from tercet.decisions.roles import RoleLook, RolePolicy
 from tercet.decisions.roles.pressures import BUSY_FULL
 from tercet.settings.role_settings import Objectives
@@ -17,7 +17,7 @@ WORK_OFF_S = 15.0
 """Seconds in which the line that has formed should be worked off."""
 
 
-class Guard:
+class QueueGuard:
     """Looks at queue waits and step times, as ``--roles auto`` does, and asks for engines if no role can give any."""
 
     def __init__(self, objectives: Objectives) -> None:
@@ -25,7 +25,7 @@ class Guard:
         self._pressed_since: float | None = None
         self._added_at = -math.inf
 
-    def look(self, observed: Observed) -> Wanted | None:
+    def look(self, observed: Observed) -> WantedPlan | None:
         """What must be done now, if anything."""
         serving = [each for each in observed.engines if each.able]
         found = self._roles.look(observed.now, serving)
@@ -34,10 +34,10 @@ class Guard:
             count = sign * len(found.flip.engines)
             plan = FleetPlan(observed.plan.prefill + count, observed.plan.decode - count)
             self._pressed_since = None
-            return Wanted(plan, f"guard: {found.flip.reason}")
+            return WantedPlan(plan, f"guard: {found.flip.reason}")
         return self._more(observed, found)
 
-    def _more(self, observed: Observed, found: RoleLook) -> Wanted | None:
+    def _more(self, observed: Observed, found: RoleLook) -> WantedPlan | None:
         pressed = found.pressures is not None and found.pressures.worse >= 1
         if not pressed or found.pressures is None or found.demand is None:
             self._pressed_since = None
@@ -56,7 +56,7 @@ class Guard:
             needed = math.ceil(plan.decode * (found.pressures.decode - 1))
             more = FleetPlan(plan.prefill, plan.decode + min(room, max(1, needed)))
         self._added_at, self._pressed_since = observed.now, None
-        return Wanted(
+        return WantedPlan(
             more,
             f"guard: prefill at {found.pressures.prefill:.0%}, decode at {found.pressures.decode:.0%} of the limit for "
             f"{lasted:.1f} s, and {found.why}",

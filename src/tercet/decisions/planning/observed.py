@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tercet.decisions.planning.arrivals import Arrival
+from tercet.decisions.planning.arrivals import ObservedRequest
 from tercet.decisions.roles import ObservedEngine
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
@@ -72,7 +72,7 @@ class Observed:
     now: float
     since: float
     plan: FleetPlan
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[ObservedRequest, ...]
     engines: tuple[ObservedEngine, ...]
     objectives: Objectives
     limits: PlanLimits
@@ -81,7 +81,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPlan:
     """The fleet that a policy wants from now on, in one sentence why, and what it expects of it if it knows."""
 
     plan: FleetPlan
@@ -90,5 +90,5 @@ class Wanted:
     considered: tuple[tuple[FleetPlan, Expected], ...] = field(default=())
 
 
-Policy: TypeAlias = Callable[[Observed], Wanted]
+Policy: TypeAlias = Callable[[Observed], WantedPlan]
 """A function from what was observed to what is wanted; whoever writes one may do anything in between."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from tercet.decisions.planning.arrivals import answers_completed
 from tercet.decisions.planning.candidates import EngineCapacity, candidates, demand_of
 from tercet.decisions.planning.forecast import Forecast, Forecaster, Forecasting
-from tercet.decisions.planning.guard import Guard
-from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, Wanted
+from tercet.decisions.planning.guard import QueueGuard
+from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan
 from tercet.protocol import TercetError
 
 MARGIN = 0.1
@@ -34,7 +34,7 @@ LOOKS_FOR_SCALE_IN = 2
 GAIN = 0.02
 """Attainment that a change must gain if no fleet within the limits meets the objectives."""
 MOST_SIMULATIONS = 6
-"""Simulations of one look beside that of the present fleet."""
+"""Simulations of one look in addition to that of the present fleet."""
 SAME_LOAD = 0.95
 """Share of a load at which fewer engines did not do, above which they are not tried again."""
 TRIED_AGAIN_S = 120.0
@@ -88,7 +88,7 @@ class Planner:
         self.margin = margin
         """Grows while attainment falls short of what was expected, and shrinks back."""
         self.forecaster: Forecasting = forecaster or Forecaster()
-        self._guard: Guard | None = None
+        self._guard: QueueGuard | None = None
         self._plan: FleetPlan | None = None
         self._changed_at = -math.inf
         self._fewer = list[FleetPlan]()
@@ -100,17 +100,17 @@ class Planner:
         """The newest last."""
         self.simulations = 0
 
-    def guard(self, observed: Observed) -> Wanted | None:
+    def guard(self, observed: Observed) -> WantedPlan | None:
         """What must be done at once, because queues grow that no forecast saw coming; None if nothing."""
         self._note(observed)
         if self._guard is None:
-            self._guard = Guard(observed.objectives)
+            self._guard = QueueGuard(observed.objectives)
         found = self._guard.look(observed)
         if found is not None:
             self._changes_to(observed.now, found)
         return found
 
-    def plan(self, observed: Observed) -> Wanted:
+    def plan(self, observed: Observed) -> WantedPlan:
         """What is wanted from now on: the present plan, with the reason, unless another one is better."""
         self._note(observed)
         self._compare(observed)
@@ -129,7 +129,7 @@ class Planner:
             self._changed_at = observed.now
         self._plan = observed.plan
 
-    def _changes_to(self, now: float, wanted: Wanted) -> None:
+    def _changes_to(self, now: float, wanted: WantedPlan) -> None:
         before = self._plan
         self._plan, self._changed_at = wanted.plan, now
         self._fewer.clear()
@@ -170,34 +170,34 @@ class Planner:
 
     # ---- decisions -------------------------------------------------------------------------------------------
 
-    def _wanted(self, observed: Observed) -> Wanted:
+    def _wanted(self, observed: Observed) -> WantedPlan:
         now, plan = observed.now, observed.plan
         completed = answers_completed(observed.arrivals, seed=round(now))
         forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
         if forecast is None:
-            return Wanted(plan, "too little was seen for a forecast")
+            return WantedPlan(plan, "too little was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)
         if not forecast.rate:
             return self._without_traffic(observed)
         if now - self._changed_at < REST_S:
-            return Wanted(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and rests for {REST_S:g} s")
+            return WantedPlan(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and rests for {REST_S:g} s")
         try:
             expected = self._simulated(plan, forecast)
             if expected.attainment < observed.objectives.share or not observed.limits.allow(plan):
                 return self._better(observed, forecast, expected)
             return self._cheaper(observed, replace(forecast, rate=largest), expected)
         except TercetError as error:
-            return Wanted(plan, f"no simulation: {error}; the fleet stays")
+            return WantedPlan(plan, f"no simulation: {error}; the fleet stays")
 
-    def _without_traffic(self, observed: Observed) -> Wanted:
+    def _without_traffic(self, observed: Observed) -> WantedPlan:
         """The fewest engines allowed, in the proportion of the present ones."""
         plan, fewest = observed.plan, observed.limits.fewest
         if plan.engines <= fewest or observed.starting:
-            return Wanted(plan, "no traffic")
+            return WantedPlan(plan, "no traffic")
         prefill = min(max(1, round(fewest * plan.prefill / plan.engines)), fewest - 1)
-        return Wanted(FleetPlan(prefill, fewest - prefill), "no traffic: the fewest engines allowed")
+        return WantedPlan(FleetPlan(prefill, fewest - prefill), "no traffic: the fewest engines allowed")
 
-    def _better(self, observed: Observed, forecast: Forecast, expected: Expected) -> Wanted:
+    def _better(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
         """The cheapest fleet that meets the objectives; or what comes closest, if it gains much."""
         plan, share = observed.plan, observed.objectives.share
         said = f"{plan} would meet them for {expected.attainment:.1%} at {forecast.why}"
@@ -213,24 +213,24 @@ class Planner:
                 continue
             found.append((each, self._simulated(each, self._with_margin(forecast, 1.0))))
         if not found:
-            return Wanted(plan, f"{said}; no other fleet is allowed", expected)
+            return WantedPlan(plan, f"{said}; no other fleet is allowed", expected)
         meeting = [(each, got) for each, got in found if got.attainment >= share]
         best, got = min(meeting or found, key=lambda each: (each[0].engines if meeting else 0, -each[1].attainment))
         if not meeting and got.attainment < expected.attainment + GAIN:
-            return Wanted(plan, f"{said}; nothing simulated gains {GAIN:.0%}", expected, tuple(found))
-        return Wanted(best, f"{said}; {best} for {got.attainment:.1%} with a margin of {self.margin:.0%}", got,
+            return WantedPlan(plan, f"{said}; nothing simulated gains {GAIN:.0%}", expected, tuple(found))
+        return WantedPlan(best, f"{said}; {best} for {got.attainment:.1%} with a margin of {self.margin:.0%}", got,
                       tuple(found))  # fmt: skip
 
-    def _cheaper(self, observed: Observed, forecast: Forecast, expected: Expected) -> Wanted:
+    def _cheaper(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
         """Fewer engines, if they met the objectives with a larger margin at several looks in a row."""
         plan, share = observed.plan, observed.objectives.share
         fine = f"{plan} meets the objectives for {expected.attainment:.1%} at {forecast.why}"
         if plan.engines <= observed.limits.fewest:
-            return Wanted(plan, f"{fine}; fewer engines are not allowed", expected)
+            return WantedPlan(plan, f"{fine}; fewer engines are not allowed", expected)
         if observed.starting or observed.now - self._changed_at < SCALE_IN_REST_S:
-            return Wanted(plan, f"{fine}; engines start, or the fleet has just changed", expected)
+            return WantedPlan(plan, f"{fine}; engines start, or the fleet has just changed", expected)
         if self._known_as_too_few(observed.now, plan, forecast.rate):
-            return Wanted(plan, f"{fine}; fewer engines did not do at this load", expected)
+            return WantedPlan(plan, f"{fine}; fewer engines did not do at this load", expected)
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
         found = list[tuple[FleetPlan, Expected]]()
         for each in _few_totals(candidates(plan, demand, observed.limits, grow=False))[:MOST_SIMULATIONS]:
@@ -240,20 +240,20 @@ class Planner:
                 return self._confirmed(plan, fine, each, got, found)
         self._fewer.clear()
         self._too_few = _TooFew(observed.now, plan.engines, forecast.rate)
-        return Wanted(plan, f"{fine}; with fewer engines and a margin it would not", expected, tuple(found))
+        return WantedPlan(plan, f"{fine}; with fewer engines and a margin it would not", expected, tuple(found))
 
     def _confirmed(
         self, plan: FleetPlan, fine: str, fewer: FleetPlan, got: Expected, found: list[tuple[FleetPlan, Expected]]
-    ) -> Wanted:
+    ) -> WantedPlan:
         """Act on the largest of the fleets that looks in a row found to be enough."""
         self._fewer.append(fewer)
         looks = len(self._fewer)
         if looks < LOOKS_FOR_SCALE_IN:
-            return Wanted(plan, f"{fine}; {fewer} seems to be enough, look {looks} of {LOOKS_FOR_SCALE_IN}", got,
+            return WantedPlan(plan, f"{fine}; {fewer} seems to be enough, look {looks} of {LOOKS_FOR_SCALE_IN}", got,
                           tuple(found))  # fmt: skip
         chosen = max(self._fewer, key=lambda each: each.engines)
         self._fewer.clear()
-        return Wanted(chosen, f"{fine}; {chosen} is enough with a margin of {SCALE_IN_MARGIN * self.margin:.0%}", got,
+        return WantedPlan(chosen, f"{fine}; {chosen} is enough with a margin of {SCALE_IN_MARGIN * self.margin:.0%}", got,
                       tuple(found))  # fmt: skip
 
     def _known_as_too_few(self, now: float, plan: FleetPlan, rate: float) -> bool:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from tercet.decisions.objectives import within
-from tercet.decisions.planning import Arrival, Expected, FleetPlan, Forecast
+from tercet.decisions.planning import Expected, FleetPlan, Forecast, ObservedRequest
 from tercet.lab.bench.simulated.scenario import EngineGroup, FleetSpec
 from tercet.lab.bench.simulated.virtual_run import run_requests
 from tercet.lab.sim import EngineOptions, Profile
@@ -59,10 +59,10 @@ class ProfileCapacity:
         return low
 
 
-class SimulatedFleet:
+class FleetSimulator:
     """Answers :data:`~tercet.decisions.planning.planner.Evaluate` by simulations of a program on equal engines.
 
-    Each runs in a thread of its own and is waited for: a virtual clock that runs in the caller's thread stands still
+    Each runs in its own thread and is waited for: a virtual clock that runs in the caller's thread stands still
     meanwhile. Equal arguments give equal answers. ``requests`` counts what was simulated.
     """
 
@@ -127,7 +127,7 @@ def _expected(
     return Expected(float(met.mean()), p99, rate)
 
 
-def _longest_answer(sample: Sequence[Arrival], objectives: Objectives) -> float:
+def _longest_answer(sample: Sequence[ObservedRequest], objectives: Objectives) -> float:
     """Seconds that nine of ten answers take at most at the objective's TPOT, with their prefill."""
     tokens = sorted(each.output_tokens for each in sample)
     return 2.0 + tokens[int(0.9 * (len(tokens) - 1))] * (objectives.tpot or 0.05)
@@ -159,7 +159,7 @@ def traffic(forecast: Forecast, length: float, seed: int) -> Iterator[tuple[floa
         turn += 1
 
 
-def _prompt(arrival: Arrival, often: Mapping[int, int], turn: int, chance: random.Random) -> tuple[int, ...]:
+def _prompt(arrival: ObservedRequest, often: Mapping[int, int], turn: int, chance: random.Random) -> tuple[int, ...]:
     """A prompt of that length whose blocks are equal where the observed ones are."""
     prompt = list[int]()
     for block in arrival.blocks:

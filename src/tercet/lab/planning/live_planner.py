@@ -1,4 +1,4 @@
-"""A planner beside a live router: it asks what happens, plans in a thread of its own process, and acts or advises."""
+"""A planner of a live router's fleet: it asks what happens, plans in a thread, and acts or advises."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from tercet.aio import run_in_thread
-from tercet.decisions.planning import PlanLimits, Planner, Policy, Wanted
+from tercet.decisions.planning import PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
-from tercet.lab.planning.crystal import ProfileCapacity, SimulatedFleet
+from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
 from tercet.lab.planning.observing import FleetView, TrafficReport, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.planning.policies import load_policy
@@ -71,7 +71,7 @@ class LivePlanner:
         self._view = FleetView()
         profile = load_profile(config.profile)
         self._profile, self._steps = profile, StepModel(profile.steps)
-        self._simulated: SimulatedFleet | None = None
+        self._simulated: FleetSimulator | None = None
         self._policy: Policy | Planner | None = None
         self._plan_at = 0.0
         self._advised = ""
@@ -142,7 +142,7 @@ class LivePlanner:
         options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
         objectives = self._view.observed(with_arrivals=False).objectives
         if self._simulated is None:
-            self._simulated = SimulatedFleet(report.program, self._config.profile, options, objectives, report.args)
+            self._simulated = FleetSimulator(report.program, self._config.profile, options, objectives, report.args)
             capacity = ProfileCapacity(self._profile, options)
             self._policy = load_policy(self._config.planner, self._config.planning, self._simulated, capacity)
         self._simulated.become(report.program, report.args, options, objectives)
@@ -160,7 +160,7 @@ class LivePlanner:
 
     # ---- acting ----------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, wanted: Wanted, limits: PlanLimits) -> None:
+    async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits) -> None:
         observed = self._view.observed(limits, with_arrivals=False)
         change = change_to(wanted.plan, observed.engines)
         if not change:
@@ -187,7 +187,7 @@ class LivePlanner:
         self._answers = error is None
 
 
-def _in_words(wanted: Wanted) -> str:
+def _in_words(wanted: WantedPlan) -> str:
     expected = wanted.expected
     said = (
         ""

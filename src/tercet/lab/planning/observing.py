@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tercet.decisions.planning import Arrival, FleetPlan, Observed, PlanLimits
+from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
 from tercet.decisions.roles import ObservedEngine
 from tercet.lab.sim.step_times import StepModel
 from tercet.protocol import EngineUnreachable
@@ -19,7 +19,7 @@ FEWEST_STEPS = 8
 MOST_STEPS = 200
 
 
-class ListedEngine(msgspec.Struct, frozen=True):
+class TrafficEngine(msgspec.Struct, frozen=True):
     """An engine of the answer; see :class:`~tercet.decisions.roles.ObservedEngine`."""
 
     name: str
@@ -62,7 +62,7 @@ class TrafficReport(msgspec.Struct, frozen=True):
     program: str | None
     args: dict[str, str]
     arrivals: list[tuple[float, int, int, bool, tuple[int, ...], int, bool | None]]
-    engines: list[ListedEngine]
+    engines: list[TrafficEngine]
 
 
 def read_traffic(answer: Any) -> TrafficReport:
@@ -118,8 +118,8 @@ class FleetView:
             came=self._came() if with_arrivals else None,
         )
 
-    def _arrivals(self) -> tuple[Arrival, ...]:
-        found = sorted((Arrival(*each) for report in self._reports.values() for each in report.arrivals),
+    def _arrivals(self) -> tuple[ObservedRequest, ...]:
+        found = sorted((ObservedRequest(*each) for report in self._reports.values() for each in report.arrivals),
                        key=lambda each: each.at)  # fmt: skip
         silent = self.newest.processes - len(self._reports)
         if silent <= 0 or not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from tercet.decisions.planning import Planner, Policy, Wanted
+from tercet.decisions.planning import Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange
 
 
@@ -34,7 +34,7 @@ class PlannerMetrics:
         if port:
             start_http_server(port, "127.0.0.1", registry)
 
-    def planned(self, policy: Policy | Planner, wanted: Wanted, cpu_s: float) -> None:
+    def planned(self, policy: Policy | Planner, wanted: WantedPlan, cpu_s: float) -> None:
         """A plan was made in ``cpu_s`` seconds."""
         self._plans.inc()
         self._cpu.inc(cpu_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tercet.decisions.planning import Arrival, Forecast, Observed, Planner, Policy, Wanted
+from tercet.decisions.planning import Forecast, Observed, ObservedRequest, Planner, Policy, WantedPlan
 from tercet.decisions.planning.planner import Evaluate
 from tercet.decisions.scheduling.registry import load_module, user_file
 from tercet.fleet.seen_requests import BLOCK, block_names
@@ -21,10 +21,10 @@ LOOKED_AHEAD_S = 45.0
 class Foresight:
     """A forecaster that knows the trace; see :class:`~tercet.decisions.planning.Forecaster`."""
 
-    def __init__(self, trace: Sequence[Arrival]) -> None:
+    def __init__(self, trace: Sequence[ObservedRequest]) -> None:
         self._trace = trace
 
-    def look(self, now: float, since: float, arrivals: Sequence[Arrival], ahead_s: float) -> Forecast:
+    def look(self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float) -> Forecast:
         """The requests that will come."""
         del since, arrivals
         length = ahead_s + LOOKED_AHEAD_S
@@ -34,10 +34,10 @@ class Foresight:
         return Forecast(len(coming) / length, coming, f"the trace, {len(coming) / length:.1f}/s")
 
 
-def trace_of(arrivals: Iterable[tuple[float, Request]]) -> list[Arrival]:
+def trace_of(arrivals: Iterable[tuple[float, Request]]) -> list[ObservedRequest]:
     """A trace without its text."""
     return [
-        Arrival(when, each.num_tokens, max_tokens_of(each), True, block_names(each.prompt), BLOCK)
+        ObservedRequest(when, each.num_tokens, max_tokens_of(each), True, block_names(each.prompt), BLOCK)
         for when, each in arrivals
     ]
 
@@ -71,10 +71,10 @@ def load_policy(
 def _checked(name: str, function: object) -> Policy:
     """An answer of a wrong kind is named as such, and not met deep inside."""
 
-    def policy(observed: Observed) -> Wanted:
+    def policy(observed: Observed) -> WantedPlan:
         found = function(observed) if callable(function) else None
-        if not isinstance(found, Wanted):
-            raise BadRequest(f"planner: {name} must return Wanted, and returned {type(found).__name__}", "planner")
+        if not isinstance(found, WantedPlan):
+            raise BadRequest(f"planner: {name} must return WantedPlan, and returned {type(found).__name__}", "planner")
         return replace(found, reason=found.reason or name)
 
     return policy

@@ -19,7 +19,7 @@ from tercet.lab.bench.simulated.scenario import (
     parse_fleet,
     requests_of,
 )
-from tercet.lab.planning.crystal import ProfileCapacity, SimulatedFleet
+from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
 from tercet.lab.planning.policies import load_policy
 from tercet.lab.planning.virtual_planner import VirtualPlanner
 from tercet.lab.sim import EngineOptions, SimEngine, load_profile, options_from
@@ -39,7 +39,7 @@ class SimulatedPlanning:
         self._settings, self._objectives = settings, moving.objectives
         self._limits = _limits(simulation)
         self._spare = max(0, self._limits.most - len(names_of(spec)))
-        self._simulator = SimulatedFleet(
+        self._simulator = FleetSimulator(
             simulation.program, simulation.profile, options, moving.objectives, simulation.program_args, simulation.seed
         )
         workload = msgspec.structs.replace(simulation.workload, rate=rate)
@@ -57,8 +57,8 @@ class SimulatedPlanning:
             return spec
         return msgspec.structs.replace(spec, engines=(*spec.engines, EngineGroup(role="decode", count=self._spare)))
 
-    def beside(self, service: Service[MoveCounts], engines: Mapping[str, SimEngine]) -> Coroutine[Any, Any, None]:
-        """See :data:`~tercet.lab.bench.simulated.virtual_run.Beside`."""
+    def companion(self, service: Service[MoveCounts], engines: Mapping[str, SimEngine]) -> Coroutine[Any, Any, None]:
+        """See :data:`~tercet.lab.bench.simulated.virtual_run.Companion`."""
         spare = list(engines)[len(engines) - self._spare :]
         self._planner = VirtualPlanner(
             self._policy, self._settings, self._objectives, self._limits, spare, service, engines

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
-from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Planner, Policy, Wanted
+from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import change_to
 from tercet.decisions.roles import ObservedEngine
 from tercet.fleet.observed_roles import observed_engines
@@ -113,7 +113,7 @@ class VirtualPlanner:
 
     # ---- acting ----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, wanted: Wanted) -> None:
+    def _carry_out(self, wanted: WantedPlan) -> None:
         present = self._present()
         change = change_to(wanted.plan, present)
         if not change or not self._limits.allow(wanted.plan):

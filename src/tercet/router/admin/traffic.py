@@ -59,7 +59,7 @@ def _window(request: Request) -> float:
 
 
 def _shown(arrival: Any) -> list[Any]:
-    """In the order of the fields of :class:`~tercet.decisions.planning.Arrival`."""
+    """In the order of the fields of :class:`~tercet.decisions.planning.ObservedRequest`."""
     return [arrival.at, arrival.prompt_tokens, arrival.output_tokens, arrival.ended, arrival.blocks,
             arrival.block_size, arrival.met]  # fmt: skip
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tercet.decisions.planning import (
-    Arrival,
     Expected,
     FleetPlan,
     Forecast,
     Observed,
+    ObservedRequest,
     PlanLimits,
     Planner,
-    Wanted,
+    WantedPlan,
 )
 from tercet.decisions.planning.candidates import demand_of
 from tercet.settings.role_settings import Objectives
@@ -56,9 +56,9 @@ class PlannedWorld:
         self.planner = planner or Planner(evaluated, Engine())
         self.plan, self.limits = plan, limits
         self.now = 0.0
-        self.changes: list[tuple[float, Wanted]] = []
-        self.answers: list[Wanted] = []
-        self._arrivals: list[Arrival] = []
+        self.changes: list[tuple[float, WantedPlan]] = []
+        self.answers: list[WantedPlan] = []
+        self._arrivals: list[ObservedRequest] = []
         self._chance = random.Random(seed)
 
     def run(self, seconds: float, traffic: Callable[[float], Traffic] | Traffic, came: float | None = 1.0) -> None:
@@ -84,4 +84,4 @@ class PlannedWorld:
             if at >= end:
                 return
             prompt, output = (max(1, round(self._chance.gauss(mean, mean / 5))) for mean in (now.prompt, now.output))
-            self._arrivals.append(Arrival(at, prompt, output, True))
+            self._arrivals.append(ObservedRequest(at, prompt, output, True))

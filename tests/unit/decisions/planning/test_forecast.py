@@ -8,21 +8,21 @@ from collections.abc import Callable
 
 import pytest
 
-from tercet.decisions.planning import Arrival, Forecast, Forecaster, answers_completed
+from tercet.decisions.planning import Forecast, Forecaster, ObservedRequest, answers_completed
 
 
 def poisson(
     rate_at: Callable[[float], float], seconds: float, seed: int = 0, prompt: int = 500, output: int = 50
-) -> list[Arrival]:
-    chance, at, found = random.Random(seed), 0.0, list[Arrival]()
+) -> list[ObservedRequest]:
+    chance, at, found = random.Random(seed), 0.0, list[ObservedRequest]()
     while True:
         at += chance.expovariate(max(0.01, rate_at(at)))
         if at >= seconds:
             return found
-        found.append(Arrival(at, prompt, output, True))
+        found.append(ObservedRequest(at, prompt, output, True))
 
 
-def looked(arrivals: list[Arrival], until: float, ahead: float = 30.0, window: float = 60.0) -> list[Forecast]:
+def looked(arrivals: list[ObservedRequest], until: float, ahead: float = 30.0, window: float = 60.0) -> list[Forecast]:
     forecaster, found = Forecaster(), list[Forecast]()
     for step in range(1, int(until / 15) + 1):
         now = step * 15.0
@@ -60,7 +60,7 @@ def test_a_season_is_seen_after_two_of_them() -> None:
 
 def test_a_change_of_the_mix_makes_the_rest_history() -> None:
     before = poisson(lambda _: 45.0, 100, prompt=3000, output=80)
-    after = [Arrival(each.at + 100, 200, 1000, True) for each in poisson(lambda _: 45.0, 20, seed=1)]
+    after = [ObservedRequest(each.at + 100, 200, 1000, True) for each in poisson(lambda _: 45.0, 20, seed=1)]
     forecast = Forecaster().look(120.0, 0.0, [each for each in before + after if each.at > 60], 30.0)
     assert forecast is not None
     assert {each.prompt_tokens for each in forecast.sample} == {200}
@@ -68,7 +68,7 @@ def test_a_change_of_the_mix_makes_the_rest_history() -> None:
 
 
 def test_too_little_is_no_forecast_and_no_traffic_is_one() -> None:
-    assert Forecaster().look(3.0, 0.0, [Arrival(1.0, 10, 10, True)], 30.0) is None
+    assert Forecaster().look(3.0, 0.0, [ObservedRequest(1.0, 10, 10, True)], 30.0) is None
     assert Forecaster().look(3.0, 0.0, [], 30.0) is None
     found = Forecaster().look(60.0, 0.0, [], 30.0)
     assert found is not None
@@ -76,9 +76,13 @@ def test_too_little_is_no_forecast_and_no_traffic_is_one() -> None:
 
 
 def test_answers_that_have_not_ended_are_as_long_as_longer_ones_of_like_prompts() -> None:
-    ended = [Arrival(float(at), 200, length, True) for at, length in enumerate([100, 300, 500, 700] * 5)]
-    others = [Arrival(30.0, 3000, 10, True) for _ in range(50)]
-    running = [Arrival(40.0, 210, 400, False), Arrival(41.0, 200, 900, False), Arrival(42.0, 200, 0, False)]
+    ended = [ObservedRequest(float(at), 200, length, True) for at, length in enumerate([100, 300, 500, 700] * 5)]
+    others = [ObservedRequest(30.0, 3000, 10, True) for _ in range(50)]
+    running = [
+        ObservedRequest(40.0, 210, 400, False),
+        ObservedRequest(41.0, 200, 900, False),
+        ObservedRequest(42.0, 200, 0, False),
+    ]
     first, beyond, new = answers_completed([*ended, *others, *running])[-3:]
     assert first.output_tokens in (500, 700)
     assert beyond.output_tokens == 1800

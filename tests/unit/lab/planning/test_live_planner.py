@@ -1,4 +1,4 @@
-"""A planner beside a router, by the router's answers: it advises or changes roles, and says what it cannot do."""
+"""A planner of a router's fleet, by the router's answers: it advises or changes roles, and says what it cannot do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tercet.settings.planner_settings import PlannerSettings
 
 OBJECTIVES = {"ttft": 1.0, "tpot": 0.025, "share": 0.99, "requests": 0, "met": 0, "attainment": None}
 MY_POLICY = """
-from tercet.decisions.planning import FleetPlan, Observed, Wanted
+from tercet.decisions.planning import FleetPlan, Observed, WantedPlan
 
-def wanted(seen: Observed) -> Wanted:
+def wanted(seen: Observed) -> WantedPlan:
     long = sum(each.prompt_tokens for each in seen.arrivals) > 1000 * len(seen.arrivals)
     engines = seen.plan.engines
-    return Wanted(FleetPlan(engines - 1, 1) if long else FleetPlan(1, engines - 1), "long prompts" if long else "short")
+    plan = FleetPlan(engines - 1, 1) if long else FleetPlan(1, engines - 1)
+    return WantedPlan(plan, "long prompts" if long else "short")
 """
 
 
@@ -117,7 +118,7 @@ async def test_what_cannot_be_planned_is_said(policy: str, given: dict[str, Any]
 async def test_a_policy_that_answers_otherwise_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def wanted(seen):\n    return 3\n")
-    with pytest.raises(BadRequest, match="must return Wanted, and returned int"):
+    with pytest.raises(BadRequest, match="must return WantedPlan, and returned int"):
         await planner_of(Router(prompt=100), planner=f"{file}:wanted").look(0.0)
     for name, said in (("oracle", "in simulations"), ("nobody", "choose simulate"), (f"{file}:other", "no function")):
         with pytest.raises(BadRequest, match=said):

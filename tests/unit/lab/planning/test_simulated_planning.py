@@ -56,8 +56,8 @@ def test_engines_are_started_where_they_are_missing_and_cost(tmp_path: Path) -> 
 def test_engines_that_are_given_up_finish_what_they_have(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from tercet.decisions.planning import FleetPlan, Wanted\n"
-        "def wanted(seen):\n    return Wanted(FleetPlan(1, 1), 'fewer')\n"
+        "from tercet.decisions.planning import FleetPlan, WantedPlan\n"
+        "def wanted(seen):\n    return WantedPlan(FleetPlan(1, 1), 'fewer')\n"
     )
     light = SyntheticWorkload(rate=5.0, requests=100, input_mean=500, output_mean=200)
     found, _ = simulated(f"{file}:wanted", light, fleet="3P3D", fewest=2, interval_s=5.0)

@@ -223,7 +223,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             spec = planning.with_spare(spec)
         outcome = run_once(
             program, spec, self.profile, options, workload, self.seed, scheduling, self.moving,
-            None if planning is None else planning.beside,
+            None if planning is None else planning.companion,
         )  # fmt: skip
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)

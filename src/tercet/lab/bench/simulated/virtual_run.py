@@ -116,8 +116,8 @@ class FollowUps(Protocol):
         ...
 
 
-Beside = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
-"""What runs beside a run until it ends, and may change the fleet."""
+Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
+"""What runs together with a run until it ends, and may change the fleet."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ def run_once(
     seed: int,
     scheduling: Scheduling | None = None,
     moving: MovingSettings = MOVING,
-    beside: Beside | None = None,
+    companion: Companion | None = None,
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone.
 
@@ -151,7 +151,7 @@ def run_once(
         follow_ups = PlannedTraffic(workload, seed)
         arrivals = follow_ups.arrivals()
     return run_requests(
-        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, beside
+        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, companion
     )
 
 
@@ -166,15 +166,15 @@ def run_requests(
     scheduling: Scheduling | None = None,
     follow_ups: FollowUps | None = None,
     moving: MovingSettings = MOVING,
-    beside: Beside | None = None,
+    companion: Companion | None = None,
 ) -> Outcome:
     """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured.
 
-    ``beside`` is called with the fleet, and returns what runs beside it.
+    ``companion`` is called with the fleet, and returns what runs together with the run.
     """
     with _young_garbage_only():
         return run_virtual(
-            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, beside)
+            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, companion)
         )
 
 
@@ -200,7 +200,7 @@ async def _run(
     scheduling: Scheduling | None,
     follow_ups: FollowUps | None,
     moving: MovingSettings,
-    beside: Beside | None,
+    companion: Companion | None,
 ) -> Outcome:
     built = _build(program, spec, profile, options, seed, moving)
     if scheduling is not None:
@@ -208,7 +208,7 @@ async def _run(
     outcome = Outcome()
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
-    others = () if beside is None else (beside(built.service, built.engines),)
+    others = () if companion is None else (companion(built.service, built.engines),)
     async with built.moving.running(), alongside(*others):
         await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
     _collect(built, outcome)
