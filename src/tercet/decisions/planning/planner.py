@@ -253,8 +253,8 @@ class Planner:
                           tuple(found))  # fmt: skip
         chosen = max(self._fewer, key=lambda each: each.engines)
         self._fewer.clear()
-        return WantedPlan(chosen, f"{fine}; {chosen} is enough with a margin of {SCALE_IN_MARGIN * self.margin:.0%}", got,
-                      tuple(found))  # fmt: skip
+        margin = SCALE_IN_MARGIN * self.margin
+        return WantedPlan(chosen, f"{fine}; {chosen} is enough with a margin of {margin:.0%}", got, tuple(found))
 
     def _known_as_too_few(self, now: float, plan: FleetPlan, rate: float) -> bool:
         last = self._too_few
