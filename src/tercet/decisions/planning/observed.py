@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -52,12 +53,19 @@ class PlanLimits:
 class Expected:
     """What a plan would give: share of the requests that meet the objectives, and 99th percentile of TTFT in seconds.
 
-    ``rate`` is the load, in requests per second, that it was simulated for.
+    ``rate`` is the load, in requests per second, that it was simulated for; ``requests`` were measured.
     """
 
     attainment: float
     ttft_p99: float
     rate: float
+    requests: int = 1000
+
+    @property
+    def chance(self) -> float:
+        """Standard deviation of the attainment by chance, at least that where one request of a hundred is late."""
+        late = min(0.5, max(0.01, 1 - self.attainment))
+        return math.sqrt(late * (1 - late) / max(1, self.requests))
 
 
 @dataclass(frozen=True)

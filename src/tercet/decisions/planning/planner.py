@@ -32,7 +32,15 @@ MOST_LOOKED_BACK_S = 1800.0
 LOOKS_FOR_SCALE_IN = 2
 """Looks in a row that must find fewer engines to be enough."""
 GAIN = 0.02
-"""Attainment that a change must gain if no fleet within the limits meets the objectives."""
+"""Attainment that a change must gain if no fleet within the limits meets the objectives, and more than chance does."""
+GAIN_BY_CHANCE = 3.0
+"""Standard deviations of a simulated attainment that count as chance when two are compared."""
+MISSED_BY_CHANCE = 2.0
+"""The same, when the present fleet's is compared with the objectives."""
+REVERSAL_S = 120.0
+"""Seconds in which roles that were changed are changed back only for a fleet that meets the objectives."""
+GUARD_REVERSAL_S = 60.0
+"""Seconds in which the guard does not change roles back that were changed."""
 MOST_SIMULATIONS = 6
 """Simulations of one look in addition to that of the present fleet."""
 SAME_LOAD = 0.95
@@ -96,6 +104,7 @@ class Planner:
         self._loads: deque[tuple[float, float]] = deque()
         self._looked_back_s = LOOKED_BACK_S
         self._given_up_at = -math.inf
+        self._flipped = (-math.inf, 0)
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
         """The newest last."""
         self.simulations = 0
@@ -106,6 +115,8 @@ class Planner:
         if self._guard is None:
             self._guard = QueueGuard(observed.objectives)
         found = self._guard.look(observed)
+        if found is not None and self._guard_reverses(observed, found):
+            return None
         if found is not None:
             self._changes_to(observed.now, found)
         return found
@@ -121,6 +132,11 @@ class Planner:
             self.verdicts.append(Verdict(observed.now, wanted.plan, wanted.reason, wanted.expected))
         return wanted
 
+    def _guard_reverses(self, observed: Observed, found: WantedPlan) -> bool:
+        """Queues of a few long prompts come and go: only plans change roles back soon."""
+        soon = observed.now - self._flipped[0] < GUARD_REVERSAL_S
+        return soon and self._reverses(observed.now, observed.plan, found.plan)
+
     # ---- what came of it -------------------------------------------------------------------------------------
 
     def _note(self, observed: Observed) -> None:
@@ -133,6 +149,8 @@ class Planner:
         before = self._plan
         self._plan, self._changed_at = wanted.plan, now
         self._fewer.clear()
+        if before is not None and _direction(before, wanted.plan):
+            self._flipped = (now, _direction(before, wanted.plan))
         if before is not None and wanted.plan.engines < before.engines:
             self._given_up_at = now
         elif before is not None and wanted.plan.engines > before.engines:
@@ -183,7 +201,8 @@ class Planner:
             return WantedPlan(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and rests for {REST_S:g} s")
         try:
             expected = self._simulated(plan, forecast)
-            if expected.attainment < observed.objectives.share or not observed.limits.allow(plan):
+            missed = expected.attainment < observed.objectives.share - MISSED_BY_CHANCE * expected.chance
+            if missed or not observed.limits.allow(plan):
                 return self._better(observed, forecast, expected)
             return self._cheaper(observed, replace(forecast, rate=largest), expected)
         except TercetError as error:
@@ -216,8 +235,9 @@ class Planner:
             return WantedPlan(plan, f"{said}; no other fleet is allowed", expected)
         meeting = [(each, got) for each, got in found if got.attainment >= share]
         best, got = min(meeting or found, key=lambda each: (each[0].engines if meeting else 0, -each[1].attainment))
-        if not meeting and got.attainment < expected.attainment + GAIN:
-            return WantedPlan(plan, f"{said}; nothing simulated gains {GAIN:.0%}", expected, tuple(found))
+        gain = max(GAIN, GAIN_BY_CHANCE * max(expected.chance, got.chance))
+        if not meeting and (got.attainment < expected.attainment + gain or self._reverses(observed.now, plan, best)):
+            return WantedPlan(plan, f"{said}; nothing simulated gains {gain:.0%}", expected, tuple(found))
         return WantedPlan(best, f"{said}; {best} for {got.attainment:.1%} with a margin of {self.margin:.0%}", got,
                       tuple(found))  # fmt: skip
 
@@ -263,6 +283,11 @@ class Planner:
             and now - last.at < TRIED_AGAIN_S
         )  # fmt: skip
 
+    def _reverses(self, now: float, plan: FleetPlan, wanted: FleetPlan) -> bool:
+        """Whether roles would be changed back that were changed lately."""
+        direction = _direction(plan, wanted)
+        return direction != 0 and direction == -self._flipped[1] and now - self._flipped[0] < REVERSAL_S
+
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
         """With the margin, or what chance makes of as many requests, whichever is more."""
         margin = max(self.margin, CHANCE / math.sqrt(len(forecast.sample)))
@@ -271,6 +296,13 @@ class Planner:
     def _simulated(self, plan: FleetPlan, forecast: Forecast) -> Expected:
         self.simulations += 1
         return self._evaluate(plan, forecast)
+
+
+def _direction(before: FleetPlan, after: FleetPlan) -> int:
+    """1 for engines that are to prefill, -1 for engines that are to decode, 0 where no role changes."""
+    if after.prefill > before.prefill and after.decode < before.decode:
+        return 1
+    return -1 if after.prefill < before.prefill and after.decode > before.decode else 0
 
 
 def _few_totals(plans: list[FleetPlan]) -> list[FleetPlan]:

@@ -24,7 +24,8 @@ MEASURED_S = 30.0
 LONGEST_WARM_UP_S = 60.0
 MOST_REQUESTS = 4000
 """Requests of one simulation; a higher load is simulated for a shorter time."""
-FEWEST_MEASURED = 100
+FEWEST_MEASURED = 200
+"""Requests that are measured at least, however long they take to come."""
 SHARED = 3
 """Requests of the sample with the same block from which on later ones are expected to have it as well."""
 _TOKENS = 256
@@ -93,8 +94,8 @@ class FleetSimulator:
 
     def _run(self, plan: FleetPlan, forecast: Forecast) -> Expected:
         warm_up_s = min(LONGEST_WARM_UP_S, 1.2 * _longest_answer(forecast.sample, self._objectives))
-        length = min(warm_up_s + MEASURED_S, MOST_REQUESTS / forecast.rate)
-        length = max(length, FEWEST_MEASURED / forecast.rate)
+        measured_s = max(MEASURED_S, FEWEST_MEASURED / forecast.rate)
+        length = min(warm_up_s + measured_s, MOST_REQUESTS / forecast.rate)
         begin = min(warm_up_s, length * 2 / 3)
         requests = list(traffic(forecast, length, self._seed))
         before = sum(when < begin for when, _ in requests)
@@ -124,7 +125,7 @@ def _expected(
     tpot[several] = (np.array(ended)[several] - np.array(first)[several]) / (counts[several] - 1)
     met = served & within(ttft, objectives.ttft or np.inf) & within(tpot, objectives.tpot or np.inf)
     p99 = float(np.percentile(np.where(served, ttft, 1e9), 99))
-    return Expected(float(met.mean()), p99, rate)
+    return Expected(float(met.mean()), p99, rate, len(met))
 
 
 def _longest_answer(sample: Sequence[ObservedRequest], objectives: Objectives) -> float:
