@@ -151,11 +151,13 @@ def _write_steps(profile: str, file: Path) -> None:
 
 def planner(
     trace_shape: Annotated[Shape, typer.Option("--trace", help="Form of the load.")] = "flip",
-    seconds: Annotated[float, typer.Option(min=60, help="Length of the trace.")] = 600,
+    seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the trace.")] = 600,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 45,
-    engines: Annotated[int, typer.Option(min=2, help="Engines at first, and of fixed fleets.")] = 6,
+    engines: Annotated[int, typer.Option("--engines", min=2, help="Engines at first, and of fixed fleets.")] = 6,
     fewest: Annotated[int | None, typer.Option(help="Fewest engines of the planner.", show_default="--engines")] = None,
-    most: Annotated[int | None, typer.Option(help="Most engines of the planner.", show_default="--engines")] = None,
+    most: Annotated[
+        int | None, typer.Option("--most", help="Most engines of the planner.", show_default="--engines")
+    ] = None,
     starts: Annotated[
         str,
         typer.Option(help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 of each role"),
@@ -164,9 +166,11 @@ def planner(
     profile: Annotated[str, typer.Option(help="The engines.")] = "llama-3.1-8b-h100-tp1",
     seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
     write_trace: Annotated[
-        Path | None, typer.Option(help="Write the trace here, and stop.", show_default="none")
+        Path | None, typer.Option("--write-trace", help="Write the trace here, and stop.", show_default="none")
     ] = None,
-    dynamo_python: Annotated[str | None, typer.Option(help="A Python that has Dynamo.", show_default="none")] = None,
+    dynamo_python: Annotated[
+        str | None, typer.Option("--dynamo-python", help="A Python that has Dynamo.", show_default="none")
+    ] = None,
 ) -> None:
     """Print one table: fixed fleets, roles that follow the load, the planner, the oracle, and Dynamo's planner."""
     if write_trace is not None:
