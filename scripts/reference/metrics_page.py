@@ -12,6 +12,7 @@ from scripts.reference.markdown import code, table
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.sim.sim_server import COUNTERS, GAUGES
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
@@ -37,6 +38,8 @@ BOUNDS = {
     "reason": "of moves the first 32 and `other`, of refusals those that the router declares",
     "outcome": "results of a move or of a prefill that Tercet declares",
     "kind": "kinds of routes that Tercet declares",
+    "how": "`flipped`, `started`, `stopped`",
+    "role": "`prefill`, `decode`",
     "why": "2",
     "what": "2",
     "server": "pooling servers that are configured",
@@ -89,6 +92,8 @@ def metrics_page() -> str:
             _table(declared_by(vars(prefill_metrics))),
             "## Of a simulated engine\n\nAnd those of a sidecar.",
             _table([*_of_simulated_engines()]),
+            "## Of a planner\n\nAt the port `--metrics-port` of `tercet planner`.",
+            _table(declared_by(vars(PlannerMetrics()))),
             "## Labels\n\nWhat bounds the number of series, whatever clients send. No label has a text of a client, except "
             "a picker's `model_name`.",
             table(("label", "values"), ((code(name), BOUNDS[name]) for name in sorted(BOUNDS))),

@@ -28,12 +28,14 @@ from tercet.settings import (
     SidecarConfig,
     declared,
 )
+from tercet.settings.planner_config import PlannerConfig
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 
 OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet up": UpConfig,
     "tercet router": RouterConfig,
     "tercet rescheduler": ReschedulerConfig,
+    "tercet planner": PlannerConfig,
     "tercet epp": PickerConfig,
     "tercet sidecar": SidecarConfig,
     "tercet chaos": ChaosConfig,
@@ -42,7 +44,7 @@ OF_COMMANDS: Mapping[str, type[Settings]] = {
 
 SETTINGS_HEAD = """# Settings
 
-A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet epp`, `tercet sidecar` and `tercet chaos` is a flag, an environment variable and a key of the
+A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet planner`, `tercet epp`, `tercet sidecar` and `tercet chaos` is a flag, an environment variable and a key of the
 YAML file that `--config` names. It is looked for in this order: flag, variable, file, default. Unknown keys and values out of range are
 refused. Keys without a flag are for files and variables alone. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
 [environment variables](environment.md) lists all of them, with the few that are called otherwise.
@@ -68,6 +70,8 @@ def settings_page() -> str:
             settings_table(RouterConfig, but=router),
             "## Of `tercet rescheduler`\n\nBeside those of a router that begin with `reschedule`, `move` and `max-move`:",
             settings_table(ReschedulerConfig, but=[RouterConfig]),
+            "## Of `tercet planner`",
+            settings_table(PlannerConfig, but=[RouterConfig]),
             "## Of `tercet epp`",
             settings_table(PickerConfig),
             "## Of `tercet sidecar`",

@@ -17,7 +17,8 @@ from tercet.cli.settings_help import SettingsCommand
 # In the order of `tercet --help`; each is a function of its module, or a group of commands.
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
-    "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "demo": "demo", "chaos": "chaos", "doctor": "doctor",
+    "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "planner": "planner",
+    "demo": "demo", "chaos": "chaos", "doctor": "doctor",
     "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves",
     "trace": "trace", "top": "top", "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip

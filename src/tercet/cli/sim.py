@@ -13,6 +13,7 @@ import typer
 
 from tercet.cli.bench_options import limits_of
 from tercet.cli.given_names import given_as
+from tercet.cli.planned_runs import draw_planned_run, require_planned_run, say_regret
 from tercet.cli.setting_flags import ProgramArg, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.lab.bench.drawing import require_drawing
@@ -117,6 +118,13 @@ Y = Annotated[str, typer.Option("--y", help="The other metric.")]
 Plot = Annotated[
     Path | None, typer.Option(help="With --over: draw the trials here (.png, .svg, .pdf); needs the extra `lab`.")
 ]
+PlannerFigure = Annotated[
+    Path | None,
+    typer.Option(help="With --planner: draw load, engines and attainment over time here; needs the extra `lab`."),
+]
+PlannerRegret = Annotated[
+    bool, typer.Option("--planner-regret", help="With --planner: simulate the oracle as well, and say what it gains.")
+]
 Seeds = Annotated[
     int, typer.Option(min=1, max=MOST_SEEDS, help="With --over: runs of each setting, with seeds from --seed on.")
 ]
@@ -166,6 +174,8 @@ def sim(
     y: Y = "tpot.mean",
     plot: Plot = None,
     seeds: Seeds = 1,
+    planner_figure: PlannerFigure = None,
+    planner_regret: PlannerRegret = False,
     moving: MovingSettings = MOVING,
 ) -> None:
     """Run a program over simulated engines in virtual time, at one or several rates, or for a sweep of settings.
@@ -184,6 +194,7 @@ def sim(
     - `tercet sim --program balanced --fleet 1P1D --request-rate 8 --over balance_ratio=0,0.1,0.2,0.3`
     - `tercet sim --program disaggregated --request-rate 40 --over fleet=2P6D,3P5D --seeds 5 --plot sweep.png`
     - `tercet sim --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
+    - `tercet sim --fleet 2P2D --program disaggregated --objective-ttft 1 --objective-tpot 0.025 --planner simulate`
     """
     require_folder(result_filename, "--result-filename")
     given = locals()
@@ -196,6 +207,8 @@ def sim(
         require_drawing(plot, "--plot")
     if record is not None and not 0 < record < math.inf:
         raise BadRequest(f"--record: is {record:g}, and must be a positive number of seconds", "--record")
+    if planner_figure is not None or planner_regret:
+        require_planned_run(moving, over, planner_figure)
     simulation, recorded = simulation_of(context, given), b""
     if over:
         report = _sweep(simulation, request_rate, over, x, y, seeds)
@@ -207,6 +220,10 @@ def sim(
     else:
         rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
         found = simulation.report(rates, label or program, note, record or (OFTEN_S if watch else None))
+        if planner_regret:
+            say_regret(simulation, found, note)
+        if planner_figure is not None:
+            draw_planned_run(simulation, found, planner_figure)
         recorded = found.to_json()
         _write_out(result_filename, recorded)
         title, titles, lines = f"{program} on {fleet}, {profile}", headings_of_run(found), table(found)

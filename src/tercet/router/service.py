@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from tercet.aio import run_in_thread
 from tercet.decisions.objectives import Attainment
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
+from tercet.fleet.seen_requests import SeenRequest, SeenRequests
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
     BadRequest,
@@ -107,7 +108,8 @@ class Service(Generic[M]):
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
-    loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``.
+    loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``;
+    ``seen`` has those of the last minutes, once a planner has asked.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Service(Generic[M]):
         self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
         self.attainment = Attainment(objectives)
+        self.seen: SeenRequests | None = None
         self.moves = Moves(fleet, metrics, moves)
         fleet.on_proposal = Proposals(self.sequences, self.moves).heard
         self._retries = retries
@@ -205,7 +208,8 @@ class Service(Generic[M]):
         on_sequence(sequence)
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
-        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace), self._clock)
+        seen = None if self.seen is None else self.seen.add(sequence, tried_at)
+        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace, seen), self._clock)
         if self._given_up_by is not None:
             raise self._given_up_by
         self._streams.add(stream)
@@ -218,7 +222,7 @@ class Service(Generic[M]):
                     if retry is None:
                         if _is_grammars_fault(failure, sequence):
                             raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
-                        self._note_failed(chosen, failure)
+                        self._note_failed(chosen, failure, seen)
                         attempts.finish(_last_output(chosen, failure, request.seq_id))
                         return
                     event = self._tell_next_attempt(chosen, failure, sequence, fleet)
@@ -232,6 +236,8 @@ class Service(Generic[M]):
             self._streams.discard(stream)
             if self.observer is not None:
                 self.observer.ends(sequence, trace)
+            if seen is not None:
+                seen.over()
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
         """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
@@ -239,17 +245,21 @@ class Service(Generic[M]):
         task = asyncio.current_task() if timeout is not None else None
         return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
 
-    def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace) -> None:
+    def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace, seen: SeenRequest | None) -> None:
         if not sequence.attempt:
             self.routing.succeeded(chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         self.metrics.finished(trace)
+        if seen is not None:
+            seen.succeeded(self._clock(), trace.ttft, trace.tpot)
         if self.attainment.objectives.any:
             self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
 
-    def _note_failed(self, chosen: Chosen, error: BaseException) -> None:
+    def _note_failed(self, chosen: Chosen, error: BaseException, seen: SeenRequest | None) -> None:
         """Count it against the objectives, unless its client is to blame."""
         refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
+        if seen is not None and not refused:
+            seen.failed()
         if self.attainment.objectives.any and not refused:
             self.attainment.failed()
             self.metrics.objectives(met=False)

@@ -413,10 +413,19 @@ class SharedState:
         reports = [self._own_report(), *self._followers.others()]
         return sum(each.ended for each in reports), sum(each.met for each in reports)
 
+    def processes(self) -> int:
+        """Processes that follow, with this one."""
+        return 1 + len(self._followers.others())
+
+    @property
+    def _planned(self) -> bool:
+        """Whether a role keeper or a planner uses lines of prefills."""
+        return self.role_keeper is not None or self.service.seen is not None
+
     def _own_report(self) -> FollowerReport:
         engines = {
             each.name: EngineReport(
-                each.in_flight, each.reachable, *(prefill_line(self._fleet, each.name) if self.role_keeper else ())
+                each.in_flight, each.reachable, *(prefill_line(self._fleet, each.name) if self._planned else ())
             )
             for each in self._fleet.members
         }

@@ -22,6 +22,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.router.router_app import GENERATING, OPEN
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
+from tercet.settings.planner_config import PlannerConfig
 from tercet.settings.variables import API_KEY_VARIABLE
 
 from .pages import ROOT, Block, blocks, place
@@ -35,6 +36,7 @@ SERVERS: dict[str, tuple[type[Settings], str]] = {
     "tercet epp": (PickerConfig, ""),
     "tercet sidecar": (SidecarConfig, ""),
     "tercet rescheduler": (ReschedulerConfig, ""),
+    "tercet planner": (PlannerConfig, ""),
 }
 # What a reader has, or the page says how to get.
 PROGRAMS = {

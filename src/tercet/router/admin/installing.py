@@ -11,14 +11,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import MethodNotAllowed, TercetError, UnknownPath
 from tercet.protocol.wire import API_PREFIX
-from tercet.router.admin import adapters, engines, members, programs, roles, scheduling, sequences, status, traces
+from tercet.router.admin import (
+    adapters,
+    engines,
+    members,
+    programs,
+    roles,
+    scheduling,
+    sequences,
+    status,
+    traces,
+    traffic,
+)
 from tercet.router.admin.adapters import vllms
 from tercet.router.admin.admin_route import AdminRoute, json_answer
 from tercet.router.named_files import NamedFiles
 from tercet.router.shared_state import SharedState
 
 router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)
-for subject in (status, programs, scheduling, sequences, traces, adapters, engines, members, roles):
+for subject in (status, programs, scheduling, sequences, traces, adapters, engines, members, roles, traffic):
     router.include_router(subject.routes)
 
 

@@ -19,6 +19,7 @@ from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.roles import with_roles_followed
 from tercet.router.service import Service
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
+from tercet.settings.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 
 # The interval of the router's watch for stuck engines.
@@ -27,16 +28,19 @@ _UNCOUNTED = nullcontext()
 
 
 class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` for moves, objectives and roles."""
+    """The settings of ``tercet router`` for moves, objectives and roles, and those of ``tercet planner``."""
 
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
     objectives: Objectives = Objectives()
     roles: RolesBy = "fixed"
+    planner: PlannedBy = NO_PLANNER
+    planning: PlannerSettings = PlannerSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_objectives(self.roles, self.objectives)
+        require_planner(self.planner, self.roles, self.objectives)
 
 
 class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +143,8 @@ class MovingFleet:
         self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
         by_itself = settings.roles == "auto"
-        policies = with_roles_followed(settings.reschedule) if by_itself else settings.reschedule
+        change = by_itself or settings.planner != NO_PLANNER
+        policies = with_roles_followed(settings.reschedule) if change else settings.reschedule
         rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), policies)
         self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
         if self.roles is not None:

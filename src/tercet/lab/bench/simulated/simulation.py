@@ -18,6 +18,7 @@ from tercet.lab.bench.results import BenchResult, Point
 from tercet.lab.bench.simulated.kv_imbalance import KVImbalance
 from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings
 from tercet.lab.bench.simulated.planned import PlannedWorkload
+from tercet.lab.bench.simulated.planned_run import PlannedRun
 from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
 from tercet.lab.bench.simulated.virtual_run import Outcome, run_once
@@ -27,6 +28,7 @@ from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.router.page.records import Frame
 from tercet.settings import encode_settings
+from tercet.settings.planner_settings import NO_PLANNER
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,12 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: KVImbalance | None
     flips: tuple[VirtualFlip, ...] = ()
     timeline: tuple[Frame, ...] = ()
+    planned: PlannedRun | None = None
+
+    @property
+    def _met(self) -> int:
+        """Requests that met the objectives."""
+        return round((self.summary.attainment or 0.0) * (self.summary.completed + self.summary.failed))
 
     def metrics(self) -> dict[str, float | int | None]:
         """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
@@ -56,6 +64,8 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
         if self.flips:
             engines["role_flips"] = len(self.flips)
             engines["engines_flipped"] = sum(len(each.engines) for each in self.flips)
+        if self.planned is not None:
+            engines |= self.planned.flat(self._met)
         engines |= self.moves.flat() | (self.imbalance.flat() if self.imbalance is not None else {})
         return {**self.summary.flat(), **engines}
 
@@ -218,12 +228,25 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         # Loaded again for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
-        outcome = run_once(program, spec, self.profile, options, workload, self.seed, scheduling, self.moving, record_s)
+        # Imported here: the planner itself simulates.
+        from tercet.lab.planning.simulated_planning import planning_of
+
+        planning = planning_of(self, rate) if self.moving.planner != NO_PLANNER else None
+        if planning is not None:
+            spec = planning.with_spare(spec)
+        outcome = run_once(
+            program, spec, self.profile, options, workload, self.seed, scheduling, self.moving, record_s,
+            None if planning is None else planning.companion,
+        )  # fmt: skip
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
         note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
         point = point_of(rate, outcome, self.slo or self._objectives())
+        if planning is not None:
+            point = msgspec.structs.replace(point, planned=planning.result(simulated))
+            for line in planning.said(point.metrics()):
+                note(f"rate {_shown(rate)}: {line}")
         for flip in point.flips:
             note(f"rate {_shown(rate)}: {flip.at:.1f} s: {', '.join(flip.engines)} -> {flip.role}: {flip.reason}")
         if point.summary.attainment is not None:

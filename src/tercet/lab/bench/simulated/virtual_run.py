@@ -8,7 +8,7 @@ import itertools
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,6 +119,10 @@ class FollowUps(Protocol):
         ...
 
 
+Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
+"""What runs together with a run until it ends, and may change the fleet."""
+
+
 @dataclass
 class _Fleet:
     service: Service[MoveCounts]
@@ -138,6 +142,7 @@ def run_once(
     scheduling: Scheduling | None = None,
     moving: MovingSettings = MOVING,
     record_s: float | None = None,
+    companion: Companion | None = None,
 ) -> Outcome:
     """Simulate one run; the outcome depends on the arguments alone.
 
@@ -150,7 +155,18 @@ def run_once(
         follow_ups = PlannedTraffic(workload, seed)
         arrivals = follow_ups.arrivals()
     return run_requests(
-        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, record_s
+        program,
+        spec,
+        profile,
+        options,
+        arrivals,
+        workload.warm_up,
+        seed,
+        scheduling,
+        follow_ups,
+        moving,
+        record_s,
+        companion,
     )
 
 
@@ -166,11 +182,28 @@ def run_requests(
     follow_ups: FollowUps | None = None,
     moving: MovingSettings = MOVING,
     record_s: float | None = None,
+    companion: Companion | None = None,
 ) -> Outcome:
-    """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured."""
+    """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured.
+
+    ``companion`` is called with the fleet, and returns what runs together with the run.
+    """
     with _young_garbage_only():
         return run_virtual(
-            _run(program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, record_s)
+            _run(
+                program,
+                spec,
+                profile,
+                options,
+                arrivals,
+                warm_up,
+                seed,
+                scheduling,
+                follow_ups,
+                moving,
+                record_s,
+                companion,
+            )  # fmt: skip
         )
 
 
@@ -197,6 +230,7 @@ async def _run(
     follow_ups: FollowUps | None,
     moving: MovingSettings,
     record_s: float | None,
+    companion: Companion | None,
 ) -> Outcome:
     built = _build(program, spec, profile, options, seed, moving)
     if scheduling is not None:
@@ -205,7 +239,10 @@ async def _run(
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
     recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
-    async with built.moving.running(), alongside(*([] if recorder is None else [recorder.run()])):
+    others = [] if recorder is None else [recorder.run()]
+    if companion is not None:
+        others.append(companion(built.service, built.engines))
+    async with built.moving.running(), alongside(*others):
         await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
     if recorder is not None:
         recorder.close()

@@ -1,0 +1,220 @@
+"""Fixed fleets, roles that follow their load, the planner and Dynamo's planner, on one made trace in one run.
+
+    python -m benchmarks.planner --trace flip --seconds 600 --engines 6
+    python -m benchmarks.planner --trace day --seconds 1200 --engines 3 --most 8 --dynamo-python ~/dynamo/bin/python
+
+All of it is virtual time. A Python with `ai-dynamo` 1.4.2, scikit-learn, pmdarima, prophet, filterpy, plotly, pandas
+and prometheus-api-client replays the same trace with the same step times; the two simulators differ in their absolute
+figures, so hold each planner against the fixed fleets of its own simulator.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import typer
+from benchmarks.command_line import run
+
+from tercet.cli.terminal import note, show_table, write_file
+from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload, SimulatedPoint, Simulation
+from tercet.lab.sim import load_profile
+from tercet.lab.sim.step_times import StepModel, pairs_of
+from tercet.protocol import BadRequest
+from tercet.settings.planner_settings import PlannerSettings
+from tercet.settings.role_settings import Objectives
+
+BLOCK = 512
+OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
+Shape = Literal["flip", "day", "bursts", "tenants", "steady"]
+
+
+class Load(NamedTuple):
+    """Requests per second, and mean lengths in tokens."""
+
+    rate: float
+    prompt: float
+    answer: float
+
+
+def load_at(shape: Shape, at: float, seconds: float, rate: float) -> Load:
+    """The load at a second of a trace of so many ``seconds``, around a mean ``rate``."""
+    if shape == "flip":
+        return Load(rate, 3000, 80) if at < seconds / 2 else Load(rate, 200, 1000)
+    if shape == "day":  # two days, each a third of the trace's rate at night
+        return Load(rate * (1 - 2 / 3 * math.cos(4 * math.pi * at / seconds)), 1500, 200)
+    if shape == "bursts":  # three times as much for a tenth of the time, five times
+        return Load(rate * (3 if at * 5 / seconds % 1 > 0.9 else 0.78), 1500, 200)
+    if shape == "tenants":  # one is always there, one in the middle half, with prompts that are long
+        return Load(2 * rate, 2200, 120) if seconds / 4 <= at < seconds * 3 / 4 else Load(rate, 400, 300)
+    return Load(rate, 1500, 200)
+
+
+def trace(shape: Shape, seconds: float, rate: float, seed: int) -> Iterator[Mapping[str, Any]]:
+    """Lines of a trace in Mooncake's form: prompts share nothing, arrivals are Poisson, lengths 20% around the mean."""
+    chance, at, block = random.Random(f"{shape} {seed}"), 0.0, 0
+    most = 3 * rate
+    while True:
+        at += chance.expovariate(most)
+        if at >= seconds:
+            return
+        load = load_at(shape, at, seconds, rate)
+        if chance.random() > load.rate / most:
+            continue
+        prompt, answer = (max(1, round(chance.gauss(mean, mean / 5))) for mean in (load.prompt, load.answer))
+        blocks = list(range(block, block := block + -(-prompt // BLOCK)))
+        yield {"timestamp": round(at * 1e3), "input_length": prompt, "output_length": answer, "hash_ids": blocks}
+
+
+def _lines(shape: Shape, seconds: float, rate: float, seed: int) -> bytes:
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in trace(shape, seconds, rate, seed))
+
+
+class Row(NamedTuple):
+    """One fleet under the trace; ``per_hour`` are requests within the objectives for an engine-hour."""
+
+    name: str
+    met: float
+    ttft_p99: float
+    changes: str
+    hours: float
+    per_hour: float
+
+    def cells(self) -> list[str]:
+        """As a row of the table."""
+        return [self.name, f"{self.met:.1%}", f"{self.ttft_p99:.2f}", self.changes, f"{self.hours:.2f}",
+                f"{self.per_hour:.0f}"]  # fmt: skip
+
+
+def ours(file: Path, fleet: str, profile: str, name: str, moving: MovingSettings) -> Row:
+    """One of our runs."""
+    workload = PlannedWorkload(workload=(f"mooncake,path={file}",), arrivals="trace")
+    point = Simulation(
+        program="disaggregated", program_args={}, fleet=fleet, profile=profile, options={}, workload=workload,
+        moving=moving,
+    ).point(None, note)  # fmt: skip
+    return _row(point, fleet, name)
+
+
+def _row(point: SimulatedPoint, fleet: str, name: str) -> Row:
+    summary, metrics = point.summary, point.metrics()
+    engines = sum(int(each) for each in fleet.rstrip("D").split("P"))
+    hours = metrics.get("engine_hours") or engines * summary.duration / 3600
+    met = (summary.attainment or 0.0) * (summary.completed + summary.failed)
+    flips = metrics.get("planner_changes", metrics.get("role_flips", 0))
+    p99 = summary.ttft.p99 if summary.ttft else math.nan
+    return Row(name, summary.attainment or 0.0, p99, str(flips), float(hours), met / float(hours))
+
+
+def dynamos(python: str, file: Path, profile: str, prefill: int, decode: int, planner: Mapping[str, Any] | None) -> Row:
+    """One of Dynamo's runs, replayed offline by the Python that has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps, report = Path(folder) / "steps.npz", Path(folder) / "report.json"
+        _write_steps(profile, steps)
+        engine = {
+            "planner_profile_data": str(steps), "num_gpu_blocks": load_profile(profile).total_blocks, "block_size": 16,
+            "max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": True,
+        }  # fmt: skip
+        command = [python, "-m", "dynamo.replay", str(file), "--trace-format", "mooncake"]
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            command += [f"--{role}-engine-args", json.dumps({"worker_type": role, **engine})]
+            command += [f"--num-{role}-workers", str(count)]
+        command += ["--sla-ttft-ms", "1000", "--sla-itl-ms", "25", "--report-json", str(report)]
+        command += [] if planner is None else ["--planner-config", json.dumps(planner)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BadRequest(f"--dynamo-python: the replay failed: {done.stderr.strip()[-300:]}", "--dynamo-python")
+        found = json.loads(report.read_text())
+    met, hours = found["goodput_completed_requests"], found["gpu_hours"]
+    name = f"Dynamo {prefill}P{decode}D" + ("" if planner is None else f", by {planner['optimization_target']}")
+    return Row(name, met / found["num_requests"], found["p99_ttft_ms"] / 1e3, "", hours, met / hours)
+
+
+def _write_steps(profile: str, file: Path) -> None:
+    """Step times as Dynamo's mocker reads them: of prompts by length, of decodes by active KV and context, in ms."""
+    steps = StepModel(load_profile(profile).steps)
+    lengths = np.array([16, 64, 128, 256, 512, 1024, 2048, 3000, 4096, 6144, 8192, 16384], float)
+    active, contexts = np.linspace(256, 434_528, 40), np.array([64, 128, 256, 512, 1024, 2048, 4096, 8192], float)
+    prefills = [steps.step(int(each), pairs_of(0, int(each)), 0, 0) * 1e3 for each in lengths]
+    decodes = [[steps.step(0, 0.0, max(1, int(kv / each)), int(kv)) * 1e3 for each in contexts] for kv in active]
+    np.savez(file, prefill_isl=lengths, prefill_ttft_ms=np.array(prefills), decode_active_kv_tokens=active,
+             decode_context_length=contexts, decode_itl=np.array(decodes))  # fmt: skip
+
+
+def planner(
+    trace_shape: Annotated[Shape, typer.Option("--trace", help="Form of the load.")] = "flip",
+    seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the trace.")] = 600,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 45,
+    engines: Annotated[int, typer.Option("--engines", min=2, help="Engines at first, and of fixed fleets.")] = 6,
+    fewest: Annotated[int | None, typer.Option(help="Fewest engines of the planner.", show_default="--engines")] = None,
+    most: Annotated[
+        int | None, typer.Option("--most", help="Most engines of the planner.", show_default="--engines")
+    ] = None,
+    starts: Annotated[
+        str,
+        typer.Option(help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 of each role"),
+    ] = "",
+    fixed: Annotated[bool, typer.Option(help="Simulate every fleet within the bounds, unchanged, as well.")] = True,
+    profile: Annotated[str, typer.Option(help="The engines.")] = "llama-3.1-8b-h100-tp1",
+    seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
+    write_trace: Annotated[
+        Path | None, typer.Option("--write-trace", help="Write the trace here, and stop.", show_default="none")
+    ] = None,
+    dynamo_python: Annotated[
+        str | None, typer.Option("--dynamo-python", help="A Python that has Dynamo.", show_default="none")
+    ] = None,
+) -> None:
+    """Print one table: fixed fleets, roles that follow the load, the planner, the oracle, and Dynamo's planner."""
+    if write_trace is not None:
+        write_file(write_trace, _lines(trace_shape, seconds, rate, seed), "--write-trace")
+        return
+    splits = [f"{each}P{engines - each}D" for each in range(1, engines)]
+    totals = range(fewest or engines, (most or engines) + 1)
+    unchanged = [f"{each}P{total - each}D" for total in totals for each in range(1, total)]
+    begun = starts.split(",") if starts else splits[1:-1] or splits
+    bounds = PlannerSettings(fewest=fewest or engines, most=most or engines)
+    plain, rows = MovingSettings(objectives=OBJECTIVES), list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.jsonl"
+        file.write_bytes(_lines(trace_shape, seconds, rate, seed))
+        for fleet in unchanged if fixed else ():
+            rows.append(ours(file, fleet, profile, f"fixed {fleet}", plain))
+        for fleet in begun:
+            auto = msgspec.structs.replace(plain, roles="auto")
+            rows.append(ours(file, fleet, profile, f"roles auto from {fleet}", auto))
+            for policy in ("simulate", "oracle"):
+                planned = msgspec.structs.replace(plain, planner=policy, planning=bounds)
+                rows.append(ours(file, fleet, profile, f"planner, {policy}, from {fleet}", planned))
+        if dynamo_python is None:
+            note("skipped: Dynamo's planner; --dynamo-python PYTHON names one that has ai-dynamo 1.4.2")
+        else:
+            rows += _of_dynamo(dynamo_python, file, profile, begun, engines)
+    show_table(
+        f"{trace_shape}, {seconds:g} s, {rate:g} requests/s, TTFT 1 s, TPOT 25 ms",
+        ["fleet", "within", "P99 TTFT, s", "changes", "engine-hours", "within per engine-hour"],
+        [each.cells() for each in rows],
+    )
+
+
+def _of_dynamo(python: str, file: Path, profile: str, begun: list[str], engines: int) -> list[Row]:
+    """Fixed, and with its planner pinned to as many engines."""
+    rows = list[Row]()
+    for fleet in begun:
+        prefill, decode = (int(each) for each in fleet.rstrip("D").split("P"))
+        rows.append(dynamos(python, file, profile, prefill, decode, None))
+        for target in ("throughput", "latency", "sla"):
+            config = {"optimization_target": target, "min_gpu_budget": engines, "max_gpu_budget": engines}
+            rows.append(dynamos(python, file, profile, prefill, decode, config))
+    return rows
+
+
+if __name__ == "__main__":
+    run(planner, "benchmarks.planner")

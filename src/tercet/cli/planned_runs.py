@@ -1,0 +1,52 @@
+"""What ``tercet sim`` does with a planned run besides its table: a figure, and the comparison with the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tercet.cli.terminal import require_folder
+from tercet.lab.bench.drawing import require_drawing
+from tercet.lab.bench.simulated import MovingSettings, Simulation, SimulationReport
+from tercet.protocol import BadRequest
+from tercet.settings.planner_settings import NO_PLANNER
+
+FIGURE, REGRET = "--planner-figure", "--planner-regret"
+
+
+def require_planned_run(moving: MovingSettings, over: Sequence[str] | None, figure: Path | None) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` unless there is one planned run, and the figure can be drawn."""
+    flag = REGRET if figure is None else FIGURE
+    if moving.planner == NO_PLANNER:
+        raise BadRequest(f"{flag}: goes with --planner", flag)
+    if over:
+        raise BadRequest(f"{flag}: goes without --over", flag)
+    if figure is not None:
+        require_folder(figure, FIGURE)
+        require_drawing(figure, FIGURE)
+
+
+def draw_planned_run(simulation: Simulation, report: SimulationReport, file: Path) -> None:
+    """Draw the first of the runs."""
+    from tercet.lab.planning.run_figure import plot_planned_run  # it needs an extra
+
+    (point, *_), wanted = report.points, simulation.moving.objectives
+    if point.planned is None:
+        return
+    title = (
+        f"{simulation.program} from {simulation.fleet}, {simulation.profile}; TTFT {wanted.ttft:g} s, TPOT "
+        f"{(wanted.tpot or 0) * 1e3:g} ms: {point.summary.attainment or 0:.2%}"
+    )
+    plot_planned_run(point.planned, wanted.share, title, file)
+
+
+def say_regret(simulation: Simulation, report: SimulationReport, note: Callable[[str], None]) -> None:
+    """Simulate the same with the oracle; the regret is what it serves more within the SLO for an engine-hour."""
+    moving = msgspec.structs.replace(simulation.moving, planner="oracle")
+    oracle = msgspec.structs.replace(simulation, moving=moving)
+    for point in report.points:
+        ours = point.metrics()["goodput_per_engine_hour"] or 0.0
+        best = oracle.point(point.rate, note).metrics()["goodput_per_engine_hour"] or 0.0
+        note(f"regret: {ours:.0f} against {best:.0f} of the oracle, {1 - ours / best if best else 0:.1%}")

@@ -1,0 +1,24 @@
+"""How many engines a fleet needs, and in which roles. Pure: observed traffic in, a wanted fleet and the reason out."""
+
+from tercet.decisions.planning.arrivals import ObservedRequest, answers_completed
+from tercet.decisions.planning.candidates import EngineCapacity, candidates
+from tercet.decisions.planning.forecast import Forecast, Forecaster
+from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, PlanLimits, Policy, WantedPlan
+from tercet.decisions.planning.planner import Planner, Verdict
+
+__all__ = [
+    "EngineCapacity",
+    "Expected",
+    "FleetPlan",
+    "Forecast",
+    "Forecaster",
+    "Observed",
+    "ObservedRequest",
+    "PlanLimits",
+    "Planner",
+    "Policy",
+    "Verdict",
+    "WantedPlan",
+    "answers_completed",
+    "candidates",
+]

@@ -1,0 +1,206 @@
+"""The load of the next minutes from that of the last ones: level, trend, a season if one was seen."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tercet.decisions.planning.arrivals import ObservedRequest
+
+BIN_S = 5.0
+"""Seconds of one sample of the load."""
+SMOOTH_BINS = 12
+"""Samples of which a season's load is the mean: one minute."""
+TREND_BINS = 24
+"""Samples through which the trend's line is laid: two minutes."""
+SEASON_BINS = 1440
+"""Samples that are kept for a season: two hours."""
+SHORTEST_SEASON = 48
+"""Samples of the shortest season that is looked for: four minutes."""
+SEASON_SEEN = 0.8
+"""Correlation of the load with itself one season earlier from which on a season counts as seen."""
+CHANGE = 0.35
+"""Relative change of the load's work between two halves of the window that makes the older half history."""
+LEAST_SEASON = 0.25
+"""Standard deviation of a load, as a share of its mean, below which it has no season worth a forecast."""
+NO_TRAFFIC_S = 60.0
+"""Seconds without a request after which there is no traffic."""
+MOST_GROWTH = 2.0
+"""Largest factor between the load of the next minutes and that of the last: a line through a minute knows no more."""
+LEARNT_BINS = 3
+"""Samples that a forecast is compared with."""
+LEARNT_SHARE = 0.2
+"""Power of the error by which the next forecast is corrected: most of one error is chance."""
+SIGNIFICANT = 4.0
+"""Standard deviations by which a change or a trend must exceed what chance makes of a steady load."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Requests like ``sample`` come at ``rate`` per second; ``why`` names what the rate was made of."""
+
+    rate: float
+    sample: tuple[ObservedRequest, ...]
+    why: str
+
+
+class Forecasting(Protocol):
+    """What says which load comes; :class:`Forecaster` has the meaning of the arguments."""
+
+    def look(
+        self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float
+    ) -> Forecast | None: ...
+
+
+class Forecaster:
+    """Forecasts from repeated looks, and learns from what came after each."""
+
+    def __init__(self) -> None:
+        self._bins: deque[float] = deque(maxlen=SEASON_BINS)
+        self._counted_to: float | None = None
+        self._expected: tuple[float, float] | None = None
+        self._changed_at: float | None = None
+        self.correction = 1.0
+        """Factor by which forecasts were too low, learned from what came; between 0.8 and 1.25."""
+
+    def look(self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float) -> Forecast | None:
+        """The forecast for ``ahead_s`` seconds after ``now``; None while too little was seen.
+
+        ``arrivals`` are all since ``since``, or those of the last minutes. Without traffic the rate is 0.
+        """
+        self._count(now, since, arrivals)
+        begin = max(since, min((each.at for each in arrivals), default=now))
+        recent, begin = _since_change(arrivals, begin, now)
+        watched = now - begin
+        if not recent:
+            return Forecast(0.0, (), "no traffic") if now - since >= NO_TRAFFIC_S else None
+        if watched < BIN_S:
+            return None
+        level = len(recent) / watched
+        self._learn(now)
+        if self._changed_at is None or begin > max(since, min(each.at for each in arrivals)):
+            self._changed_at = begin
+        slope = self._trend(now - self._changed_at)
+        season = self._season(ahead_s)
+        rate, why = level, f"level {level:.1f}/s"
+        if season is not None:
+            rate, why = season, f"{why}, one season ago {season:.1f}/s"
+        elif slope:
+            rate += slope * (watched + ahead_s) / 2
+            why += f", trend {slope * 60:+.1f}/s per minute"
+        rate = min(max(rate * self.correction, level / MOST_GROWTH), level * MOST_GROWTH)
+        self._expected = (now + ahead_s / 2, rate)
+        return Forecast(rate, tuple(recent), why)
+
+    def _count(self, now: float, since: float, arrivals: Sequence[ObservedRequest]) -> None:
+        """Add the whole samples that have passed."""
+        begin = since if self._counted_to is None else self._counted_to
+        while begin + BIN_S <= now:
+            self._bins.append(sum(begin <= each.at < begin + BIN_S for each in arrivals) / BIN_S)
+            begin += BIN_S
+        self._counted_to = begin
+
+    def _learn(self, now: float) -> None:
+        """Compare the forecast for about now with what came lately; a load that falls to nothing teaches nothing."""
+        if self._expected is None or now < self._expected[0]:
+            return
+        _, rate = self._expected
+        self._expected = None
+        came = float(np.mean(list(self._bins)[-LEARNT_BINS:])) if self._bins else 0.0
+        if rate > 0 and came > 0:
+            wrong = min(max(came / rate, 0.5), 2.0)
+            self.correction = min(max(self.correction * wrong**LEARNT_SHARE, 0.8), 1.25)
+
+    def _trend(self, watched: float) -> float:
+        """Slope of the load, per second and second; 0 unless it stands out from chance."""
+        count = min(TREND_BINS, len(self._bins), int(watched / BIN_S))
+        if count < 4:
+            return 0.0
+        loads = np.array(list(self._bins)[-count:])
+        times = (np.arange(count) - (count - 1) / 2) * BIN_S
+        slope = float(times @ loads / (times @ times))
+        # Counts of a steady Poisson load vary by their root; of bursty loads, by their distance to the line.
+        rest = loads - loads.mean() - slope * times
+        deviation = math.sqrt(max(loads.mean() / BIN_S, float(rest @ rest) / (count - 2)))
+        return slope if abs(slope) > SIGNIFICANT * deviation / math.sqrt(float(times @ times)) else 0.0
+
+    def _season(self, ahead_s: float) -> float | None:
+        """The load one season before the time ahead, in proportion to the present level; None if no season was seen."""
+        loads = np.array(self._bins)
+        if len(loads) < 2 * SHORTEST_SEASON:
+            return None
+        smooth = np.convolve(loads, np.ones(SMOOTH_BINS) / SMOOTH_BINS, mode="valid")
+        centred = smooth - smooth.mean()
+        power = float(centred @ centred)
+        if power <= 0 or smooth.std() < LEAST_SEASON * smooth.mean():
+            return None
+        period = _period(centred)
+        if not period:
+            return None
+        ahead = round(ahead_s / 2 / BIN_S)
+        then = smooth[len(smooth) - period - 1]
+        later = smooth[min(len(smooth) - 1, len(smooth) - period - 1 + ahead)]
+        return float(smooth[-1] * later / then) if then > 0 else None
+
+
+def _period(centred: NDArray[np.float64]) -> int:
+    """The lag, in samples, at which a load is most like itself earlier; 0 if it is not alike enough at any."""
+    count = len(centred)
+    lags = np.arange(SHORTEST_SEASON, count // 2)
+    if not len(lags):
+        return 0
+    products = np.correlate(centred, centred, "full")[count - 1 :][lags]
+    squares = np.concatenate([[0.0], np.cumsum(centred**2)])
+    scale = np.sqrt((squares[-1] - squares[lags]) * squares[count - lags])
+    alike = np.divide(products, scale, out=np.zeros(len(lags)), where=scale > 0)
+    best = int(np.argmax(alike))
+    return int(lags[best]) if alike[best] > SEASON_SEEN else 0
+
+
+def _since_change(arrivals: Sequence[ObservedRequest], begin: float, now: float) -> tuple[list[ObservedRequest], float]:
+    """The arrivals since the load changed last, and when that was; all of them if it did not.
+
+    It changed where rate, prompts or answers of the newest part differ from those of the part before it.
+    """
+    found = list(arrivals)
+    for length in (2 * BIN_S, 4 * BIN_S, 6 * BIN_S):
+        cut = now - length
+        if cut - begin < BIN_S:
+            break
+        at = next((index for index, each in enumerate(found) if each.at >= cut), len(found))
+        if _differ(found[:at], cut - begin, found[at:], length):
+            return found[at:], cut
+    return found, begin
+
+
+def _differ(
+    before: Sequence[ObservedRequest], before_s: float, after: Sequence[ObservedRequest], after_s: float
+) -> bool:
+    if len(after) < 8:
+        return False
+    for measure in (_one, _prompt, _output):
+        was, now = sum(map(measure, before)) / before_s, sum(map(measure, after)) / after_s
+        if was <= 0 and now <= 0:
+            continue
+        chance = math.sqrt(sum(measure(each) ** 2 for each in after)) / after_s
+        if abs(now - was) > max(CHANGE * max(was, now), SIGNIFICANT * chance):
+            return True
+    return False
+
+
+def _one(_: ObservedRequest) -> float:
+    return 1.0
+
+
+def _prompt(arrival: ObservedRequest) -> float:
+    return float(arrival.prompt_tokens)
+
+
+def _output(arrival: ObservedRequest) -> float:
+    return float(arrival.output_tokens)

@@ -1,0 +1,112 @@
+"""The requests of the last minutes as a planner may know them: times, lengths and hashes of blocks; no text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from tercet.decisions.objectives import meets
+from tercet.decisions.planning import ObservedRequest
+from tercet.fleet.sequences import RunningSequence
+from tercet.settings.role_settings import Objectives
+
+BLOCK = 512
+"""Tokens of a block by which shared beginnings are found."""
+USUAL_TPOT_S = 0.02
+MOST_SEEN = 50_000
+"""Requests that are kept at most, whatever the window."""
+
+
+def block_names(prompt: Sequence[int]) -> tuple[int, ...]:
+    """A number for each whole block; equal for equal beginnings. Tokens cannot be found from it without guessing."""
+    names, before = list[int](), 0
+    for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
+        before = hash((before, tuple(prompt[begin : begin + BLOCK])))
+        names.append(before)
+    return tuple(names)
+
+
+class SeenRequest:
+    """One request, while it runs and after."""
+
+    __slots__ = ("_all", "_sequence", "at", "blocks", "ended", "met", "output_tokens", "prompt_tokens")
+
+    def __init__(self, sequence: RunningSequence, now: float, all_seen: SeenRequests) -> None:
+        self.at = now
+        self.prompt_tokens = sequence.request.num_tokens
+        self.blocks = block_names(sequence.request.prompt)
+        self.output_tokens = 0
+        self.ended = False
+        self.met: bool | None = None
+        self._sequence: RunningSequence | None = sequence
+        self._all = all_seen
+
+    def succeeded(self, now: float, ttft: float | None, tpot: float | None) -> None:
+        """It was served to its end, with these latencies."""
+        self._end(meets(self._all.objectives, ttft, tpot))
+        if self.output_tokens > 1:
+            self._all.took((now - self.at) / self.output_tokens)
+
+    def failed(self) -> None:
+        """It failed."""
+        self._end(met=False)
+
+    def over(self) -> None:
+        """Nothing runs for it any more: if it has not ended, its client left, and it counts nowhere."""
+        if not self.ended:
+            self._end(met=None)
+
+    def _end(self, met: bool | None) -> None:
+        sequence, self._sequence = self._sequence, None
+        self.output_tokens = len(sequence.tokens) if sequence is not None else 0
+        self.ended, self.met = True, met
+        self._all.count(met)
+
+    def as_arrival(self, now: float, tpot: float) -> ObservedRequest:
+        """As a planner sees it; a stream that hands its tokens over at the end has had one each ``tpot`` seconds."""
+        tokens, sequence = self.output_tokens, self._sequence
+        if sequence is not None and sequence.ttft is not None:
+            tokens = max(len(sequence.tokens), 1 + int((now - sequence.began - sequence.ttft) / tpot))
+        return ObservedRequest(self.at, self.prompt_tokens, tokens, self.ended, self.blocks, BLOCK, self.met)
+
+
+class SeenRequests:
+    """Those of the last ``window_s`` seconds of one process. ``arrived``, ``ended`` and ``met`` count from its start.
+
+    ``since`` is that start. Times are of the fleet's clock, in seconds.
+    """
+
+    def __init__(self, window_s: float, objectives: Objectives, since: float) -> None:
+        self.objectives = objectives
+        self.since = since
+        self.arrived = self.ended = self.met = 0
+        self._window_s = window_s
+        self._seen: deque[SeenRequest] = deque(maxlen=MOST_SEEN)
+        self._tpot = USUAL_TPOT_S
+
+    def add(self, sequence: RunningSequence, now: float) -> SeenRequest:
+        """A request came ``now``."""
+        self._forget(now)
+        found = SeenRequest(sequence, now, self)
+        self._seen.append(found)
+        self.arrived += 1
+        return found
+
+    def count(self, met: bool | None) -> None:
+        """One ended."""
+        if met is not None:
+            self.ended += 1
+            self.met += met
+
+    def took(self, seconds: float) -> None:
+        """The mean time of a token of one request, in seconds."""
+        self._tpot += 0.01 * (seconds - self._tpot)
+
+    def arrivals(self, now: float) -> tuple[ObservedRequest, ...]:
+        """Those of the window, in order."""
+        self._forget(now)
+        return tuple(each.as_arrival(now, self._tpot) for each in self._seen)
+
+    def _forget(self, now: float) -> None:
+        while self._seen and now - self._seen[0].at > self._window_s:
+            self._seen.popleft()

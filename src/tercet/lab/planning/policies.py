@@ -1,0 +1,80 @@
+"""The policies that ``--planner`` names: simulating, the same with the trace as its forecast, or one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tercet.decisions.planning import Forecast, Observed, ObservedRequest, Planner, Policy, WantedPlan
+from tercet.decisions.planning.planner import Evaluate
+from tercet.decisions.scheduling.registry import load_module, user_file
+from tercet.fleet.seen_requests import BLOCK, block_names
+from tercet.lab.planning.crystal import ProfileCapacity
+from tercet.lab.sim.engine_options import max_tokens_of
+from tercet.protocol import BadRequest, Request
+from tercet.settings.planner_settings import PlannerSettings
+
+LOOKED_AHEAD_S = 45.0
+"""Seconds of the trace that the oracle looks at, after the time in which an engine starts."""
+
+
+class Foresight:
+    """A forecaster that knows the trace; see :class:`~tercet.decisions.planning.Forecaster`."""
+
+    def __init__(self, trace: Sequence[ObservedRequest]) -> None:
+        self._trace = trace
+
+    def look(self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float) -> Forecast:
+        """The requests that will come."""
+        del since, arrivals
+        length = ahead_s + LOOKED_AHEAD_S
+        coming = tuple(each for each in self._trace if now <= each.at < now + length)
+        if not coming:
+            return Forecast(0.0, (), "the trace is over")
+        return Forecast(len(coming) / length, coming, f"the trace, {len(coming) / length:.1f}/s")
+
+
+def trace_of(arrivals: Iterable[tuple[float, Request]]) -> list[ObservedRequest]:
+    """A trace without its text."""
+    return [
+        ObservedRequest(when, each.num_tokens, max_tokens_of(each), True, block_names(each.prompt), BLOCK)
+        for when, each in arrivals
+    ]
+
+
+def load_policy(
+    name: str,
+    settings: PlannerSettings,
+    evaluate: Evaluate,
+    engine: ProfileCapacity,
+    trace: Iterable[tuple[float, Request]] | None = None,
+) -> Policy | Planner:
+    """The policy called ``name``; ``trace`` is read by the oracle only, and None where nobody knows what will come.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a name without a policy, or a file that has no such function.
+    """
+    if name == "simulate":
+        return Planner(evaluate, engine, settings.start_s, settings.margin)
+    if name == "oracle" and trace is not None:
+        return Planner(evaluate, engine, settings.start_s, 0.0, Foresight(trace_of(trace)))
+    path, colon, function_name = name.rpartition(":")
+    if not colon:
+        raise BadRequest(
+            f"planner: there is no {name!r}; choose simulate, oracle (in simulations), or file.py:function", "planner"
+        )
+    function = getattr(load_module(user_file(path, "planner"), "planner"), function_name, None)
+    if not callable(function):
+        raise BadRequest(f"planner: {path} has no function {function_name}", "planner")
+    return _checked(name, function)
+
+
+def _checked(name: str, function: object) -> Policy:
+    """An answer of a wrong kind is named as such, and not met deep inside."""
+
+    def policy(observed: Observed) -> WantedPlan:
+        found = function(observed) if callable(function) else None
+        if not isinstance(found, WantedPlan):
+            raise BadRequest(f"planner: {name} must return WantedPlan, and returned {type(found).__name__}", "planner")
+        return replace(found, reason=found.reason or name)
+
+    return policy

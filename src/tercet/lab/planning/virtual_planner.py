@@ -1,0 +1,195 @@
+"""A planner in virtual time: it watches a simulated fleet, flips roles, and starts and stops engines that cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Planner, Policy, WantedPlan
+from tercet.decisions.planning.acting import change_to
+from tercet.decisions.roles import ObservedEngine
+from tercet.fleet.observed_roles import observed_engines
+from tercet.fleet.seen_requests import SeenRequests
+from tercet.lab.bench.simulated.moving_fleet import MoveCounts
+from tercet.lab.bench.simulated.planned_run import FleetSample, PlannedChange, PlannedRun
+from tercet.lab.sim import SimEngine
+from tercet.protocol import Role
+from tercet.router.service import Service
+from tercet.settings.planner_settings import PlannerSettings
+from tercet.settings.role_settings import Objectives
+
+GUARD_S = 0.5
+SAMPLE_EVERY = 2
+"""Looks of the guard for one sample of the timeline: one second."""
+State = Literal["serving", "starting", "stopping", "off"]
+
+
+class VirtualPlanner:
+    """Looks at a run again and again, and carries out what a policy wants.
+
+    The engines called in ``spare`` do not run at first. ``policy`` may be a :class:`Planner`, whose guard is then asked
+    in between. ``cpu_s`` is the processor time of decisions.
+    """
+
+    def __init__(
+        self, policy: Policy | Planner, settings: PlannerSettings, objectives: Objectives, limits: PlanLimits,
+        spare: Sequence[str], service: Service[MoveCounts], engines: Mapping[str, SimEngine],
+    ) -> None:  # fmt: skip
+        self._policy, self._settings = policy, settings
+        self._objectives, self._limits = objectives, limits
+        self._fleet, self._engines = service.fleet, engines
+        service.seen = self._seen = SeenRequests(settings.window_s, objectives, 0.0)
+        self._compared, self._sampled = (0, 0), (0, 0, 0)
+        self._state: dict[str, State] = dict.fromkeys(engines, "serving")
+        self._began = dict.fromkeys(engines, 0.0)
+        self._changes: list[PlannedChange] = []
+        self._samples: list[FleetSample] = []
+        self._engine_seconds = 0.0
+        self._decisions = 0
+        self.cpu_s = 0.0
+        self._fleet.costs.watch()
+        self._fleet.knowledge.needed()
+        for name in spare:
+            self._switch_off(name)
+
+    # ---- watching --------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look until cancelled: the guard often, the plan at its interval."""
+        looks, every = 0, max(1, round(self._settings.interval_s / GUARD_S))
+        while True:
+            await asyncio.sleep(GUARD_S)
+            looks += 1
+            self._look(plan=looks % every == 0)
+            if looks % SAMPLE_EVERY == 0:
+                self._sample()
+
+    def _look(self, plan: bool) -> None:
+        for name, engine in self._engines.items():
+            if self._state[name] != "off":
+                self._fleet.report(name, engine.load())
+            if self._state[name] == "stopping" and not self._fleet.member(name).in_flight:
+                self._switch_off(name)
+        began = time.process_time()
+        if isinstance(self._policy, Planner):
+            found = self._policy.guard(self._observed(with_arrivals=False))
+            if found is not None:
+                self._carry_out(found)
+        if plan:
+            self._decisions += 1
+            policy = self._policy.plan if isinstance(self._policy, Planner) else self._policy
+            self._carry_out(policy(self._observed(with_arrivals=True)))
+        self.cpu_s += time.process_time() - began
+
+    def _observed(self, with_arrivals: bool) -> Observed:
+        now, engines = self._now(), self._present()
+        return Observed(
+            now=now,
+            since=0.0,
+            plan=_counted(engines),
+            arrivals=self._seen.arrivals(now) if with_arrivals else (),
+            engines=tuple(engines),
+            objectives=self._objectives,
+            limits=self._limits,
+            starting=sum(state == "starting" for state in self._state.values()),
+            came=self._came() if with_arrivals else None,
+        )
+
+    def _came(self) -> float | None:
+        """The share that met the objectives since the last plan; None if none ended."""
+        before, self._compared = self._compared, (self._seen.ended, self._seen.met)
+        ended, met = self._seen.ended - before[0], self._seen.met - before[1]
+        return met / ended if ended else None
+
+    def _present(self) -> list[ObservedEngine]:
+        """Those that serve or start."""
+        return [each for each in observed_engines(self._fleet) if self._state[each.name] in ("serving", "starting")]
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # ---- acting ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, wanted: WantedPlan) -> None:
+        present = self._present()
+        change = change_to(wanted.plan, present)
+        if not change or not self._limits.allow(wanted.plan):
+            return
+        for name, role in change.flips:
+            self._fleet.member(name).role = role
+        off = [name for name, state in self._state.items() if state == "off"]
+        started = list(zip(off, change.starts, strict=False))
+        for name, role in started:
+            self._start(name, role)
+        for name in change.stops:
+            self._stop(name)
+        self._changes.append(PlannedChange(self._now(), str(wanted.plan), len(change.flips), len(started),
+                                           len(change.stops), wanted.reason))  # fmt: skip
+
+    def _start(self, name: str, role: Role) -> None:
+        self._fleet.member(name).role = role
+        self._state[name], self._began[name] = "starting", self._now()
+        asyncio.get_running_loop().call_later(self._settings.start_s, partial(self._started, name))
+
+    def _started(self, name: str) -> None:
+        if self._state[name] == "starting":
+            self._state[name] = "serving"
+            self._engines[name].recover()
+            self._fleet.member(name).reachable = True
+            self._fleet.drain(name, False)
+
+    def _stop(self, name: str) -> None:
+        """Empty it first; what still starts has nothing to lose."""
+        if self._state[name] == "starting":
+            self._switch_off(name)
+            return
+        self._state[name] = "stopping"
+        self._fleet.drain(name)
+
+    def _switch_off(self, name: str) -> None:
+        self._engine_seconds += self._now() - self._began[name]
+        self._state[name] = "off"
+        self._fleet.drain(name)
+        self._fleet.member(name).reachable = False
+        if not self._engines[name].down:
+            self._engines[name].fail()
+
+    # ---- results ---------------------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        serving = [each for each in self._present() if self._state[each.name] == "serving"]
+        plan = _counted(serving)
+        before, self._sampled = self._sampled, (self._seen.arrived, self._seen.ended, self._seen.met)
+        arrived, ended, met = (now - then for now, then in zip(self._sampled, before, strict=True))
+        self._samples.append(
+            FleetSample(
+                self._now(),
+                plan.prefill,
+                plan.decode,
+                sum(state == "starting" for state in self._state.values()),
+                arrived / (SAMPLE_EVERY * GUARD_S),
+                sum(each.waiting_s for each in serving),
+                sum(each.running for each in serving),
+                ended,
+                met,
+            )
+        )
+
+    def result(self, end: float, simulated_requests: int = 0) -> PlannedRun:
+        """What it did, in a run that ended at the second ``end``."""
+        on = sum(end - self._began[name] for name, state in self._state.items() if state != "off")
+        return PlannedRun(
+            changes=tuple(self._changes),
+            samples=tuple(self._samples),
+            engine_seconds=self._engine_seconds + on,
+            decisions=self._decisions,
+            simulations=self._policy.simulations if isinstance(self._policy, Planner) else 0,
+            simulated_requests=simulated_requests,
+        )
+
+
+def _counted(engines: Sequence[ObservedEngine]) -> FleetPlan:
+    return FleetPlan(sum(each.role == "prefill" for each in engines), sum(each.role == "decode" for each in engines))

@@ -1,0 +1,68 @@
+"""The route that tells a planner what it needs: the last minutes' requests without their text, and the engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from tercet.fleet.observed_roles import PrefillLine, observed_engines
+from tercet.fleet.seen_requests import SeenRequests
+from tercet.protocol import BadRequest
+from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of
+from tercet.router.admin.roles import objectives_shown
+
+routes = APIRouter(route_class=AdminRoute)
+WINDOW_S, LONGEST_WINDOW_S = 60.0, 600.0
+
+
+@routes.get("/traffic")
+async def traffic(request: Request) -> Response:
+    """Requests of the last ``?window=SECONDS`` that this process saw since it was asked first: times, lengths, blocks.
+
+    Times are of this process's clock, on which it is ``now``. A block's number is a hash of the tokens up to its end.
+    ``processes`` share the fleet; the engines' lines of prefills are those of all of them.
+    """
+    window, shared, fleet = _window(request), shared_of(request), fleet_of(request)
+    service, now = shared.service, fleet.costs.clock()
+    if service.seen is None:
+        service.seen = SeenRequests(LONGEST_WINDOW_S, service.attainment.objectives, now)
+        fleet.costs.watch()
+        fleet.knowledge.needed()
+    seen = service.seen
+    lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.engines().items()}
+    return json_answer(
+        {
+            "pid": os.getpid(),
+            "processes": shared.processes(),
+            "now": now,
+            "since": seen.since,
+            "objectives": objectives_shown(shared),
+            "program": service.routing.current.plan.program,
+            "args": dict(service.routing.current.plan.args),
+            "arrivals": [_shown(each) for each in seen.arrivals(now) if now - each.at <= window],
+            "engines": [_engine(each, fleet.member(each.name).draining) for each in observed_engines(fleet, lines)],
+        }
+    )
+
+
+def _window(request: Request) -> float:
+    given = request.query_params.get("window", str(WINDOW_S))
+    try:
+        window = float(given)
+    except ValueError:
+        window = 0.0
+    if not 0 < window <= LONGEST_WINDOW_S:
+        raise BadRequest(f"window: {given!r} is not a number of seconds up to {LONGEST_WINDOW_S:g}", "window")
+    return window
+
+
+def _shown(arrival: Any) -> list[Any]:
+    """In the order of the fields of :class:`~tercet.decisions.planning.ObservedRequest`."""
+    return [arrival.at, arrival.prompt_tokens, arrival.output_tokens, arrival.ended, arrival.blocks,
+            arrival.block_size, arrival.met]  # fmt: skip
+
+
+def _engine(engine: Any, draining: bool) -> dict[str, Any]:
+    return {name: getattr(engine, name) for name in engine.__dataclass_fields__} | {"draining": draining}

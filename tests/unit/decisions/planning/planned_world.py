@@ -1,0 +1,87 @@
+"""A fleet in formulas, for a planner to plan: traffic that arrives by chance, and engines of a known capacity."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tercet.decisions.planning import (
+    Expected,
+    FleetPlan,
+    Forecast,
+    Observed,
+    ObservedRequest,
+    PlanLimits,
+    Planner,
+    WantedPlan,
+)
+from tercet.decisions.planning.candidates import demand_of
+from tercet.settings.role_settings import Objectives
+
+OBJECTIVES = Objectives(ttft=1.0, tpot=0.025, share=0.99)
+WINDOW_S, INTERVAL_S = 60.0, 15.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests per second, and their mean lengths in tokens."""
+
+    rate: float
+    prompt: int = 1000
+    output: int = 100
+
+
+class Engine:
+    """5,000 prompt tokens per second; 10 decodes at any TPOT."""
+
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / 5_000
+
+    def decodes(self, context: float, tpot: float) -> int:
+        return 10
+
+
+def evaluated(plan: FleetPlan, forecast: Forecast) -> Expected:
+    """All is well up to 90% of what the busier role can do; beyond it, as much more is late as comes."""
+    share = demand_of(forecast.sample, forecast.rate, Engine(), OBJECTIVES).share(plan)
+    attainment = 1.0 if share <= 0.9 else 0.9 / share * 0.9
+    return Expected(attainment, 0.1 if attainment == 1 else 5.0, forecast.rate)
+
+
+class PlannedWorld:
+    """Advances in the planner's intervals; a plan is carried out at once. ``changes`` have their time."""
+
+    def __init__(self, plan: FleetPlan, limits: PlanLimits, planner: Planner | None = None, seed: int = 0) -> None:
+        self.planner = planner or Planner(evaluated, Engine())
+        self.plan, self.limits = plan, limits
+        self.now = 0.0
+        self.changes: list[tuple[float, WantedPlan]] = []
+        self.answers: list[WantedPlan] = []
+        self._arrivals: list[ObservedRequest] = []
+        self._chance = random.Random(seed)
+
+    def run(self, seconds: float, traffic: Callable[[float], Traffic] | Traffic, came: float | None = 1.0) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self._arrive(traffic)
+            self.now += INTERVAL_S
+            seen = tuple(each for each in self._arrivals if each.at > self.now - WINDOW_S)
+            observed = Observed(self.now, 0.0, self.plan, seen, (), OBJECTIVES, self.limits, came=came)
+            wanted = self.planner.plan(observed)
+            self.answers.append(wanted)
+            if wanted.plan != self.plan:
+                self.changes.append((self.now, wanted))
+                self.plan = wanted.plan
+
+    def _arrive(self, traffic: Callable[[float], Traffic] | Traffic) -> None:
+        at, end = self.now, self.now + INTERVAL_S
+        while True:
+            now = traffic if isinstance(traffic, Traffic) else traffic(at)
+            if now.rate <= 0:
+                return
+            at += self._chance.expovariate(now.rate)
+            if at >= end:
+                return
+            prompt, output = (max(1, round(self._chance.gauss(mean, mean / 5))) for mean in (now.prompt, now.output))
+            self._arrivals.append(ObservedRequest(at, prompt, output, True))

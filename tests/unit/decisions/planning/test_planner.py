@@ -1,0 +1,114 @@
+"""What a planner does with load that is steady, grows, falls, changes its mix or stops; and what it learns."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.decisions.planning import Expected, FleetPlan, Forecast, PlanLimits, Planner
+from tercet.protocol import BadRequest, EngineError
+
+from .planned_world import Engine, PlannedWorld, Traffic, evaluated
+
+SIX = PlanLimits(6, 6)
+TWO_TO_TWELVE = PlanLimits(2, 12)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("start", [FleetPlan(1, 1), FleetPlan(3, 3), FleetPlan(6, 6), FleetPlan(9, 3)])
+def test_a_steady_load_is_left_alone_after_five_minutes(start: FleetPlan, seed: int) -> None:
+    world = PlannedWorld(start, TWO_TO_TWELVE, seed=seed)
+    world.run(1800, Traffic(rate=8))
+    assert [when for when, _ in world.changes if when > 300] == []
+    assert world.plan.engines < 12
+    assert world.answers[-1].expected is not None
+    assert world.answers[-1].expected.attainment == 1
+
+
+def test_roles_follow_a_change_of_the_mix_by_one_flip() -> None:
+    world = PlannedWorld(FleetPlan(4, 2), SIX)
+    world.run(300, Traffic(rate=4.5, prompt=3800, output=80))
+    before = len(world.changes)
+    world.run(300, Traffic(rate=4.5, prompt=200, output=400))
+    assert world.plan.decode > world.plan.prefill
+    assert world.plan.engines == 6
+    assert before <= 1
+    assert 1 <= len(world.changes) - before <= 2
+
+
+def test_engines_come_and_go_with_the_load() -> None:
+    world = PlannedWorld(FleetPlan(2, 2), TWO_TO_TWELVE)
+    world.run(300, Traffic(rate=4))
+    few = world.plan.engines
+    world.run(300, Traffic(rate=20))
+    many = world.plan.engines
+    world.run(600, Traffic(rate=4))
+    assert many > few
+    assert world.plan.engines <= few + 1
+
+
+def test_fewer_engines_are_taken_only_after_they_were_simulated() -> None:
+    simulated = list[tuple[FleetPlan, float]]()
+
+    def noted(plan: FleetPlan, forecast: Forecast) -> Expected:
+        simulated.append((plan, forecast.rate))
+        return evaluated(plan, forecast)
+
+    world = PlannedWorld(FleetPlan(5, 5), TWO_TO_TWELVE, Planner(noted, Engine()))
+    world.run(300, Traffic(rate=4))
+    assert world.changes
+    for _, wanted in world.changes:
+        assert wanted.plan in {plan for plan, _ in simulated}
+        assert wanted.expected is not None
+        assert wanted.expected.rate > 4
+
+
+def test_a_role_that_is_no_bottleneck_gets_no_engines() -> None:
+    world = PlannedWorld(FleetPlan(2, 2), PlanLimits(2, 20))
+    world.run(120, Traffic(rate=6, prompt=200, output=600))
+    assert world.plan.decode > 2
+    assert world.plan.prefill <= 2
+
+
+def test_without_traffic_the_fewest_engines_stay_and_nothing_is_divided_by_it() -> None:
+    world = PlannedWorld(FleetPlan(4, 4), TWO_TO_TWELVE)
+    world.run(300, Traffic(rate=0), came=None)
+    assert world.plan == FleetPlan(1, 1)
+    assert len(world.changes) == 1
+    world.run(60, Traffic(rate=1))
+    assert world.plan.engines >= 2
+
+
+def test_a_cold_start_decides_nothing() -> None:
+    world = PlannedWorld(FleetPlan(3, 3), TWO_TO_TWELVE)
+    world.run(15, lambda at: Traffic(rate=30 if at > 14 else 0.0001))
+    assert world.changes == []
+
+
+def test_a_simulator_that_fails_holds_the_fleet_and_says_so() -> None:
+    def broken(plan: FleetPlan, forecast: Forecast) -> Expected:
+        raise EngineError("the profile does not fit")
+
+    world = PlannedWorld(FleetPlan(3, 3), TWO_TO_TWELVE, Planner(broken, Engine()))
+    world.run(120, Traffic(rate=50))
+    assert world.changes == []
+    assert "the profile does not fit" in world.answers[-1].reason
+
+
+def test_what_came_is_compared_with_what_was_expected_and_widens_the_margin() -> None:
+    world = PlannedWorld(FleetPlan(4, 4), PlanLimits(8, 8))
+    world.run(120, Traffic(rate=4), came=0.5)
+    verdict = world.planner.verdicts[-2]
+    assert verdict.came == 0.5
+    assert verdict.expected is not None
+    assert verdict.expected.attainment == 1.0
+    widened = world.planner.margin
+    assert widened > 0.1
+    world.run(1200, Traffic(rate=4), came=1.0)
+    assert world.planner.margin < widened
+
+
+def test_limits_that_contradict_are_refused() -> None:
+    with pytest.raises(BadRequest, match="planner-min-engines"):
+        PlanLimits(1, 4)
+    with pytest.raises(BadRequest, match="planner-max-engines"):
+        PlanLimits(4, 3)

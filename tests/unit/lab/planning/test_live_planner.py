@@ -1,0 +1,155 @@
+"""A planner of a router's fleet, by the router's answers: it advises or changes roles, and says what it cannot do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tercet.decisions.planning import FleetPlan, Planner
+from tercet.lab.planning.live_planner import FixedNumber, LivePlanner
+from tercet.lab.planning.observing import FleetView, read_traffic
+from tercet.lab.planning.planner_metrics import PlannerMetrics
+from tercet.protocol import BadRequest, EngineUnreachable
+from tercet.settings.planner_config import PlannerConfig
+from tercet.settings.planner_settings import PlannerSettings
+
+OBJECTIVES = {"ttft": 1.0, "tpot": 0.025, "share": 0.99, "requests": 0, "met": 0, "attainment": None}
+MY_POLICY = """
+from tercet.decisions.planning import FleetPlan, Observed, WantedPlan
+
+def wanted(seen: Observed) -> WantedPlan:
+    long = sum(each.prompt_tokens for each in seen.arrivals) > 1000 * len(seen.arrivals)
+    engines = seen.plan.engines
+    plan = FleetPlan(engines - 1, 1) if long else FleetPlan(1, engines - 1)
+    return WantedPlan(plan, "long prompts" if long else "short")
+"""
+
+
+def engine(name: str, role: str, **given: Any) -> dict[str, Any]:
+    shown = {"able": True, "waiting_s": 0.0, "busy_s": 0.0, "running": 0, "queued": 0, "contexts": 0, "step_s": None}
+    return {"name": name, "role": role, **shown, "kv_usage": 0.0, "draining": False, **given}
+
+
+class Router:
+    """Answers as a router does, and carries out changes of roles."""
+
+    def __init__(self, prompt: int, **given: Any) -> None:
+        self.engines = [engine(f"e{each}", "prefill" if each < 2 else "decode") for each in range(4)]
+        self.given = given
+        self.arrivals = [[each * 0.1, prompt, 20, True, [], 512, True] for each in range(300)]
+        self.asked: list[tuple[str, str, Any]] = []
+
+    async def ask(self, method: str, path: str, body: Any) -> Any:
+        self.asked.append((method, path, body))
+        if method == "PUT":
+            name = path.split("/")[2]
+            next(each for each in self.engines if each["name"] == name)["role"] = body["role"]
+            return {}
+        answer = {"pid": 1, "processes": 1, "now": 30.0, "since": 0.0, "objectives": OBJECTIVES, "args": {}}
+        answer |= {"program": "disaggregated", "arrivals": self.arrivals, "engines": self.engines, **self.given}
+        return msgspec.json.decode(msgspec.json.encode(answer))
+
+    @property
+    def changes(self) -> list[tuple[str, Mapping[str, str]]]:
+        return [(path, body) for method, path, body in self.asked if method == "PUT"]
+
+
+def planner_of(router: Router, **given: Any) -> LivePlanner:
+    return LivePlanner(PlannerConfig(**given), router.ask, FixedNumber(), PlannerMetrics())
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(MY_POLICY)
+    return f"{file}:wanted"
+
+
+async def test_a_policy_of_ones_own_acts_on_roles(policy: str) -> None:
+    router = Router(prompt=3000)
+    await planner_of(router, planner=policy, act="roles").look(0.0)
+    assert router.changes == [("/engines/e2/role", {"role": "prefill"})]
+    shorter = Router(prompt=100)
+    await planner_of(shorter, planner=policy, act="roles").look(0.0)
+    assert shorter.changes == [("/engines/e0/role", {"role": "decode"})]
+
+
+async def test_advice_changes_nothing_and_is_given_once(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(prompt=3000)
+    planner = planner_of(router, planner=policy, planning=PlannerSettings(interval_s=1.0))
+    with caplog.at_level(logging.WARNING, "tercet.planner"):
+        await planner.look(0.0)
+        await planner.look(100.0)
+    assert router.changes == []
+    assert [each.getMessage() for each in caplog.records] == [
+        "advice: tercet engines role e2 prefill: 2P2D -> 3P1D: long prompts"
+    ]
+
+
+async def test_it_plans_at_its_interval(policy: str) -> None:
+    router = Router(prompt=3000)
+    planner = planner_of(router, planner=policy, act="roles", planning=PlannerSettings(interval_s=20.0))
+    await planner.look(0.0)
+    router.engines[2]["role"] = "decode"
+    await planner.look(10.0)
+    assert len(router.changes) == 1
+    await planner.look(21.0)
+    assert len(router.changes) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"objectives": {**OBJECTIVES, "tpot": None}}, "--objective-tpot"),
+        ({"program": None}, "a split"),
+        ({"engines": [engine("a", "both"), engine("b", "both")]}, "tercet engines role"),
+    ],
+)
+async def test_what_cannot_be_planned_is_said(policy: str, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        await planner_of(Router(prompt=100, **given), planner=policy).look(0.0)
+
+
+async def test_a_policy_that_answers_otherwise_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def wanted(seen):\n    return 3\n")
+    with pytest.raises(BadRequest, match="must return WantedPlan, and returned int"):
+        await planner_of(Router(prompt=100), planner=f"{file}:wanted").look(0.0)
+    for name, said in (("oracle", "in simulations"), ("nobody", "choose simulate"), (f"{file}:other", "no function")):
+        with pytest.raises(BadRequest, match=said):
+            await planner_of(Router(prompt=100), planner=name).look(0.0)
+
+
+def test_what_is_no_router_is_said() -> None:
+    with pytest.raises(EngineUnreachable, match="no router"):
+        read_traffic({"pid": 1})
+
+
+async def test_processes_that_have_not_answered_yet_are_taken_to_have_as_much() -> None:
+    router, view = Router(prompt=100, processes=2), FleetView()
+    view.heard(read_traffic(await router.ask("GET", "/traffic", None)))
+    assert len(view.observed().arrivals) == 600
+    router.given["pid"] = 2
+    view.heard(read_traffic(await router.ask("GET", "/traffic", None)))
+    assert len(view.observed().arrivals) == 600
+    assert view.observed().plan == FleetPlan(2, 2)
+
+
+@pytest.mark.slow
+async def test_the_simulating_planner_flips_roles_by_what_it_simulates() -> None:
+    router = Router(prompt=8000)
+    router.arrivals = [[each * 0.075, 8000, 10, True, [], 512, True] for each in range(400)]
+    planner = planner_of(router, act="roles", planning=PlannerSettings(margin=0.0))
+    await planner.look(0.0)
+    assert router.changes == [("/engines/e2/role", {"role": "prefill"})]
+    policy = planner._policy  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(policy, Planner)
+    assert policy.simulations >= 2
+    (verdict,) = policy.verdicts
+    assert verdict.expected is not None
+    assert verdict.expected.rate > 13
