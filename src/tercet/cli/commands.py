@@ -18,7 +18,7 @@ from tercet.cli.settings_help import SettingsCommand
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves",
+    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves", "scale": "scale",
     "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 

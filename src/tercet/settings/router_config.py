@@ -438,6 +438,13 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
             "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
         ),
     ] = None
+    supervisor_key: Annotated[
+        str,
+        Setting(
+            "What the process that starts the router shows to `/tercet/v1`; `tercet up` makes one each time.", flag="",
+            default="none", is_key=True,
+        ),
+    ] = ""  # fmt: skip
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 
