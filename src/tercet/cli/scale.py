@@ -28,7 +28,7 @@ def scale(
         list[str] | None,
         typer.Argument(
             metavar="[ROLE=NUMBER]...",
-            help="How many engines of each role: prefill, decode or both. Roles that are not named stay.",
+            help="Number of engines of a role: prefill, decode or both. Roles that are not named stay.",
             show_default=False,
         ),
     ] = None,
@@ -125,7 +125,7 @@ def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bo
             time.sleep(POLL_SECONDS)
             after = asyncio.run(scaling_of(socket))
             if after.number != record.number:
-                raise EngineError(f"the fleet is being scaled anew, to {after.wanted}")
+                raise EngineError(f"another command scales the fleet now, to {after.wanted}")
             record = after
     except KeyboardInterrupt:
         announce(f"the fleet goes on to {record.wanted}; `tercet scale` shows it")

@@ -26,7 +26,7 @@ LaunchEngine = Callable[[EngineSpec, Role], RunningEngine]
 def next_spec(
     like: EngineSpec, name: str, port: int, taken: Sequence[EngineSpec], devices: Sequence[Device]
 ) -> EngineSpec:
-    """One more engine like one that runs, beside those that are ``taken``.
+    """One more engine like one that runs, in addition to those that are ``taken``.
 
     On CPUs it has the cores that the fewest engines have, on devices ones that no engine of this fleet has. Raises
     :class:`~tercet.protocol.BadRequest` if there are too few devices.
@@ -52,7 +52,7 @@ def next_spec(
 
 
 def _groups(taken: Sequence[EngineSpec]) -> set[tuple[int, ...]]:
-    """Groups of cores to choose from: those of running engines, and one that nobody has."""
+    """Groups of cores to choose from: those of running engines, and a free one."""
     here = sorted(os.sched_getaffinity(0))
     size = max(len(spec.cores) for spec in taken)
     free = [core for core in here if not any(core in spec.cores for spec in taken)]

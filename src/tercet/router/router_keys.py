@@ -11,8 +11,9 @@ from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.router.admin_access import AdminAccess
 from tercet.settings import RouterSettings
+from tercet.settings.admin_address import AdminAddress
 from tercet.settings.key_files import KeyFile
-from tercet.settings.router_config import AdminAddress, RouterConfig
+from tercet.settings.router_config import RouterConfig
 from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.serving.server_access import is_loopback
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role, WithoutRole
+from tercet.settings.admin_address import AdminAddress
 from tercet.settings.declaration import (
     AtLeastOne,
     NotNegative,
@@ -22,15 +23,20 @@ from tercet.settings.declaration import (
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, OBSERVABILITY, PLACEMENT, SERVER
-from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
+from tercet.settings.process_settings import (
+    AdminKey,
+    AdminKeyFile,
+    EngineSecret,
+    EngineTLS,
+    LeastLogged,
+    LogLines,
+    SupervisorKey,
+)
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-LAST_PORT = 65535
-FILE_PREFIX = "unix:"
-LONGEST_SOCKET_PATH = 107
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -76,39 +82,6 @@ def engine_address(given: str, index: int) -> EngineAddress:
         raise complaint("--engine", EngineAddress, given, error) from None
     except BadRequest as error:
         raise BadRequest(f"--engine: {error.message}", "--engine") from None
-
-
-class AdminAddress(msgspec.Struct, frozen=True):
-    """Where `/tercet/v1` alone is served: a ``host`` and a ``port``, or the ``path`` of a socket's file."""
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    def __str__(self) -> str:
-        if self.path:
-            return f"{FILE_PREFIX}{self.path}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @classmethod
-    def of(cls, text: str) -> AdminAddress:
-        """From ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; raises :class:`~tercet.protocol.BadRequest`."""
-        if text.startswith(FILE_PREFIX):
-            path = text.removeprefix(FILE_PREFIX)
-            if path.startswith("/") and len(path.encode()) <= LONGEST_SOCKET_PATH:
-                return cls(path=path)
-        else:
-            host, _, port = text.rpartition(":")
-            bracketed = host.startswith("[") and host.endswith("]")
-            bare = host[1:-1] if bracketed else host
-            is_host = ":" in bare if bracketed else bool(bare) and not set(bare) & set(":[]/ ")
-            if is_host and port.isascii() and port.isdigit() and 0 < int(port) <= LAST_PORT:
-                return cls(bare, int(port))
-        raise BadRequest(
-            f"admin-listen: must be HOST:PORT, [IPv6]:PORT or unix:/PATH of at most {LONGEST_SOCKET_PATH} bytes, is "
-            f"{text[:200]!r}",
-            "admin-listen",
-        )
 
 
 class RetryBudget(Settings, frozen=True):
@@ -438,13 +411,7 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
             "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
         ),
     ] = None
-    supervisor_key: Annotated[
-        str,
-        Setting(
-            "What the process that starts the router shows to `/tercet/v1`; `tercet up` makes one each time.", flag="",
-            default="none", is_key=True,
-        ),
-    ] = ""  # fmt: skip
+    supervisor_key: SupervisorKey = ""
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 

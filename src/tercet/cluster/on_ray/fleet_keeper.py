@@ -50,7 +50,7 @@ class FleetKeeper:
     def want(self, content: bytes) -> bytes:
         """Keep that fleet from now on, unless a later version is wanted already. Returns what is wanted."""
         if msgspec.json.decode(content, type=WantedFleet).version > self._wanted.version:
-            store(self._wanted.keeper, content)  # first, so that a keeper that begins anew has it
+            store(self._wanted.keeper, content)  # first, so that a keeper that Ray starts again has it
             self._take_wanted(content)
         return self._content
 

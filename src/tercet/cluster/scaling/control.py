@@ -39,7 +39,7 @@ async def control_socket(scaler: Scaler) -> AsyncGenerator[Path]:
     app = web.Application(client_max_size=MOST_BYTES)
     app.add_routes([web.get(PATH, _answering(show)), web.post(PATH, _answering(scale))])
     runner = web.AppRunner(app, access_log=None)
-    with tempfile.TemporaryDirectory(prefix="tercet-up-") as directory:  # its mode lets nobody else in
+    with tempfile.TemporaryDirectory(prefix="tercet-up-") as directory:  # its mode keeps other users out
         socket = Path(directory) / "control"
         await runner.setup()
         try:

@@ -73,7 +73,7 @@ def names_after(used: Iterable[str], role: Role, count: int) -> list[str]:
 class Scaling:
     """One change of a fleet, from ``present`` engines to ``wanted`` ones. ``used`` are all names there ever were.
 
-    :meth:`begin`, and each method that is told what has happened, return what is to be done next.
+    :meth:`begin`, and each method that records an event, return what is to be done next.
     """
 
     def __init__(self, present: Sequence[Present], wanted: Counts, used: Iterable[str] = ()) -> None:
@@ -132,7 +132,7 @@ class Scaling:
         return self._after(name)
 
     def runs(self, name: str, left: int) -> None:
-        """So many sequences are left on an engine that drains."""
+        """The number of sequences that are left on an engine that drains."""
         self._left[name] = left
 
     def drained(self, name: str) -> list[Do]:
@@ -141,7 +141,7 @@ class Scaling:
         return [Stop(name)]
 
     def gone(self, name: str) -> list[Do]:
-        """The engine has ended, and is no member."""
+        """The engine has ended, and has left the fleet."""
         del self._phase[name], self._role[name]
         self._left.pop(name, None)
         self._open.discard(name)

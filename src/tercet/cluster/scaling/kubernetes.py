@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -72,7 +71,7 @@ class _List(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Workload:
+class EngineSet:
     """What runs the engines of a role, at a ``path`` of the API: how many there shall be, are, and are ready."""
 
     path: str
@@ -94,7 +93,7 @@ class Workload:
         )
 
 
-def workload_of(collection: str, found: _Object) -> Workload | None:
+def workload_of(collection: str, found: _Object) -> EngineSet | None:
     """One that runs engines, by the label of its pods; None for others."""
     spec, group = found.spec, found.spec.leader_worker_template
     template = spec.template
@@ -107,7 +106,7 @@ def workload_of(collection: str, found: _Object) -> Workload | None:
     is_seen = seen is None or seen >= found.metadata.generation
     path = f"{collection}/{found.metadata.name}"
     name, status = found.metadata.name, found.status
-    return Workload(path, name, role, spec.replicas, status.replicas, status.ready_replicas, is_seen)
+    return EngineSet(path, name, role, spec.replicas, status.replicas, status.ready_replicas, is_seen)
 
 
 class KubernetesFleet:
@@ -118,14 +117,14 @@ class KubernetesFleet:
         self._namespace = namespace or api.namespace
         self._selector = selector
 
-    async def workloads(self) -> list[Workload]:
+    async def workloads(self) -> list[EngineSet]:
         """What runs engines here. Raises :class:`~tercet.protocol.EngineError` if nothing does."""
-        found: list[Workload] = []
+        found: list[EngineSet] = []
         for kind in KINDS:
             collection = kind.format(self._namespace)
             content = await self._ask("GET", collection, {"labelSelector": self._selector})
             if content is not None:
-                items = _decoded(content, _List).items or []
+                items = _objects(content)
                 found += [each for item in items if (each := workload_of(collection, item)) is not None]
         if not found:
             raise EngineError(
@@ -142,14 +141,17 @@ class KubernetesFleet:
         before = await self.workloads()
         by_role = _one_of_each(before)
         wanted = call.counts(Counts.of(each.role for each in before for _ in range(each.wanted)))
-        changes = {role: count for role, count in wanted.as_roles().items() if count != _wanted(by_role.get(role))}
+        changes: dict[Role, int] = {
+            role: count for role, count in wanted.as_roles().items() if count != _wanted(by_role.get(role))
+        }
         for role in changes:
             if role not in by_role:
                 raise BadRequest(f"COUNTS: nothing in {self._namespace} runs {role} engines", "COUNTS")
         if moving := [each for each in before if not each.settled]:
             raise Conflict(f"COUNTS: the fleet is being scaled: {moving[0]}; wait until that is over", "COUNTS")
-        out = [role for role, count in changes.items() if count > by_role[role].wanted]
-        stages = [stage for stage in (out, [role for role in changes if role not in out]) if stage]
+        out: list[Role] = [role for role, count in changes.items() if count > by_role[role].wanted]
+        fewer: list[Role] = [role for role in changes if role not in out]
+        stages = [stage for stage in (out, fewer) if stage]
         for stage in stages:
             for role in stage:
                 await self._patch(by_role[role], changes[role])
@@ -158,7 +160,7 @@ class KubernetesFleet:
         after = await self.workloads()
         return Counts.of(each.role for each in after for _ in range(each.ready))
 
-    async def _patch(self, workload: Workload, count: int) -> None:
+    async def _patch(self, workload: EngineSet, count: int) -> None:
         body = msgspec.json.encode({"spec": {"replicas": count}})
         await self._ask("PATCH", f"{workload.path}/scale", {}, body)
 
@@ -172,7 +174,7 @@ class KubernetesFleet:
                     said[path] = str(each)
                     say(str(each))
             if other := [each for path, each in found.items() if each.wanted != paths[path]]:
-                raise Conflict(f"COUNTS: somebody else scales {other[0].name}, to {other[0].wanted}", "COUNTS")
+                raise Conflict(f"COUNTS: something else scales {other[0].name}, to {other[0].wanted}", "COUNTS")
             if found.keys() == paths.keys() and all(each.settled for each in found.values()):
                 return
             await asyncio.sleep(LOOK_SECONDS)
@@ -204,12 +206,12 @@ class KubernetesFleet:
         return content
 
 
-def _wanted(workload: Workload | None) -> int:
+def _wanted(workload: EngineSet | None) -> int:
     return 0 if workload is None else workload.wanted
 
 
-def _one_of_each(found: Sequence[Workload]) -> dict[Role, Workload]:
-    by_role: dict[Role, Workload] = {}
+def _one_of_each(found: Sequence[EngineSet]) -> dict[Role, EngineSet]:
+    by_role: dict[Role, EngineSet] = {}
     for each in found:
         if each.role in by_role:
             raise BadRequest(
@@ -220,9 +222,9 @@ def _one_of_each(found: Sequence[Workload]) -> dict[Role, Workload]:
     return by_role
 
 
-def _decoded(content: bytes, kind: type[Any]) -> Any:
+def _objects(content: bytes) -> list[_Object]:
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=_List).items or []
     except UNREADABLE as error:
         raise EngineUnreachable(f"the API server answers otherwise than Kubernetes: {error}") from error
 

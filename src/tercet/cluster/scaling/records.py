@@ -97,7 +97,7 @@ def parse_counts(given: Sequence[str]) -> Mapping[Role, int]:
     found: dict[Role, int] = {}
     for each in given:
         role, _, count = each.partition("=")
-        known = next((name for name in ROLES if name == role), None)
+        known: Role | None = next((name for name in ROLES if name == role), None)
         if known is None or not count.isdecimal() or len(count) > 4:
             raise BadRequest(f"COUNTS: {each!r} is not ROLE=NUMBER; ROLE is prefill, decode or both", "COUNTS")
         if known in found:

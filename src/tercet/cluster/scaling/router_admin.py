@@ -1,4 +1,4 @@
-"""What the process that owns a fleet asks of the fleet's router, by a key that nobody else has."""
+"""What the process that owns a fleet asks of the fleet's router, by a separate key."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EMPTY_LOOKS = 3
 
 
 class Scaler:
-    """Scales one fleet, one change at a time. ``on_event`` is told of each engine's steps.
+    """Scales one fleet, one change at a time. ``on_event`` receives each engine's steps.
 
     Use as an async context manager: at its end, what is under way is broken off, and the hands end what they started.
     """
