@@ -411,13 +411,17 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
             "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
         ),
     ] = None
+    await_engines: Annotated[
+        bool,
+        Setting("Begin without an engine, and answer 503 until one joins.", default="off", panel=ENGINES),
+    ] = False
     supervisor_key: SupervisorKey = ""
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_unlike(self.engines, self.discovery)
+        require_unlike(self.engines, self.discovery, self.await_engines)
         self.require_stream_ports_beside(self.port)
         address = self.admin_address
         if address is not None and address.port == self.port:
@@ -431,11 +435,16 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
 
 
-def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found, and for two of one name or URL."""
-    if not engines and not discovery.is_wanted:
+def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings, awaited: bool = False) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found or ``awaited``, and for two alike.
+
+    Engines are alike if they have one name or one URL.
+    """
+    if not engines and not discovery.is_wanted and not awaited:
         raise BadRequest(
-            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some", "engines"
+            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some, or "
+            "--await-engines for those that join",
+            "engines",
         )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:
