@@ -41,7 +41,7 @@ def can_wait(config: RouterConfig) -> bool:
 async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles) -> AsyncGenerator[None]:
     """While entered, the router's port answers clients with 503 and :data:`REASON`, and serves its admin routes.
 
-    The port is free when it is left, and whoever serves next listens there.
+    The port is free when it is left, so that the OpenAI API can listen there.
     """
     keys = RouterKeys(config, api_keys(_keys_of(config.vllm_args)))
     keys.require_private(config.host, config)
