@@ -19,7 +19,7 @@ MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "planner": "planner",
     "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves",
+    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves", "scale": "scale",
     "trace": "trace", "top": "top", "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 

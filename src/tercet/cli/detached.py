@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -24,6 +26,8 @@ from tercet.cluster.on_ray.ray_fleet import RayFleet
 from tercet.cluster.ports import require_free
 from tercet.cluster.process_start import own_start
 from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
+from tercet.cluster.scaling.control import control_socket
+from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
@@ -110,12 +114,24 @@ def _serve(config: UpConfig) -> None:
 
 
 async def _announce(config: UpConfig, fleet: RunningFleet | RayFleet) -> None:
+    async with found_by_commands(config, fleet, detached=True):
+        await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
+
+
+@asynccontextmanager
+async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, detached: bool) -> AsyncGenerator[None]:
+    """While entered, ``tercet scale`` finds the fleet, and ``tercet down`` a ``detached`` one."""
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = config.shutdown_timeout_s + 3 * GRACE_SECONDS
     if config.on is not None:
         stop_seconds += RAY_STOP_SECONDS
-    with announced(DetachedFleet(own_start(), port, fleet.url, str(fleet.log_dir), stop_seconds)):
-        await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
+    log_dir = str(fleet.log_dir)
+    async with (
+        Scaler(fleet.hands, lambda name, state: announce(f"{name}: {state}")) as scaler,
+        control_socket(scaler) as control,
+    ):
+        with announced(DetachedFleet(own_start(), port, fleet.url, log_dir, stop_seconds, str(control), detached)):
+            yield
 
 
 def down(

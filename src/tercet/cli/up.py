@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tercet.aio import signals_to
-from tercet.cli.detached import detach
+from tercet.cli.detached import detach, found_by_commands
 from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import settings_command
@@ -129,4 +129,5 @@ async def _stay(config: UpConfig, fleet: StartedFleet) -> None:
     announce(f"  logs: {fleet.log_dir}\n")
     announce(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     announce("Ctrl-C finishes what runs and stops everything; a second one stops at once.")
-    await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
+    async with found_by_commands(config, fleet, detached=False):
+        await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))

@@ -1,4 +1,4 @@
-"""Fleets that run in the background: a small file for each in the cache identifies its process, while it runs."""
+"""Fleets of ``tercet up`` that run here: a small file for each in the cache identifies its process, while it runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from tercet.protocol.wire import UNREADABLE
 
 
 class DetachedFleet(msgspec.Struct, frozen=True):
-    """A fleet of one ``process``, whose router has ``port``; ``stop_seconds`` is the longest time of a stop."""
+    """A fleet of one ``process``, whose router has ``port``; ``stop_seconds`` is the longest time of a stop.
+
+    ``control`` is the socket at which its process listens, see :mod:`tercet.cluster.scaling.control`. ``detached``:
+    it runs in the background.
+    """
 
     process: ProcessStart
     port: int
     url: str
     log_dir: str
     stop_seconds: float
+    control: str = ""
+    detached: bool = True
 
     @property
     def pid(self) -> int:
@@ -52,7 +58,12 @@ def announced(fleet: DetachedFleet) -> Generator[None]:
 
 
 def detached_fleets() -> list[DetachedFleet]:
-    """Running fleets, by port; files of killed ones are removed."""
+    """Fleets that run in the background, by port."""
+    return [fleet for fleet in running_fleets() if fleet.detached]
+
+
+def running_fleets() -> list[DetachedFleet]:
+    """All fleets, by port; files of killed ones are removed."""
     found: list[DetachedFleet] = []
     for file in _directory().glob("*.json"):
         fleet = _read(file)

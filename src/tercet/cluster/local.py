@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -17,14 +18,17 @@ from tercet.cluster.compute import devices_for_engines, split_cores
 from tercet.cluster.device_plan import DeviceShare, plan_devices
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, gpu_memory_of, ranks_of, value_of
 from tercet.cluster.foresight import require_memory, shared_cores
+from tercet.cluster.local_hands import LocalHands
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
+from tercet.cluster.scaling.router_admin import RouterAdmin
 from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
+from tercet.protocol import Role
 from tercet.settings import DiscoverySettings, EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
 from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
@@ -56,7 +60,7 @@ async def local_fleet(
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
     async with imports_for(specs, log_dir / "imports.log") as warm:
-        fleet = fleet_of(config, model, specs, log_dir, warm)
+        fleet = fleet_of(config, model, specs, log_dir, warm, on_event)
         try:
             # The router loads in parallel to the engines and waits for them.
             queues = starting_queues(specs, fleet.engines)
@@ -91,26 +95,31 @@ async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[
 
 
 def fleet_of(
-    config: UpConfig, model: str, specs: Sequence[EngineSpec], log_dir: Path, warm: Path | None
+    config: UpConfig, model: str, specs: Sequence[EngineSpec], log_dir: Path, warm: Path | None, on_event: OnEvent
 ) -> RunningFleet:
     """The fleet to start."""
     environment = shared_environment(config)
-    engines: list[RunningEngine] = []
-    for spec, (_, role) in zip(specs, config.engine_roles, strict=True):
+
+    def launch(spec: EngineSpec, role: Role) -> RunningEngine:
         argv, log = engine_argv(spec), log_dir / f"{spec.name}.log"
         forks = warm if can_fork(argv) else None
         process = Process(spec.name, argv, {**engine_env(spec), **environment}, log, warm=forks)
         restarts = Restarts(0 if is_group(spec.extra_args) else config.engine_restarts)
-        engines.append(RunningEngine(spec.name, role, url_of(spec.host, spec.port), process, restarts))
+        return RunningEngine(spec.name, role, url_of(spec.host, spec.port), process, restarts)
+
+    engines = [launch(spec, role) for spec, (_, role) in zip(specs, config.engine_roles, strict=True)]
     port = config.port or free_ports(config.host, 1)[0]
     url = url_of(config.host, port)
     if value_of(config.vllm_args, "--ssl-certfile") is not None:
         url = url.replace("http://", "https://", 1)
+    key = secrets.token_urlsafe()
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
-    argv = router_argv(router_config(config, model, port, addresses), log_dir)
+    argv = router_argv(router_config(config, model, port, addresses, supervisor_key=key), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
     router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace, warm=warm)
-    return RunningFleet(url, engines, router, log_dir)
+    changed = asyncio.Event()
+    hands = LocalHands(engines, changed, specs, launch, RouterAdmin(url, key), on_event)
+    return RunningFleet(url, engines, router, log_dir, hands, changed)
 
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
@@ -193,6 +202,7 @@ def router_config(
     port: int,
     engines: Sequence[EngineAddress],
     discovery: DiscoverySettings = NOTHING_TO_FIND,
+    supervisor_key: str = "",
 ) -> RouterConfig:
     """The router's settings: those of ``config`` that every router has, and those of this fleet."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in RouterSettings.__struct_fields__}
@@ -202,7 +212,7 @@ def router_config(
         config.secret or value_of(config.engine_args, "--api-key") or os.environ.get(API_KEY_VARIABLE, "").strip()
     )
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
-    fields["discovery"] = discovery
+    fields |= {"discovery": discovery, "supervisor_key": supervisor_key}
     return RouterConfig(**fields)
 
 

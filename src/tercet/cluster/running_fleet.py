@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.restarts import Restarts
+from tercet.cluster.scaling.hands import Hands
 from tercet.cluster.start_progress import StartProgress
 from tercet.protocol import Role, ShuttingDown, from_wire
 from tercet.protocol.wire import UNREADABLE
@@ -32,7 +33,10 @@ OnEvent = Callable[[str, str], None]
 
 @dataclass
 class RunningEngine:
-    """An engine at ``url``; ``process`` is its last start. Each start has a separate log."""
+    """An engine at ``url``; ``process`` is its last start. Each start has a separate log.
+
+    ``is_kept``: it is a member, and restarted when it ends. ``given_up``: it has ended, and is not restarted.
+    """
 
     name: str
     role: Role
@@ -40,6 +44,9 @@ class RunningEngine:
     process: Process
     restarts: Restarts
     starts: int = 1
+    is_kept: bool = True
+    given_up: bool = False
+    keeping: asyncio.Task[str] | None = None
 
     async def until_ready(self, on_event: OnEvent) -> None:
         """Wait until it answers; raises as :func:`until_ready`."""
@@ -62,6 +69,14 @@ class RunningEngine:
             await asyncio.sleep(pause)
             await self._start_anew(on_event)
 
+    async def leave(self) -> None:
+        """End it, and restart it no more."""
+        self.is_kept = False
+        if self.keeping is not None:
+            self.keeping.cancel()
+            await asyncio.gather(self.keeping, return_exceptions=True)
+        await self.process.stop()
+
     async def _start_anew(self, on_event: OnEvent) -> None:
         """Restart it at the same address, where the router finds it; its result is seen at its end."""
         dead, self.starts = self.process, self.starts + 1
@@ -78,14 +93,16 @@ class RunningEngine:
             await self.process.stop()  # it has ended, or its time is over
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunningFleet:
-    """A fleet that answers at ``url``."""
+    """A fleet that answers at ``url``. ``hands`` start and end its engines; ``changed`` is set when they have."""
 
     url: str
-    engines: Sequence[RunningEngine]
+    engines: list[RunningEngine]
     router: Process
     log_dir: Path
+    hands: Hands
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until_broken(self, on_event: OnEvent) -> None:
         """Restart engines until the router ends, or the last engine that may be restarted.
@@ -96,21 +113,38 @@ class RunningFleet:
         router = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
         rotating = asyncio.create_task(rotate_logs(self.logs))
-        kept = {asyncio.create_task(engine.until_it_stays_dead(on_event)): engine for engine in self.engines}
+        kept = dict[asyncio.Task[str], RunningEngine]()
+        changed = asyncio.create_task(self.changed.wait())
         try:
             while True:
-                await asyncio.wait([router, *kept], return_when=asyncio.FIRST_COMPLETED)
+                kept |= self._keep_new(on_event)
+                await asyncio.wait([router, changed, *kept], return_when=asyncio.FIRST_COMPLETED)
                 if router.done():
                     raise self.router.failure(describe_exit(router.result()))
+                if changed.done():
+                    self.changed.clear()
+                    changed = asyncio.create_task(self.changed.wait())
                 for task in [task for task in kept if task.done()]:
-                    engine, how = kept.pop(task), task.result()
+                    engine = kept.pop(task)
+                    if task.cancelled():  # it leaves the fleet
+                        continue
+                    how, engine.given_up = task.result(), True
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; it is not restarted; log: {engine.process.log}")
         finally:
-            for task in (router, reading, rotating, *kept):
+            for task in (router, reading, rotating, changed, *kept):
                 task.cancel()
-            await asyncio.gather(router, reading, rotating, *kept, return_exceptions=True)
+            await asyncio.gather(router, reading, rotating, changed, *kept, return_exceptions=True)
+
+    def _keep_new(self, on_event: OnEvent) -> dict[asyncio.Task[str], RunningEngine]:
+        """Keep engines that have come alive from now on."""
+        found = dict[asyncio.Task[str], RunningEngine]()
+        for engine in self.engines:
+            if engine.is_kept and engine.keeping is None:
+                engine.keeping = asyncio.create_task(engine.until_it_stays_dead(on_event))
+                found[engine.keeping] = engine
+        return found
 
     def logs(self) -> Sequence[Path]:
         """The logs that are being written."""

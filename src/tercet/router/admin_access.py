@@ -52,15 +52,21 @@ class AdminAccess:
     """Lets requests to admin routes pass. ``keys`` open them; without any, requests of this machine do.
 
     ``clients`` are the keys of clients: a router that asks clients for one, and has no admin key, refuses every caller.
-    ``engines`` may join by the fleet's secret, and call nothing else.
+    ``engines`` may join by the fleet's secret, and call nothing else. ``supervisor`` is the key of the process that
+    started this one; empty if none did.
     """
 
     def __init__(
-        self, keys: BearerKeys | None = None, clients: BearerKeys | None = None, engines: Callers | None = None
+        self,
+        keys: BearerKeys | None = None,
+        clients: BearerKeys | None = None,
+        engines: Callers | None = None,
+        supervisor: str = "",
     ) -> None:
         self._keys = BearerKeys(()) if keys is None else keys
         self._clients = BearerKeys(()) if clients is None else clients
         self._engines = Callers(()) if engines is None else engines
+        self._supervisor = BearerKeys((supervisor,))
 
     def require(self, scope: Scope) -> None:
         """Raise :class:`~tercet.protocol.TercetError` unless the request of an ASGI ``scope`` may do what it asks."""
@@ -68,6 +74,8 @@ class AdminAccess:
         require_no_page(headers)
         if (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
             self._require_engine(scope, headers, path.removeprefix(API_PREFIX))
+        elif self._supervisor.fits("".join(headers.all("authorization"))):
+            pass
         elif self._keys:
             self._require_key(headers)
         else:

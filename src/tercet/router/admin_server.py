@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest
 from tercet.router.admin_access import AT_ADMIN
-from tercet.settings.router_config import AdminAddress
+from tercet.settings.admin_address import AdminAddress
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 
 CLOSE_SECONDS = 1

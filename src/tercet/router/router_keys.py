@@ -11,8 +11,9 @@ from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.router.admin_access import AdminAccess
 from tercet.settings import RouterSettings
+from tercet.settings.admin_address import AdminAddress
 from tercet.settings.key_files import KeyFile
-from tercet.settings.router_config import AdminAddress
+from tercet.settings.router_config import RouterConfig
 from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.serving.server_access import is_loopback
 
@@ -30,6 +31,7 @@ class RouterKeys:
         self._read = {name: file.first() for name, file in self._files.items()}
         self._failed: dict[str, str] = {}
         self._engines = Callers(secrets_of(config.secret))
+        self._supervisor = config.supervisor_key if isinstance(config, RouterConfig) else ""
         self.clients, self.admins = (self._keys(name) for name in paths)
         if self.admins.shares_with(self.clients):
             raise BadRequest(
@@ -42,7 +44,7 @@ class RouterKeys:
     @property
     def access(self) -> AdminAccess:
         """Who may call the router's own routes."""
-        return AdminAccess(self.admins, self.clients, self._engines)
+        return AdminAccess(self.admins, self.clients, self._engines, self._supervisor)
 
     def require_private(self, host: str, config: RouterSettings) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and clients need no key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 from collections.abc import Generator
@@ -19,7 +20,7 @@ from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
-from tercet.fleet.membership import Membership, connecting
+from tercet.fleet.membership import READY_SECONDS, Membership, Promise, connecting
 from tercet.protocol import spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
@@ -46,6 +47,7 @@ from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_server import serve_small
+from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
@@ -95,14 +97,14 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 if shared is not None:
                     background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")
                 await state.start(FleetState.of(config))
-                if config.discovery.is_wanted:
-                    if tells:
+                if config.await_engines or config.discovery.is_wanted:
+                    if tells and config.discovery.is_wanted:
                         background.spawn(follow_found(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
                 if not config.serves_without_vllm:
                     _import_vllm(config)  # seconds, well spent while engines are still loading
-                if config.discovery.is_wanted:
-                    promise = await state.until_ready(membership.until_one_answers)
+                if config.await_engines or config.discovery.is_wanted:
+                    promise = await _first_engine(config, state, membership)
                 else:
                     promise = await state.until_ready()
                     background.spawn(state.follow(), "state")
@@ -130,6 +132,15 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             finally:
                 await background.close()
                 state.close()
+
+
+async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> Promise:
+    """Wait for the first engine that is found or joins; the port answers meanwhile, where that is possible."""
+    if not can_wait(config):
+        return await state.until_ready(membership.until_one_answers)
+    async with waiting_room(config, state, named_files(config)):
+        seconds = math.inf if config.await_engines or config.discovery.roster else READY_SECONDS
+        return await state.until_ready(partial(membership.until_one_answers, seconds))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_openai import prompt_texts, small_app
+from tercet.router.waiting_room import listening_socket
 from tercet.router.workers import tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
@@ -79,7 +80,7 @@ async def serve_small(
                        timeout_graceful_shutdown=CLOSE_SECONDS)
     )  # fmt: skip
     run = partial(shutdown.run, gate.close, service.give_up)
-    with _listening(config) as sock:
+    with listening_socket(config) as sock:
         async with admin_served(app, config.admin_address):
             await state.serving()
             await _accept(server, sock, config, keys, _shut_down(shutdown, run))
@@ -113,11 +114,3 @@ async def _accept(
 async def _shut_down(shutdown: Shutdown, run: Callable[[], Awaitable[None]]) -> None:
     with signals_to(shutdown.begin, shutdown.hurry):
         await run()
-
-
-def _listening(config: RouterConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((config.host, config.port))
-    return sock

@@ -25,6 +25,13 @@ AdminKey = Annotated[
         default="none", is_key=True,
     ),
 ]  # fmt: skip
+SupervisorKey = Annotated[
+    str,
+    Setting(
+        "What the process that starts the router shows to `/tercet/v1`; `tercet up` makes one each time.", flag="",
+        default="none", is_key=True,
+    ),
+]  # fmt: skip
 AdminKeyFile = Annotated[
     str | None,
     Setting(

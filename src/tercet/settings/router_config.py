@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role, WithoutRole
+from tercet.settings.admin_address import AdminAddress
 from tercet.settings.declaration import (
     AtLeastOne,
     NotNegative,
@@ -30,6 +31,7 @@ from tercet.settings.process_settings import (
     EngineTLS,
     LeastLogged,
     LogLines,
+    SupervisorKey,
     TraceRequests,
 )
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
@@ -37,9 +39,6 @@ from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-LAST_PORT = 65535
-FILE_PREFIX = "unix:"
-LONGEST_SOCKET_PATH = 107
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
@@ -85,39 +84,6 @@ def engine_address(given: str, index: int) -> EngineAddress:
         raise complaint("--engine", EngineAddress, given, error) from None
     except BadRequest as error:
         raise BadRequest(f"--engine: {error.message}", "--engine") from None
-
-
-class AdminAddress(msgspec.Struct, frozen=True):
-    """Where `/tercet/v1` alone is served: a ``host`` and a ``port``, or the ``path`` of a socket's file."""
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    def __str__(self) -> str:
-        if self.path:
-            return f"{FILE_PREFIX}{self.path}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @classmethod
-    def of(cls, text: str) -> AdminAddress:
-        """From ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; raises :class:`~tercet.protocol.BadRequest`."""
-        if text.startswith(FILE_PREFIX):
-            path = text.removeprefix(FILE_PREFIX)
-            if path.startswith("/") and len(path.encode()) <= LONGEST_SOCKET_PATH:
-                return cls(path=path)
-        else:
-            host, _, port = text.rpartition(":")
-            bracketed = host.startswith("[") and host.endswith("]")
-            bare = host[1:-1] if bracketed else host
-            is_host = ":" in bare if bracketed else bool(bare) and not set(bare) & set(":[]/ ")
-            if is_host and port.isascii() and port.isdigit() and 0 < int(port) <= LAST_PORT:
-                return cls(bare, int(port))
-        raise BadRequest(
-            f"admin-listen: must be HOST:PORT, [IPv6]:PORT or unix:/PATH of at most {LONGEST_SOCKET_PATH} bytes, is "
-            f"{text[:200]!r}",
-            "admin-listen",
-        )
 
 
 class RetryBudget(Settings, frozen=True):
@@ -441,12 +407,17 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
             "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
         ),
     ] = None
+    await_engines: Annotated[
+        bool,
+        Setting("Begin without an engine, and answer 503 until one joins.", default="off", panel=ENGINES),
+    ] = False
+    supervisor_key: SupervisorKey = ""
     engine_tls: EngineTLS = EngineTLS()
     log_level: LeastLogged = "info"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_unlike(self.engines, self.discovery)
+        require_unlike(self.engines, self.discovery, self.await_engines)
         self.require_stream_ports_beside(self.port)
         address = self.admin_address
         if address is not None and address.port == self.port:
@@ -460,11 +431,16 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
 
 
-def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found, and for two of one name or URL."""
-    if not engines and not discovery.is_wanted:
+def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings, awaited: bool = False) -> None:
+    """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found or ``awaited``, and for two alike.
+
+    Engines are alike if they have one name or one URL.
+    """
+    if not engines and not discovery.is_wanted and not awaited:
         raise BadRequest(
-            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some", "engines"
+            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some, or "
+            "--await-engines for those that join",
+            "engines",
         )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:

@@ -105,6 +105,59 @@ async def test_engines_join_are_emptied_and_leave(url: str) -> None:
         process.wait()
 
 
+@pytest.fixture
+async def empty(tmp_path: Path) -> AsyncGenerator[str]:
+    """A router without an engine."""
+    port = free_ports("127.0.0.1", 1)[0]
+    command = [
+        sys.executable, "-m", "tercet.cli", "router", "--model", "smollm2", "--openai-layer", "small",
+        "--await-engines", "--port", str(port), "--program", "data_parallel",
+    ]  # fmt: skip
+    process = started(command, tmp_path / "router.log")
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, 60)
+
+
+def started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "TERCET_SECRET": "right"})
+
+
+async def asked(url: str) -> tuple[int, str]:
+    body = {"model": "smollm2", "prompt": "One two three.", "max_tokens": 3, "ignore_eos": True}
+    async with aiohttp.ClientSession() as session:
+        with suppress(aiohttp.ClientConnectionError):
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                return response.status, await response.text()
+    return 0, "no connection"
+
+
+async def until_asked(url: str, wanted: int) -> str:
+    async with asyncio.timeout(SECONDS):
+        while True:
+            status, text = await asked(url)
+            if status == wanted:
+                return text
+            assert status in (0, 503), text
+            await asyncio.sleep(0.1)
+
+
+async def test_a_router_without_an_engine_says_so_until_one_joins(empty: str) -> None:
+    assert "this router has no engine yet" in await until_asked(empty, 503)
+    assert await members(empty) == {}
+    process = joining(empty, free_ports("127.0.0.1", 1)[0])
+    try:
+        assert '"completion_tokens":3' in (await until_asked(empty, 200)).replace(" ", "")
+        assert (await members(empty)).keys() == {"more"}
+    finally:
+        process.terminate()
+        said = await said_until_end(process)
+    assert "has left the router's fleet" in said
+
+
 async def test_one_that_dies_leaves_and_its_command_fails(url: str) -> None:
     (port,) = free_ports("127.0.0.1", 1)
     process = joining(url, port)

@@ -26,7 +26,7 @@ from tercet.router.router_keys import RouterKeys
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_server import serve_small
 from tercet.settings import EngineAddress, Limits, RouterConfig
-from tercet.settings.router_config import AdminAddress
+from tercet.settings.admin_address import AdminAddress
 
 from .conftest import LiveRouter
 

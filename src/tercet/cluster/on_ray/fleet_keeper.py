@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tercet.cluster.on_ray.engine_owner import EngineOwner
-from tercet.cluster.on_ray.ray_access import draining_nodes, head_node, named_actors, the_ray
+from tercet.cluster.on_ray.ray_access import draining_nodes, head_node, named_actors, store, stored, the_ray
 from tercet.cluster.on_ray.reconcile import roster_of, unwanted
 from tercet.cluster.on_ray.wanted import NAMESPACE, OwnerReport, WantedEngine, WantedFleet, actor_options
 from tercet.fleet.discovery.roster import write_roster
@@ -21,13 +21,15 @@ STOP_SECONDS = 60.0
 class FleetKeeper:
     """Keeps the fleet that ``wanted`` describes, as JSON of a :class:`~tercet.cluster.on_ray.wanted.WantedFleet`.
 
-    Ray starts it again, elsewhere, when its machine is lost; then it finds its owners by their names.
+    Ray starts it again, elsewhere, when its machine is lost; then it finds its owners by their names, and what is
+    wanted by now in what Ray's head stores.
     """
 
     def __init__(self, wanted: bytes) -> None:
         self._ray = the_ray()
         self._content = wanted
         self._wanted = msgspec.json.decode(wanted, type=WantedFleet)
+        self._take_wanted(stored(self._wanted.keeper) or wanted)
         self._owners: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}
         self._reports: dict[str, OwnerReport] = {}
@@ -42,7 +44,14 @@ class FleetKeeper:
         return write_roster(roster_of(self._wanted.engines, self._reports, self._draining))
 
     def wanted(self) -> bytes:
-        """What it was started with."""
+        """What is wanted by now."""
+        return self._content
+
+    def want(self, content: bytes) -> bytes:
+        """Keep that fleet from now on, unless a later version is wanted already. Returns what is wanted."""
+        if msgspec.json.decode(content, type=WantedFleet).version > self._wanted.version:
+            store(self._wanted.keeper, content)  # first, so that a keeper that Ray starts again has it
+            self._take_wanted(content)
         return self._content
 
     def reports(self) -> bytes:
@@ -59,6 +68,10 @@ class FleetKeeper:
             self._ray.wait(ending, num_returns=len(ending), timeout=STOP_SECONDS)
         for owner in owners:
             self._ray.kill(owner, no_restart=True)
+        store(self._wanted.keeper, None)
+
+    def _take_wanted(self, content: bytes) -> None:
+        self._content, self._wanted = content, msgspec.json.decode(content, type=WantedFleet)
 
     def _keep(self) -> None:
         while not self._stopping.is_set():
@@ -70,7 +83,9 @@ class FleetKeeper:
             self._stopping.wait(LOOK_SECONDS)
 
     def _look(self) -> None:
-        for engine in self._wanted.engines:
+        wanted = self._wanted
+        self._forget_but({each.spec.name for each in wanted.engines})
+        for engine in wanted.engines:
             name = engine.spec.name
             if name not in self._asked:
                 self._asked[name] = self._owner(engine).report.remote()
@@ -82,6 +97,12 @@ class FleetKeeper:
             self._take(name, ref)
         self._draining = draining_nodes(self._ray)
         self._end_unwanted()
+
+    def _forget_but(self, names: set[str]) -> None:
+        """Of an engine that is not wanted any more nothing is asked or told."""
+        for known in (self._asked, self._owners, self._reports):
+            for name in known.keys() - names:
+                del known[name]
 
     def _take(self, name: str, ref: Any) -> None:
         """An owner's report. One that has died for good is forgotten, and another one is made."""

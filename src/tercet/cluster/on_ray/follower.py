@@ -40,7 +40,8 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
         "max_restarts": -1, "max_concurrency": 8, "num_cpus": 0,
     }  # fmt: skip
     keeper = ray.remote(FleetKeeper).options(**options).remote(content)
-    if _comparable(ray.get(keeper.wanted.remote(), timeout=ANSWER_SECONDS * 6)) != _comparable(content):
+    kept = ray.get(keeper.wanted.remote(), timeout=ANSWER_SECONDS * 6)
+    if not _is_same_fleet(kept, content):
         raise BadRequest(
             f"--on: a fleet called {wanted.name} runs on {wanted.address} with other settings; stop it with `tercet "
             "down`, or choose another --fleet-name",
@@ -49,20 +50,48 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
     return keeper
 
 
-def _comparable(content: bytes) -> WantedFleet:
+def _is_same_fleet(kept: bytes, wanted: bytes) -> bool:
+    """Whether both are one fleet; how many engines it has changes from version to version."""
+    one, other = (msgspec.json.decode(content, type=WantedFleet) for content in (kept, wanted))
+    if one.version == other.version:
+        return _comparable(one) == _comparable(other)
+    return _without_names(one) == _without_names(other)
+
+
+def _comparable(fleet: WantedFleet) -> WantedFleet:
     """Without what differs at each start of the command."""
-    fleet = msgspec.json.decode(content, type=WantedFleet)
     engines = tuple(msgspec.structs.replace(each, log_dir=None) for each in fleet.engines)
     return msgspec.structs.replace(fleet, address="", engines=engines)
 
 
-def follow(wanted: WantedFleet, roster: Path) -> None:
-    """Write the roster each time that it changes, for ever."""
+def _without_names(fleet: WantedFleet) -> WantedFleet:
+    """As comparable, with one of its engines, which are all alike."""
+    like = _comparable(fleet).engines[0]
+    one = msgspec.structs.replace(like, spec=msgspec.structs.replace(like.spec, name=""), role="both")
+    return msgspec.structs.replace(fleet, address="", engines=(one,), version=0)
+
+
+def _agreed(ray: Any, keeper: Any, file: Path) -> WantedFleet:
+    """What is wanted: by the file, or by the keeper where that is newer, which is then written to the file."""
+    ours = read_whole(file)
+    wanted = msgspec.json.decode(ours, type=WantedFleet)
+    kept = msgspec.json.decode(ray.get(keeper.want.remote(ours), timeout=ANSWER_SECONDS), type=WantedFleet)
+    if kept.version <= wanted.version:
+        return wanted
+    kept = msgspec.structs.replace(kept, address=wanted.address)
+    write_whole(file, msgspec.json.encode(kept))
+    return kept
+
+
+def follow(file: Path, roster: Path) -> None:
+    """Have the fleet kept that ``file`` wants, and write the roster each time that it changes, for ever."""
+    wanted = msgspec.json.decode(read_whole(file), type=WantedFleet)
     ray = connect(wanted.address)
     keeper = keeper_of(ray, wanted)
     entries, failure = _entries_of(roster), ""
     while True:
         try:
+            wanted = _agreed(ray, keeper, file)
             found = msgspec.json.decode(ray.get(keeper.roster.remote(), timeout=ANSWER_SECONDS), type=list[RosterEntry])
             after = merged(wanted.engines, entries, found)
             if after != entries:
@@ -104,7 +133,7 @@ def main(arguments: list[str]) -> int:
     wanted = msgspec.json.decode(read_whole(Path(arguments[0])), type=WantedFleet)
     try:
         if len(arguments) > 1:
-            follow(wanted, Path(arguments[1]))
+            follow(Path(arguments[0]), Path(arguments[1]))
         else:
             stop(wanted)
     except TercetError as error:

@@ -90,6 +90,21 @@ def named_actors() -> list[str]:
     return [each["name"] for each in found if each["namespace"] == NAMESPACE]
 
 
+def stored(name: str) -> bytes | None:
+    """What Ray's head stores under that name."""
+    kv: Any = importlib.import_module("ray.experimental.internal_kv")
+    return kv._internal_kv_get(name, namespace=NAMESPACE)
+
+
+def store(name: str, content: bytes | None) -> None:
+    """Have Ray's head store it, or nothing under that name any more."""
+    kv: Any = importlib.import_module("ray.experimental.internal_kv")
+    if content is None:
+        kv._internal_kv_del(name, namespace=NAMESPACE)
+    else:
+        kv._internal_kv_put(name, content, overwrite=True, namespace=NAMESPACE)
+
+
 def draining_nodes(ray: Any) -> set[str]:
     """Ids of nodes that Ray is about to take away."""
     client = ray._private.worker.global_worker.gcs_client

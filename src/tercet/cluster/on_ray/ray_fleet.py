@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -21,9 +22,11 @@ from tercet.cluster.log_directories import log_directory
 from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.on_ray import follower as follower_module
+from tercet.cluster.on_ray.ray_hands import RayHands
 from tercet.cluster.on_ray.wanted import Resources, WantedEngine, WantedFleet
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.running_fleet import LOADING, READY_SECONDS, OnEvent, read_events, until_ready
+from tercet.cluster.scaling.router_admin import RouterAdmin
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
 from tercet.settings import DiscoverySettings, EngineAddress
@@ -43,6 +46,7 @@ class RayFleet:
     router: Process
     follower: Follower
     log_dir: Path
+    hands: RayHands
 
     async def until_broken(self, on_event: OnEvent) -> None:
         """Keep the follower alive until the router ends; raise :class:`StartFailed` then."""
@@ -83,14 +87,17 @@ class Follower:
             await dead.stop()
             await self.process.start()
 
-    async def until_ready(self, names: Sequence[str], on_event: OnEvent) -> Sequence[EngineAddress]:
+    async def until_ready(self, hands: RayHands, on_event: OnEvent) -> Sequence[EngineAddress]:
         """Wait until the roster has all of these engines, ready. Raises :class:`StartFailed`."""
         said: dict[str, str] = {}
+        names = hands.engines
         deadline = asyncio.get_running_loop().time() + READY_SECONDS
         while asyncio.get_running_loop().time() < deadline:
             if self.process.returncode is not None:
                 raise self.process.failure(describe_exit(self.process.returncode))
             with contextlib.suppress(FileNotFoundError):
+                await hands.wanted()  # a fleet that is taken over may have other engines
+                names = hands.engines
                 found = {each.address.name: each for each in read_roster(read_whole(self.roster, MOST_BYTES))}
                 for name, engine in found.items():
                     state = f"ready at {engine.address.url}" if engine.serves else LOADING
@@ -136,7 +143,8 @@ async def ray_fleet(
     await asyncio.to_thread(write_whole, file, msgspec.json.encode(wanted))
     await asyncio.to_thread(roster.unlink, missing_ok=True)
     follower = Follower(file, roster, log_dir)
-    router = router_of(config, model, port, roster, log_dir)
+    key = secrets.token_urlsafe()
+    router = router_of(config, model, port, roster, log_dir, key)
     url = url_of(config.host, port)
     if value_of(config.vllm_args, "--ssl-certfile") is not None:
         url = url.replace("http://", "https://", 1)
@@ -144,11 +152,11 @@ async def ray_fleet(
         await follower.process.start()
         await router.start()
         on_event(router.name, LOADING)
-        names = [each.spec.name for each in wanted.engines]
+        hands = RayHands(file, roster, wanted, RouterAdmin(url, key), on_event)
         async with asyncio.TaskGroup() as group:
-            ready = group.create_task(follower.until_ready(names, on_event))
+            ready = group.create_task(follower.until_ready(hands, on_event))
             group.create_task(until_ready(router, url, on_event))
-        yield RayFleet(url, ready.result(), router, follower, log_dir)
+        yield RayFleet(url, ready.result(), router, follower, log_dir, hands)
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
     finally:
@@ -199,8 +207,8 @@ def _spec(config: UpConfig, model: str, name: str) -> EngineSpec:
     )
 
 
-def router_of(config: UpConfig, model: str, port: int, roster: Path, log_dir: Path) -> Process:
+def router_of(config: UpConfig, model: str, port: int, roster: Path, log_dir: Path, key: str = "") -> Process:
     """The router, an ordinary process that follows the roster."""
-    told = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)))
+    told = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)), key)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
     return Process("router", router_argv(told, log_dir), router_env(model), log_dir / "router.log", grace=grace)

@@ -33,12 +33,16 @@ class Resources(msgspec.Struct, frozen=True):
 
 
 class WantedFleet(msgspec.Struct, frozen=True):
-    """A fleet called ``name``; ``address`` is that of Ray's head, ``auto`` for a cluster of this machine."""
+    """A fleet called ``name``; ``address`` is that of Ray's head, ``auto`` for a cluster of this machine.
+
+    Of two that differ, the one of the higher ``version`` holds: each change of the engines has the next one.
+    """
 
     name: str
     address: str
     engines: tuple[WantedEngine, ...]
     resources: Resources = Resources()
+    version: int = 1
 
     @property
     def keeper(self) -> str:

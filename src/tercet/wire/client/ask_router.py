@@ -17,7 +17,9 @@ from tercet.wire.client.connection_errors import reason_of
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
-async def ask_router(url: str, method: str, path: str, body: Any = None, admin_key: str = "") -> Any:
+async def ask_router(
+    url: str, method: str, path: str, body: Any = None, admin_key: str = "", checks_certificate: bool = True
+) -> Any:
     """Return the router's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
 
     Raises the :class:`~tercet.protocol.TercetError` in the answer, and :class:`~tercet.protocol.EngineUnreachable` if
@@ -29,7 +31,9 @@ async def ask_router(url: str, method: str, path: str, body: Any = None, admin_k
     try:
         async with (
             aiohttp.ClientSession(timeout=ANSWER, auto_decompress=False) as session,
-            session.request(method, where, data=data, headers=headers, allow_redirects=False) as response,
+            session.request(
+                method, where, data=data, headers=headers, allow_redirects=False, ssl=checks_certificate
+            ) as response,
         ):
             status, answer = response.status, await read_answer(response)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -46,10 +46,11 @@ class Node:
 
     def until_started(self) -> None:
         """Wait for Ray's word. On a busy machine it gives up after half a minute, and is started again."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline, last = time.monotonic() + START_SECONDS, ""
         while STARTED not in self.said():
-            assert time.monotonic() < deadline, f"Ray does not start: {self.said()}"
+            assert time.monotonic() < deadline, f"Ray does not start: {self.said() or last}"
             if self._started is None or self._started.poll() is not None:
+                last = self.said()
                 self.start()
             time.sleep(0.1)
 
@@ -108,6 +109,16 @@ class RayCluster:
             node.start()
         for node in self.nodes:
             node.until_started()
+
+    def start_head_again(self) -> None:
+        """As a head's machine that is back does.
+
+        Ray refuses a head whose address its nodes on the same machine name, if an earlier one has left this file: it
+        takes the head to run already. On a machine of a real cluster there are no other nodes.
+        """
+        (self.place / "r" / "ray_current_cluster").unlink(missing_ok=True)
+        self.head.start()
+        self.head.until_started()
 
     def end(self) -> None:
         for node in [*self.nodes, self.head]:

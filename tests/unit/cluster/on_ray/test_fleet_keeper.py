@@ -33,6 +33,7 @@ class World:
     def __init__(self) -> None:
         self.starts = 0
         self.draining: set[str] = set()
+        self.stored: dict[str, bytes | None] = {}
         self.ray = FakeRay(self.made)
 
     def made(self, actor: FakeActor) -> None:
@@ -52,6 +53,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(fleet_keeper, "head_node", lambda _: "head")
     monkeypatch.setattr(fleet_keeper, "draining_nodes", lambda _: made.draining)
     monkeypatch.setattr(fleet_keeper, "named_actors", lambda: list(made.ray.actors))
+    monkeypatch.setattr(fleet_keeper, "stored", lambda name: made.stored.get(name))
+    monkeypatch.setattr(fleet_keeper, "store", lambda name, content: made.stored.update({name: content}))
     monkeypatch.setattr(fleet_keeper, "LOOK_SECONDS", 0.002)
     return made
 
@@ -142,3 +145,28 @@ def test_a_head_that_is_away_is_reported_and_changes_nothing(world: World, monke
         assert roster(keeper) == before
     until(lambda: not msgspec.json.decode(keeper.reports())[1])
     keeper.stop()
+
+
+def with_engines(version: int, *names: str) -> bytes:
+    engines = tuple(
+        msgspec.structs.replace(
+            WANTED.engines[0], spec=msgspec.structs.replace(WANTED.engines[0].spec, name=name), role="decode"
+        )
+        for name in names
+    )
+    return msgspec.json.encode(msgspec.structs.replace(WANTED, engines=engines, version=version))
+
+
+def test_a_later_version_is_kept_also_by_a_keeper_that_begins_anew(world: World) -> None:
+    keeper = world.keeper()
+    until(lambda: roster(keeper).keys() == {"p", "d"})
+    assert keeper.want(with_engines(2, "p", "e")) == with_engines(2, "p", "e")
+    until(lambda: roster(keeper).keys() == {"p", "e"})
+    until(lambda: "f/d" in world.ray.killed)
+    assert keeper.want(with_engines(1, "x")) == with_engines(2, "p", "e"), "an earlier one changes nothing"
+    anew = world.keeper()
+    assert anew.wanted() == with_engines(2, "p", "e")
+    until(lambda: roster(anew).keys() == {"p", "e"})
+    anew.stop()
+    keeper.stop()
+    assert not any(world.stored.values())

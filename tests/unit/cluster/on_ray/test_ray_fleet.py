@@ -203,8 +203,7 @@ async def test_the_head_is_away(world: World, tmp_path: Path) -> None:
         await asyncio.sleep(HEAD_AWAY_SECONDS)
         assert streams.whole > whole + STREAMS, "nothing that serves has noticed"
         assert {name: entry.uid for name, entry in world.roster().items()} == before
-        world.cluster.head.start()
-        await asyncio.to_thread(world.cluster.head.until_started)
+        await asyncio.to_thread(world.cluster.start_head_again)
         one_engine(world, "decode-0", tmp_path).kill()
         await world.until_replaced("decode-0", before["decode-0"])
         assert world.roster()["prefill-0"].uid == before["prefill-0"]

@@ -203,7 +203,7 @@ def run_requests(
                 moving,
                 record_s,
                 companion,
-            )  # fmt: skip
+            )
         )
 
 

@@ -1,0 +1,164 @@
+"""``tercet scale``: how many engines a running fleet has, and how many it shall have."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tercet.cli.terminal import announce, say
+from tercet.cluster.detached_fleets import DetachedFleet, running_fleets
+from tercet.cluster.scaling.control import scale_fleet, scaling_of
+from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
+from tercet.cluster.scaling.records import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
+from tercet.fleet.discovery.api_access import ApiAccess, from_kubeconfig, in_cluster
+from tercet.protocol import BadRequest, EngineError, Role
+
+POLL_SECONDS = 0.25
+START_SECONDS = 3600.0
+
+
+def scale(
+    counts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ROLE=NUMBER]...",
+            help="Number of engines of a role: prefill, decode or both. Roles that are not named stay.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the fleet's router, if several fleets run here.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, max=86_400, help="Seconds in which an engine that leaves is emptied, at most.")
+    ] = DRAIN_SECONDS,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Scale the engines of a namespace of Kubernetes instead.")
+    ] = False,
+    namespace: Annotated[
+        str, typer.Option(help="With --kubernetes: the namespace.", show_default="that of the kubeconfig or the pod")
+    ] = "",
+    selector: Annotated[
+        str, typer.Option(help="With --kubernetes: labels of what runs the engines, such as Deployments.")
+    ] = SELECTOR,
+    kubeconfig: Annotated[
+        Path | None,
+        typer.Option(envvar="KUBECONFIG", help="With --kubernetes.", show_default="the pod's service account"),
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return at once; it goes on.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The record as JSON; see docs/howto/scale.md.")] = False,
+) -> None:
+    """Have a fleet of `tercet up` grow or shrink while it serves; without numbers, show how it gets on.
+
+    Engines change their roles first, then more are started, and only when those serve, others are emptied and ended.
+    The fleet's own process does it: Ctrl-C ends this command alone.
+
+    Examples:
+    - `tercet scale prefill=3 decode=5`
+    - `tercet scale`
+    - `tercet scale decode=8 --kubernetes --namespace llm`
+    """
+    given = parse_counts(counts or ())
+    if kubernetes:
+        if port is not None:
+            raise BadRequest("--port: goes without --kubernetes", "--port")
+        fleet = KubernetesFleet(_access(kubeconfig), namespace, selector)
+        asyncio.run(_scale_pods(fleet, given, wait=not no_wait))
+        return
+    socket = Path(_the_fleet(port).control)
+    if not given:
+        _show(asyncio.run(scaling_of(socket)), as_json)
+        return
+    record = asyncio.run(scale_fleet(socket, ScaleCall(**given, drain_seconds=drain_timeout)))
+    if not no_wait:
+        record = _followed(socket, record, drain_timeout, quiet=as_json)
+    _show(record, as_json)
+    if record.state == "failed":
+        raise EngineError(f"the fleet has {record.present}, and not {record.wanted}: {record.why}")
+
+
+def _access(kubeconfig: Path | None) -> ApiAccess:
+    return in_cluster() if kubeconfig is None else from_kubeconfig(kubeconfig.expanduser())
+
+
+async def _scale_pods(fleet: KubernetesFleet, given: Mapping[Role, int], wait: bool) -> None:
+    if given:
+        counts = await fleet.scale(ScaleCall(**given), lambda line: announce(f"  {line}"), wait)
+        say(f"{counts} ready")
+        return
+    for each in await fleet.workloads():
+        say(str(each))
+
+
+def _the_fleet(port: int | None) -> DetachedFleet:
+    """Raises :class:`~tercet.protocol.TercetError` unless one fleet can be meant."""
+    found = [fleet for fleet in running_fleets() if fleet.control and port in (None, fleet.port)]
+    if not found:
+        raise EngineError(f"no fleet of `tercet up` runs here{'' if port is None else f' at port {port}'}")
+    if len(found) > 1:
+        ports = ", ".join(str(fleet.port) for fleet in found)
+        raise BadRequest(f"--port: fleets run at the ports {ports}; name one", "--port")
+    return found[0]
+
+
+def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bool) -> ScaleRecord:
+    """Say each step until it is over, and return the last record; Ctrl-C ends this, and not the scaling."""
+    said, before = set[str](), dict[str, EngineStep]()
+    deadline = time.monotonic() + START_SECONDS + drain_timeout
+    try:
+        while True:
+            for line in _steps(before, record):
+                if not quiet and line not in said:
+                    announce(f"  {line}")
+                    said.add(line)
+            before = {each.name: each for each in record.engines}
+            if record.state != "under_way":
+                return record
+            if time.monotonic() > deadline:
+                raise EngineError(f"the fleet is still not {record.wanted}; `tercet scale` shows it")
+            time.sleep(POLL_SECONDS)
+            after = asyncio.run(scaling_of(socket))
+            if after.number != record.number:
+                raise EngineError(f"another command scales the fleet now, to {after.wanted}")
+            record = after
+    except KeyboardInterrupt:
+        announce(f"the fleet goes on to {record.wanted}; `tercet scale` shows it")
+        raise
+
+
+def _steps(before: dict[str, EngineStep], record: ScaleRecord) -> Iterator[str]:
+    """What is new, a line for each engine."""
+    here = {each.name: each for each in record.engines}
+    for name, each in here.items():
+        was = before.get(name)
+        if was is None and each.phase == "serving" and not before:
+            continue
+        if was is None or (was.phase, was.role, was.left) != (each.phase, each.role, each.left):
+            yield _in_words(each)
+    for name in before.keys() - here.keys():
+        yield f"{name}  gone"
+
+
+def _in_words(each: EngineStep) -> str:
+    left = f", {each.left} sequences on it" if each.phase == "draining" else ""
+    return f"{each.name}  {each.role}  {each.phase}{left}"
+
+
+def _show(record: ScaleRecord, as_json: bool) -> None:
+    if as_json:
+        say(msgspec.json.format(msgspec.json.encode(record)).decode())
+        return
+    if record.state == "under_way":
+        say(f"under way for {record.seconds:.0f} s: {record.present}, to be {record.wanted}")
+        for each in record.engines:
+            say(f"  {_in_words(each)}")
+    elif record.state == "failed":
+        say(f"failed after {record.seconds:.0f} s: {record.present}, wanted {record.wanted}: {record.why}")
+    else:
+        say(f"{record.present}" + (f", scaled in {record.seconds:.1f} s" if record.number else ""))

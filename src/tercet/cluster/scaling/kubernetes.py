@@ -1,0 +1,236 @@
+"""Scales the engines of a namespace by the scale subresource of what runs them; Kubernetes starts and ends the pods.
+
+A pod that is to end is seen by the router at once: nothing new begins there, what runs moves, and its ``preStop`` hook
+waits for that. So the order is as everywhere: more pods first, and fewer once those are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from tercet.cluster.scaling.records import Counts, ScaleCall
+from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
+from tercet.protocol.wire import UNREADABLE
+from tercet.wire.client.connection_errors import reason_of
+
+KINDS = (
+    "/apis/apps/v1/namespaces/{}/deployments",
+    "/apis/apps/v1/namespaces/{}/statefulsets",
+    "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets",
+)
+SELECTOR = "tercet/group"
+ROLE_LABEL = "tercet/role"
+ANSWER = aiohttp.ClientTimeout(total=30.0)
+LOOK_SECONDS = 1.0
+READY_SECONDS = 3600.0
+NOT_FOUND, NOT_ALLOWED = 404, 403
+
+
+class _Meta(msgspec.Struct, frozen=True, rename="camel"):
+    name: str = ""
+    generation: int = 0
+    labels: dict[str, str] | None = None
+
+
+class _Template(msgspec.Struct, frozen=True):
+    metadata: _Meta = _Meta()
+
+
+class _Group(msgspec.Struct, frozen=True, rename="camel"):
+    leader_template: _Template | None = None
+    worker_template: _Template | None = None
+
+
+class _Spec(msgspec.Struct, frozen=True, rename="camel"):
+    replicas: int = 1
+    template: _Template | None = None
+    leader_worker_template: _Group | None = None
+
+
+class _Status(msgspec.Struct, frozen=True, rename="camel"):
+    replicas: int = 0
+    ready_replicas: int = 0
+    observed_generation: int | None = None
+
+
+class _Object(msgspec.Struct, frozen=True):
+    metadata: _Meta
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+class _List(msgspec.Struct, frozen=True):
+    items: list[_Object] | None = None
+
+
+@dataclass(frozen=True)
+class EngineSet:
+    """What runs the engines of a role, at a ``path`` of the API: how many there shall be, are, and are ready."""
+
+    path: str
+    name: str
+    role: Role
+    wanted: int
+    present: int
+    ready: int
+    is_seen: bool = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether there are as many as there shall be, and all are ready."""
+        return self.is_seen and self.wanted == self.present == self.ready
+
+    def __str__(self) -> str:
+        return f"{self.name}  {self.role}  {self.ready} of {self.wanted} ready" + (
+            f", {self.present - self.wanted} leaving" if self.present > self.wanted else ""
+        )
+
+
+def workload_of(collection: str, found: _Object) -> EngineSet | None:
+    """One that runs engines, by the label of its pods; None for others."""
+    spec, group = found.spec, found.spec.leader_worker_template
+    template = spec.template
+    if group is not None:
+        template = group.leader_template or group.worker_template
+    role = ((template or _Template()).metadata.labels or {}).get(ROLE_LABEL)
+    if role not in ("prefill", "decode", "both"):
+        return None
+    seen = found.status.observed_generation
+    is_seen = seen is None or seen >= found.metadata.generation
+    path = f"{collection}/{found.metadata.name}"
+    name, status = found.metadata.name, found.status
+    return EngineSet(path, name, role, spec.replicas, status.replicas, status.ready_replicas, is_seen)
+
+
+class KubernetesFleet:
+    """The engines of one namespace. Every method raises :class:`~tercet.protocol.TercetError`."""
+
+    def __init__(self, api: ApiAccess, namespace: str = "", selector: str = SELECTOR) -> None:
+        self._api = api
+        self._namespace = namespace or api.namespace
+        self._selector = selector
+
+    async def workloads(self) -> list[EngineSet]:
+        """What runs engines here. Raises :class:`~tercet.protocol.EngineError` if nothing does."""
+        found: list[EngineSet] = []
+        for kind in KINDS:
+            collection = kind.format(self._namespace)
+            content = await self._ask("GET", collection, {"labelSelector": self._selector})
+            if content is not None:
+                items = _objects(content)
+                found += [each for item in items if (each := workload_of(collection, item)) is not None]
+        if not found:
+            raise EngineError(
+                f"nothing in the namespace {self._namespace} with the label {self._selector} runs engines whose pods "
+                f"have the label {ROLE_LABEL}; name another --namespace or --selector"
+            )
+        return found
+
+    async def scale(self, call: ScaleCall, say: Callable[[str], object], wait: bool = True) -> Counts:
+        """Make it as large as it is wanted; returns how many engines of each role are ready then.
+
+        Raises :class:`~tercet.protocol.Conflict` while it is being scaled already.
+        """
+        before = await self.workloads()
+        by_role = _one_of_each(before)
+        wanted = call.counts(Counts.of(each.role for each in before for _ in range(each.wanted)))
+        changes: dict[Role, int] = {
+            role: count for role, count in wanted.as_roles().items() if count != _wanted(by_role.get(role))
+        }
+        for role in changes:
+            if role not in by_role:
+                raise BadRequest(f"COUNTS: nothing in {self._namespace} runs {role} engines", "COUNTS")
+        if moving := [each for each in before if not each.settled]:
+            raise Conflict(f"COUNTS: the fleet is being scaled: {moving[0]}; wait until that is over", "COUNTS")
+        out: list[Role] = [role for role, count in changes.items() if count > by_role[role].wanted]
+        fewer: list[Role] = [role for role in changes if role not in out]
+        stages = [stage for stage in (out, fewer) if stage]
+        for stage in stages:
+            for role in stage:
+                await self._patch(by_role[role], changes[role])
+            if wait or stage is not stages[-1]:
+                await self._until_settled({by_role[role].path: changes[role] for role in stage}, say)
+        after = await self.workloads()
+        return Counts.of(each.role for each in after for _ in range(each.ready))
+
+    async def _patch(self, workload: EngineSet, count: int) -> None:
+        body = msgspec.json.encode({"spec": {"replicas": count}})
+        await self._ask("PATCH", f"{workload.path}/scale", {}, body)
+
+    async def _until_settled(self, paths: Mapping[str, int], say: Callable[[str], object]) -> None:
+        said: dict[str, str] = {}
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            found = {each.path: each for each in await self.workloads() if each.path in paths}
+            for path, each in found.items():
+                if said.get(path) != str(each):
+                    said[path] = str(each)
+                    say(str(each))
+            if other := [each for path, each in found.items() if each.wanted != paths[path]]:
+                raise Conflict(f"COUNTS: something else scales {other[0].name}, to {other[0].wanted}", "COUNTS")
+            if found.keys() == paths.keys() and all(each.settled for each in found.values()):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+        late = "; ".join(said.values())
+        raise EngineError(f"the fleet is not as large as wanted after {READY_SECONDS:.0f} s: {late}")
+
+    async def _ask(self, method: str, path: str, query: Mapping[str, str], body: bytes | None = None) -> bytes | None:
+        """The server's answer; None for a kind of object that it does not know."""
+        try:
+            token = await asyncio.to_thread(self._api.token)
+            tls = await asyncio.to_thread(self._api.tls)
+            headers = {"accept": "application/json", "content-type": "application/merge-patch+json"}
+            if token:
+                headers["authorization"] = f"Bearer {token}"
+            async with (
+                aiohttp.ClientSession(timeout=ANSWER) as session,
+                session.request(
+                    method, self._api.url + path, params=query, data=body, headers=headers, ssl=tls or True
+                ) as response,
+            ):
+                status, content = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"the API server at {self._api.url} does not answer: {reason_of(error)}") from error
+        if status == NOT_FOUND and method == "GET":
+            return None
+        if status >= 400:
+            hint = f"; its Role must allow {method.lower()} of {path}" if status == NOT_ALLOWED else ""
+            raise EngineError(f"the API server refuses {method} {path}: HTTP {status}{hint}: {_message(content)}")
+        return content
+
+
+def _wanted(workload: EngineSet | None) -> int:
+    return 0 if workload is None else workload.wanted
+
+
+def _one_of_each(found: Sequence[EngineSet]) -> dict[Role, EngineSet]:
+    by_role: dict[Role, EngineSet] = {}
+    for each in found:
+        if each.role in by_role:
+            raise BadRequest(
+                f"COUNTS: {by_role[each.role].name} and {each.name} both run {each.role} engines; choose by --selector",
+                "COUNTS",
+            )
+        by_role[each.role] = each
+    return by_role
+
+
+def _objects(content: bytes) -> list[_Object]:
+    try:
+        return msgspec.json.decode(content, type=_List).items or []
+    except UNREADABLE as error:
+        raise EngineUnreachable(f"the API server answers otherwise than Kubernetes: {error}") from error
+
+
+def _message(content: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(content)["message"])[:300]
+    except (*UNREADABLE, KeyError, TypeError):
+        return content[:300].decode(errors="replace")

@@ -1,0 +1,137 @@
+"""Has a fleet scaled: what :mod:`.decide` says is done by the fleet's hands, and what comes of it is said back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tercet.aio import TaskSet
+from tercet.cluster.running_fleet import OnEvent
+from tercet.cluster.scaling.decide import Do, Drain, Flip, Present, Scaling, Start, Stop
+from tercet.cluster.scaling.hands import Hands
+from tercet.cluster.scaling.records import Counts, EngineStep, ScaleCall, ScaleRecord
+from tercet.protocol import Conflict, TercetError
+
+LOOK_SECONDS = 0.2
+# Looks in a row, a router's report apart, that see nothing on an engine before it is ended.
+EMPTY_LOOKS = 3
+
+
+class Scaler:
+    """Scales one fleet, one change at a time. ``on_event`` receives each engine's steps.
+
+    Use as an async context manager: at its end, what is under way is broken off, and the hands end what they started.
+    """
+
+    def __init__(self, hands: Hands, on_event: OnEvent) -> None:
+        self._hands = hands
+        self._router = hands.router
+        self._on_event = on_event
+        self._tasks = TaskSet()
+        self._scaling: Scaling | None = None
+        self._number = 0
+        self._began = self._took = 0.0
+        self._drain_seconds = 0.0
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Scaler:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.close()
+
+    async def record(self) -> ScaleRecord:
+        """The scaling that is under way, or the fleet as it is, with the end of the last one."""
+        scaling = self._scaling
+        if scaling is None:
+            present = await self._present()
+            counts = Counts.of(each.role for each in present)
+            steps = tuple(EngineStep(each.name, each.role, "serving", each.in_flight) for each in present)
+            return ScaleRecord(0, "done", counts, counts, steps)
+        seconds = time.monotonic() - self._began if scaling.state == "under_way" else self._took
+        return ScaleRecord(
+            self._number, scaling.state, scaling.wanted, scaling.present, scaling.engines, seconds, scaling.why
+        )
+
+    async def scale(self, call: ScaleCall) -> ScaleRecord:
+        """Begin to make the fleet as large as it is wanted.
+
+        Raises :class:`~tercet.protocol.Conflict` while another change is under way, and
+        :class:`~tercet.protocol.BadRequest` for what cannot be.
+        """
+        async with self._lock:
+            under_way = self._scaling
+            if under_way is not None and under_way.state == "under_way":
+                raise Conflict(
+                    f"COUNTS: the fleet is being scaled to {under_way.wanted}; wait until that is over, see "
+                    "`tercet scale` without counts",
+                    "COUNTS",
+                )
+            present = await self._present()
+            wanted = call.counts(Counts.of(each.role for each in present))
+            scaling = Scaling(present, wanted, self._hands.used)
+            self._hands.require_room(scaling.starting)
+            self._scaling, self._drain_seconds = scaling, call.drain_seconds
+            self._number += 1
+            self._began = time.monotonic()
+            self._on_event("scale", f"to {wanted}")
+            self._carry_out(scaling, scaling.begin())
+        return await self.record()
+
+    async def _present(self) -> list[Present]:
+        here = set(self._hands.engines)
+        found = await self._router.engines()
+        return [Present(each["name"], each["role"], each["in_flight"]) for each in found if each["name"] in here]
+
+    def _carry_out(self, scaling: Scaling, orders: Sequence[Do]) -> None:
+        for order in orders:
+            self._tasks.spawn(self._do(scaling, order), f"scaling of {order.name}")
+        if not orders and scaling.state != "under_way":
+            self._took = time.monotonic() - self._began
+            self._on_event("scale", f"{scaling.state}: {scaling.present}{f'; {scaling.why}' if scaling.why else ''}")
+
+    async def _do(self, scaling: Scaling, order: Do) -> None:
+        try:
+            after = await self._done(scaling, order)
+        except TercetError as error:
+            after = scaling.failed(order.name, error.message)
+            self._on_event(order.name, error.message)
+        except OSError as error:
+            after = scaling.failed(order.name, f"{type(error).__name__}: {error}")
+        self._carry_out(scaling, after)
+
+    async def _done(self, scaling: Scaling, order: Do) -> list[Do]:
+        match order:
+            case Flip(name, role):
+                await self._hands.set_role(name, role)
+                self._on_event(name, f"role {role}")
+                return scaling.flipped(name, role)
+            case Start(name, role):
+                await self._hands.start(name, role)
+                return scaling.ready(name)
+            case Drain(name):
+                await self._drain(name, lambda left: scaling.runs(name, left))
+                return scaling.drained(name)
+            case Stop(name):
+                await self._hands.stop(name)
+                self._on_event(name, "has left the fleet")
+                return scaling.gone(name)
+
+    async def _drain(self, name: str, runs: Callable[[int], None]) -> None:
+        """Wait until nothing runs on an engine; the router moves what does. Its time is bounded."""
+        engine: dict[str, Any] = await self._router.drain(name)
+        empty, said = 0, -1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_seconds):
+                while empty < EMPTY_LOOKS:
+                    left = engine["in_flight"]
+                    runs(left)
+                    empty = 0 if left else empty + 1
+                    if left != said:
+                        self._on_event(name, f"draining: {left} sequences on it")
+                        said = left
+                    await asyncio.sleep(LOOK_SECONDS)
+                    engine = await self._router.engine(name)

@@ -1,0 +1,95 @@
+"""What a router answers while its fleet has no engine yet: a reason to clients, and its routes to engines that join."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI, Response
+
+from tercet.fleet.admission import Gate
+from tercet.protocol import EngineUnreachable
+from tercet.router import admin
+from tercet.router.admin.admin_route import json_answer
+from tercet.router.admin_server import CLOSE_SECONDS, QuietServer
+from tercet.router.named_files import NamedFiles
+from tercet.router.router_app import RouterApp
+from tercet.router.router_keys import RouterKeys
+from tercet.router.shared_state import SharedState
+from tercet.settings import RouterConfig
+from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.server_access import api_keys
+
+logger = logging.getLogger("tercet.router")
+# With these, vLLM's layer listens otherwise than at a plain port.
+OTHER_LISTENING = ("--ssl", "--uds", "--root-path")
+REASON = "this router has no engine yet; it serves once one has joined or is found"
+
+
+def can_wait(config: RouterConfig) -> bool:
+    """Whether the port is a plain one of this process, which answers until an engine is there."""
+    plain = not any(flag.startswith(OTHER_LISTENING) for flag in config.vllm_args)
+    return config.workers == 1 and config.admin_listen is None and plain
+
+
+@asynccontextmanager
+async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles) -> AsyncGenerator[None]:
+    """While entered, the router's port answers clients with 503 and :data:`REASON`, and serves its admin routes.
+
+    The port is free when it is left, so that the OpenAI API can listen there.
+    """
+    keys = RouterKeys(config, api_keys(_keys_of(config.vllm_args)))
+    keys.require_private(config.host, config)
+    server = QuietServer(
+        uvicorn.Config(_app(config, state, keys, files), http=BoundedProtocol, log_level="warning", access_log=False,
+                       lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+    )  # fmt: skip
+    with listening_socket(config) as sock:
+        serving = asyncio.ensure_future(server.serve([sock]))
+        try:
+            if not await server.started_by(serving):
+                serving.result()
+            logger.warning("%s; it answers at port %d", REASON, config.port)
+            yield
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: NamedFiles) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    admin.install(app, state, [config.public_name, *config.model_aliases], files=files)
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+    async def not_yet(path: str) -> Response:
+        error = EngineUnreachable(REASON)
+        return json_answer(error.to_wire(), error.status)
+
+    service = state.service
+    gate = Gate(config.limits, service.fleet, service.metrics)
+    app.middleware_stack = RouterApp(
+        app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
+        access_log=config.access_log, admins=keys.access,
+    )  # fmt: skip
+    return app
+
+
+def _keys_of(given: Sequence[str]) -> argparse.Namespace:
+    """The keys of clients among vLLM's flags; the others are checked by the layer that serves later."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", nargs="+")
+    return parser.parse_known_args(list(given))[0]
+
+
+def listening_socket(config: RouterConfig) -> socket.socket:
+    """A socket at the port for clients."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((config.host, config.port))
+    return sock
