@@ -341,8 +341,8 @@ def test_a_state_that_is_no_text_is_no_state(tmp_path: Path, content: bytes) -> 
 
 def test_a_report_that_is_no_text_is_none(tmp_path: Path) -> None:
     with closing(Followers(tmp_path / "state.json")) as ours, closing(Followers(tmp_path / "state.json")) as other:
-        (tmp_path / "state.json.followers" / f"{other._name}{REPORT}").write_bytes(b'{"pid": 1, "failure": "\xff"}')
-        assert (tmp_path / "state.json.followers" / f"{other._name}{ALIVE}").exists()
+        (tmp_path / "state.json.followers" / f"{other.name}{REPORT}").write_bytes(b'{"pid": 1, "failure": "\xff"}')
+        assert (tmp_path / "state.json.followers" / f"{other.name}{ALIVE}").exists()
         assert ours.others() == []
 
 

@@ -40,7 +40,7 @@ def keeper_of(router: LiveRouter) -> RoleKeeper:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

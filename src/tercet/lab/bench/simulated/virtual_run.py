@@ -239,7 +239,7 @@ async def _run(
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
     recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
-    others = [] if recorder is None else [recorder.run()]
+    others: list[Coroutine[Any, Any, None]] = [] if recorder is None else [recorder.run()]
     if companion is not None:
         others.append(companion(built.service, built.engines))
     async with built.moving.running(), alongside(*others):
