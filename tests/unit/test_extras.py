@@ -111,7 +111,7 @@ def test_the_plugin_names_no_extra() -> None:
     folders = ("aio", "protocol", "settings", "wire", "transport", "decisions", "programs", "fleet", "vllm_plugin")
     files = [path for each in folders for path in (ROOT / "src" / "tercet" / each).rglob("*.py")]
     assert len(files) > 200
-    # The adapter is imported where variables ask for spans, and nowhere else: see wire/test_telling_spans.py.
+    # The adapter is imported where variables ask for spans, and nowhere else: see wire/test_exported_spans.py.
     adapter = ROOT / "src" / "tercet" / "wire" / "otel.py"
     assert [path for path in files if statement.search(path.read_text())] == [adapter]
 

@@ -45,7 +45,7 @@ from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import engine_tls
 from tercet.wire.streams import StreamListener
-from tercet.wire.telling_spans import spans_told
+from tercet.wire.exported_spans import spans_told
 
 logger = logging.getLogger("tercet.gateway")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -54,7 +54,7 @@ from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.streams import StreamListener
-from tercet.wire.telling_spans import spans_told
+from tercet.wire.exported_spans import spans_told
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:

@@ -50,7 +50,7 @@ from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
-from tercet.wire.telling_spans import spans_told
+from tercet.wire.exported_spans import spans_told
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

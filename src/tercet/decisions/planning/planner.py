@@ -26,8 +26,8 @@ REST_S = 15.0
 SCALE_IN_REST_S = 30.0
 """The same, before engines are given up."""
 LOOKED_BACK_S = 180.0
-"""Seconds of which the largest load must be borne by fewer engines. Doubles when engines that were given up are needed
-again within twice that time, and forgets it after an hour."""
+"""Seconds of which the largest load must be borne by fewer engines; none is given up before that much was seen. Doubles
+when engines that were given up are needed again within twice that time, and forgets it after an hour."""
 MOST_LOOKED_BACK_S = 1800.0
 LOOKS_FOR_SCALE_IN = 2
 """Looks in a row that must find fewer engines to be enough."""
@@ -103,6 +103,7 @@ class Planner:
         self._too_few: _TooFew | None = None
         self._loads: deque[tuple[float, float]] = deque()
         self._looked_back_s = LOOKED_BACK_S
+        self._seen_from: float | None = None
         self._given_up_at = -math.inf
         self._flipped = (-math.inf, 0)
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
@@ -165,6 +166,8 @@ class Planner:
 
     def _largest_load(self, now: float, rate: float) -> float:
         """The largest one lately, this one included."""
+        if self._seen_from is None:
+            self._seen_from = now
         self._loads.append((now, rate))
         while now - self._loads[0][0] > self._looked_back_s:
             self._loads.popleft()
@@ -249,6 +252,10 @@ class Planner:
             return WantedPlan(plan, f"{fine}; fewer engines are not allowed", expected)
         if observed.starting or observed.now - self._changed_at < SCALE_IN_REST_S:
             return WantedPlan(plan, f"{fine}; engines start, or the fleet has just changed", expected)
+        if self._seen_from is None or observed.now - self._seen_from < LOOKED_BACK_S:
+            return WantedPlan(
+                plan, f"{fine}; no engine is given up before {LOOKED_BACK_S:.0f} s of load were seen", expected
+            )
         if self._known_as_too_few(observed.now, plan, forecast.rate):
             return WantedPlan(plan, f"{fine}; fewer engines did not do at this load", expected)
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)

@@ -30,7 +30,7 @@ from tercet.wire.client.passing import Origin
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.serving.server_access import is_loopback
-from tercet.wire.telling_spans import spans_told
+from tercet.wire.exported_spans import spans_told
 
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0

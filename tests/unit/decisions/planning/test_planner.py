@@ -62,6 +62,15 @@ def test_fewer_engines_are_taken_only_after_they_were_simulated() -> None:
         assert wanted.expected.rate > 4
 
 
+def test_no_engine_is_given_up_while_the_first_minutes_are_seen() -> None:
+    """A day that begins low: what was seen of it says nothing about its peak."""
+    world = PlannedWorld(FleetPlan(4, 4), TWO_TO_TWELVE)
+    world.run(170, Traffic(rate=2))
+    assert not [wanted for _, wanted in world.changes if wanted.plan.engines < 8]
+    world.run(200, Traffic(rate=2))
+    assert world.plan.engines < 8
+
+
 def test_a_role_that_is_no_bottleneck_gets_no_engines() -> None:
     world = PlannedWorld(FleetPlan(2, 2), PlanLimits(2, 20))
     world.run(120, Traffic(rate=6, prompt=200, output=600))

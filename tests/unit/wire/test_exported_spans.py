@@ -9,7 +9,7 @@ import pytest
 
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.spans import SpanContext, current_span, process, read_traceparent, span_of, working_in
-from tercet.wire.telling_spans import GRPC, HTTP, are_spans_wanted, endpoint_of, protocol_of, spans_told
+from tercet.wire.exported_spans import GRPC, HTTP, are_spans_wanted, endpoint_of, protocol_of, spans_told
 from tests.otlp import Receiver, exporter_works
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -130,7 +130,7 @@ def test_the_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -
 def test_a_process_without_the_variables_imports_nothing_of_opentelemetry() -> None:
     code = (
         "import sys, tercet.router.server, tercet.gateway.sidecar.server, tercet.lab.sim.sim_server\n"
-        "from tercet.wire.telling_spans import spans_told\n"
+        "from tercet.wire.exported_spans import spans_told\n"
         "with spans_told('x'): pass\n"
         "sys.exit(any(name.startswith('opentelemetry.') for name in sys.modules))"
     )

@@ -1,4 +1,4 @@
-"""Whether a process tells its spans, and where to, by OpenTelemetry's standard variables; without them nothing is done.
+"""Whether a process exports its spans, and where to, by OpenTelemetry's standard variables; without them nothing is done.
 
 OpenTelemetry is imported where they ask for it, and nowhere else.
 """
@@ -68,7 +68,7 @@ def _require_exporter(module: str) -> None:
 
 @contextmanager
 def spans_told(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
-    """While entered, this process tells its spans if the variables ask for it.
+    """While entered, this process exports its spans if the variables ask for it.
 
     Raises :class:`~tercet.protocol.BadRequest` for variables that cannot be honoured, and without the packages.
     """
