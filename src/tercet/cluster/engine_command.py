@@ -23,8 +23,8 @@ from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.worker.queue_waiting import spin_seconds
-from tercet.wire.serving.server_access import require_key_beyond_loopback
 from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
+from tercet.wire.serving.server_access import require_key_beyond_loopback
 
 KV_TRANSFER = "--kv-transfer-config"
 # Tercet uses these to find the server; as vLLM flags they would move it elsewhere.

@@ -44,8 +44,8 @@ from tercet.protocol.hosts import host_and_port
 from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import engine_tls
-from tercet.wire.streams import StreamListener
 from tercet.wire.exported_spans import spans_told
+from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.gateway")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -53,8 +53,8 @@ from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
-from tercet.wire.streams import StreamListener
 from tercet.wire.exported_spans import spans_told
+from tercet.wire.streams import StreamListener
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:

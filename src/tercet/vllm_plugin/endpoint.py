@@ -48,9 +48,9 @@ from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_setti
 from tercet.wire.client import engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.exported_spans import spans_told
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
-from tercet.wire.exported_spans import spans_told
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.fleet.seen_requests import BLOCK, SeenRequests, block_names
-from tercet.lab.planning.observing import FleetView, read_traffic
+from tercet.lab.planning.observing import TrafficView, read_traffic
 from tercet.settings.role_settings import Objectives
 
 from .conftest import LiveRouter
@@ -24,7 +24,7 @@ async def test_requests_are_seen_from_the_first_question_on(router: LiveRouter) 
     found = read_traffic(answer.json())
     assert found.processes == 1
     assert len(found.arrivals) == 2
-    view = FleetView()
+    view = TrafficView()
     view.heard(found)
     one, other = view.observed().arrivals
     assert found.since <= one.at <= other.at <= found.now

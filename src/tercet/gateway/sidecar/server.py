@@ -29,8 +29,8 @@ from tercet.wire.client.http_engine import KEEPALIVE_SECONDS
 from tercet.wire.client.passing import Origin
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.serving.server_access import is_loopback
 from tercet.wire.exported_spans import spans_told
+from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0

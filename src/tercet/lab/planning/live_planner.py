@@ -14,7 +14,7 @@ from tercet.aio import run_in_thread
 from tercet.decisions.planning import PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
-from tercet.lab.planning.observing import FleetView, TrafficReport, read_traffic, rounded
+from tercet.lab.planning.observing import TrafficReport, TrafficView, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.planning.policies import load_policy
 from tercet.lab.sim import EngineOptions, load_profile
@@ -37,7 +37,7 @@ Ask = Callable[[str, str, Any], Awaitable[Any]]
 """Method, path and body to the router's answer."""
 
 
-class Scaler(Protocol):
+class EngineNumber(Protocol):
     """The hands that start and stop engines."""
 
     async def bounds(self) -> tuple[int, int] | None:
@@ -50,7 +50,7 @@ class Scaler(Protocol):
 
 
 class FixedNumber:
-    """The engines stay as many as they are; implements :class:`Scaler`."""
+    """The engines stay as many as they are; implements :class:`EngineNumber`."""
 
     async def bounds(self) -> tuple[int, int] | None:
         """None: there is nothing to choose."""
@@ -66,9 +66,9 @@ class FixedNumber:
 class LivePlanner:
     """Looks, plans and acts until it is cancelled; a router that does not answer is asked again."""
 
-    def __init__(self, config: PlannerConfig, ask: Ask, scaler: Scaler, metrics: PlannerMetrics) -> None:
+    def __init__(self, config: PlannerConfig, ask: Ask, scaler: EngineNumber, metrics: PlannerMetrics) -> None:
         self._config, self._ask, self._scaler, self._metrics = config, ask, scaler, metrics
-        self._view = FleetView()
+        self._view = TrafficView()
         profile = load_profile(config.profile)
         self._profile, self._steps = profile, StepModel(profile.steps)
         self._simulated: FleetSimulator | None = None

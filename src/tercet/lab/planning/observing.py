@@ -75,7 +75,7 @@ def read_traffic(answer: Any) -> TrafficReport:
         ) from error
 
 
-class FleetView:
+class TrafficView:
     """What the processes of a router have said; times become those of the process that answered last.
 
     Processes of one machine share a clock. A router of several processes answers by whichever takes the connection:

@@ -12,7 +12,7 @@ import pytest
 
 from tercet.decisions.planning import FleetPlan, Planner
 from tercet.lab.planning.live_planner import FixedNumber, LivePlanner
-from tercet.lab.planning.observing import FleetView, read_traffic
+from tercet.lab.planning.observing import TrafficView, read_traffic
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.settings.planner_config import PlannerConfig
@@ -131,7 +131,7 @@ def test_what_is_no_router_is_said() -> None:
 
 
 async def test_processes_that_have_not_answered_yet_are_taken_to_have_as_much() -> None:
-    router, view = Router(prompt=100, processes=2), FleetView()
+    router, view = Router(prompt=100, processes=2), TrafficView()
     view.heard(read_traffic(await router.ask("GET", "/traffic", None)))
     assert len(view.observed().arrivals) == 600
     router.given["pid"] = 2
