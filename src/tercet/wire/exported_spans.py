@@ -1,4 +1,4 @@
-"""Whether a process exports its spans, and where to, by OpenTelemetry's standard variables; without them nothing is done.
+"""Whether a process exports spans, and where to, by OpenTelemetry's standard variables; without them nothing is done.
 
 OpenTelemetry is imported where they ask for it, and nowhere else.
 """
