@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -28,13 +30,14 @@ ALONE = "starting without shared imports"
 @contextmanager
 def one_engine(tmp: Path, warm: str | None) -> Generator[str]:
     """A router over one engine; all of it has ended without a trace afterwards."""
-    port, before = free_port(), warm_sockets()
+    port, sockets = free_port(), Path(tempfile.mkdtemp(prefix="starts-"))
     command = [
         sys.executable, "-m", "tercet.cli", "up", "--model", str(small_llama()), "--served-model-name", "smollm2",
         "--both", "1", "--prefill", "0", "--decode", "0", "--port", str(port), "--dtype", "float32",
         "--log-dir", str(tmp), "--program", "data_parallel", "--", "--max-model-len", "2048",
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != WARM_PARENT_VARIABLE}
+    environment["TMPDIR"] = str(sockets)
     if warm is not None:
         environment[WARM_PARENT_VARIABLE] = warm
     process = subprocess.Popen(command, env=environment)
@@ -47,14 +50,11 @@ def one_engine(tmp: Path, warm: str | None) -> Generator[str]:
         process.terminate()
         assert process.wait(120) == 128 + signal.SIGTERM
         until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below))
-        assert warm_sockets() == before
+        assert [*sockets.glob("tercet-warm-*")] == []
     finally:
         process.kill()
         process.wait()
-
-
-def warm_sockets() -> set[str]:
-    return {path.name for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("tercet-warm-*")}
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -141,8 +141,8 @@ class LLMRequest:
         adapter = self.prompt.adapter
         lora = None if adapter is None else adapter.to_vllm()
         more = {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
-        traces_to = self.client.observability_config.otlp_traces_endpoint
-        if self.place is not None and traces_to is not None:  # then vLLM's own spans join the trace
+        # With an endpoint for traces vLLM's own spans join the trace.
+        if self.place is not None and self.client.observability_config.otlp_traces_endpoint is not None:
             more["trace_headers"] = self.place.headers()
         return prompt, params, more
 
