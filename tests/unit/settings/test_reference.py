@@ -19,7 +19,7 @@ REFERENCE = ROOT / "docs" / "reference"
 SOURCES = sorted((ROOT / "src" / "tercet").rglob("*.py"))
 METRICS = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}
 # Of a library that only `tercet chaos` loads into its engines.
-NOT_FOR_USERS = INTERNAL | OF_TESTS | {"TERCET_TEST"}
+NOT_FOR_USERS = INTERNAL | OF_TESTS | {"TERCET_TEST", "x-tercet-view"}
 
 
 @cache

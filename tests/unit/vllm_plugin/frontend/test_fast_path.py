@@ -77,6 +77,8 @@ def test_which_streams_take_it(
         return
     status, _ = routers.ask("fast", COMPLETIONS, {**PLAIN, **more}, script(routers), **headers)
     assert status == 200
+    if takes:
+        until(lambda: taken == [COMPLETIONS])  # it is noted when the stream has ended
     assert taken == [COMPLETIONS] * takes
 
 
