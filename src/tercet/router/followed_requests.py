@@ -44,13 +44,26 @@ def followed_request(context: RequestContext, scope: Scope, traces: RequestTrace
 
 
 def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
-    """A client that gives no header may have written an id into the body, where vLLM reads it."""
+    """A client that gives no header may have written an id into the body, where vLLM reads it.
+
+    An id that cannot be a header goes on in the body alone; log lines then keep the id that the router made.
+    """
     named = (followed.context.fields or {}).get("request_id")
-    if followed.is_id_made and isinstance(named, str) and named.isascii() and named.isprintable():
+    if not followed.is_id_made or not isinstance(named, str):
+        return
+    if named.isascii() and named.isprintable():
         _set_request_id(followed.context, scope, named)
         followed.request_id = request_renamed(named)
+    else:
+        _remove_request_id(followed.context, scope)
 
 
 def _set_request_id(context: RequestContext, scope: Scope, named: str) -> None:
+    _remove_request_id(context, scope)
     context.headers = {**context.headers, REQUEST_ID_HEADER: named}
-    scope["headers"] = [*(each for each in scope["headers"] if each[0] != _HEADER), (_HEADER, named.encode())]
+    scope["headers"] = [*scope["headers"], (_HEADER, named.encode())]
+
+
+def _remove_request_id(context: RequestContext, scope: Scope) -> None:
+    context.headers = {name: value for name, value in context.headers.items() if name != REQUEST_ID_HEADER}
+    scope["headers"] = [each for each in scope["headers"] if each[0] != _HEADER]

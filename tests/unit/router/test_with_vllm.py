@@ -203,9 +203,7 @@ async def test_a_clients_id_of_any_length_is_served_and_carried(house: House, st
         answer = await house.complete(request_id=given, stream=stream)
         assert answer.status_code == 200
         event = json.loads(answer.text.removeprefix("data: ").partition("\n")[0]) if stream else answer.json()
-        # An id with a line break cannot stand in a header or a line of a log: the router makes another one.
-        assert (event["id"] == f"cmpl-{given}") == given.isprintable()
-        assert event["id"].startswith("cmpl-")
+        assert event["id"] == f"cmpl-{given}"
     assert all(len(request.seq_id) <= 256 and request.seq_id.isprintable() for request in seen)
     assert len({request.seq_id for request in seen}) == len(seen)
 
