@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -345,6 +345,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write measurements, with the machine and the day."""
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+    path.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,8 +377,7 @@ def main() -> None:
         return
     rows = run(args)
     if args.result_filename is not None:
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
-        args.result_filename.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+        write_rows(args.result_filename, rows)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import argparse
 import http.server
-import json
-import os
-import platform
 import statistics
 import sys
-import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from front_door import MODEL_NAME, Row, free_port, measure, process
+from front_door import MODEL_NAME, Row, free_port, measure, process, write_rows
 
 STREAMS = 32
 
@@ -92,8 +87,7 @@ def main() -> None:
         return
     rows = run(args)
     if args.result_filename is not None:
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
-        args.result_filename.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
+        write_rows(args.result_filename, rows)
 
 
 if __name__ == "__main__":

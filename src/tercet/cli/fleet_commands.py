@@ -50,7 +50,7 @@ def understood() -> Generator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise EngineUnreachable(
-            f"what answers there is no router, or one of another version: {type(error).__name__}: {error}", "url"
+            f"no router of this version answers there: {type(error).__name__}: {error}", "url"
         ) from error
 
 

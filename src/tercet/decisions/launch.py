@@ -41,7 +41,7 @@ def split(instances: int, ratio: RoleRatio) -> RoleRatio:
 def launch_order(instances: int, ratio: RoleRatio) -> list[Role]:
     """Roles in the order of their starts: the first two are one of each, and each later start is that of the rule.
 
-    If there is no room for all engines, those that have started are split as the rule says for their number.
+    If the room is not enough for all engines, the rule splits the number that has started.
     """
     sizes = [1, *(split(size, ratio).prefill for size in range(2, instances + 1))]
     more: list[Role] = ["prefill" if now > before else "decode" for before, now in pairwise(sizes)]

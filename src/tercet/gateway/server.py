@@ -44,7 +44,7 @@ from tercet.protocol.hosts import host_and_port
 from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import engine_tls
-from tercet.wire.exported_spans import spans_told
+from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.gateway")
@@ -80,7 +80,7 @@ def serve(config: PickerConfig) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(20_000, 50, 50)  # requests make thousands of objects, few of them in cycles
-    with spans_told("tercet-picker"):
+    with exporting_spans("tercet-picker"):
         uvloop.run(_serve(config))
 
 

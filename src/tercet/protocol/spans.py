@@ -131,14 +131,14 @@ class Span(NamedTuple):
 
 
 class SpanSink(Protocol):
-    """Who takes the spans of this process."""
+    """Takes the spans of this process."""
 
     def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
         """The place of new work, below its ``caller`` if it has one; whether it is sampled is decided here."""
         ...
 
     def take(self, spans: Iterable[Span]) -> None:
-        """Have these spans told, later, from another thread. Those that are not sampled are dropped."""
+        """Export these spans later, from another thread. Those that are not sampled are dropped."""
         ...
 
 

@@ -53,7 +53,7 @@ from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
-from tercet.wire.exported_spans import spans_told
+from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.streams import StreamListener
 
 
@@ -65,7 +65,7 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format, config.access_log)
-    with spans_told("tercet-router", {"service.instance.id": f"{config.public_name}-{os.getpid()}"}):
+    with exporting_spans("tercet-router", {"service.instance.id": f"{config.public_name}-{os.getpid()}"}):
         uvloop.run(_serve(config, shared))
 
 
@@ -91,7 +91,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         )  # fmt: skip
         with state_path(config) as path:
             tells = shared is None or not shared.index
-            traces = RequestTraces(config.trace_requests, service.moves.numbered, _tell_spans)
+            traces = RequestTraces(config.trace_requests, service.moves.numbered, _export_spans)
             state = SharedState(path, membership, service, shutdown, tells, traces)
             try:
                 if shared is not None:
@@ -179,7 +179,7 @@ def _import_vllm(config: RouterConfig) -> None:
     require_flags(config.vllm_args, config.workers)
 
 
-def _tell_spans(trace: RequestTrace, place: SpanContext) -> None:
+def _export_spans(trace: RequestTrace, place: SpanContext) -> None:
     """A request has ended that is sampled; only where spans are wanted are there any."""
     if spans.process.sink is not None:
         spans.process.sink.take(spans_of(trace, place))

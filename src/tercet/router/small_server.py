@@ -18,6 +18,7 @@ from tercet.protocol.bearer import key_of
 from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.exposition import with_metrics
+from tercet.router.listening import listening_socket
 from tercet.router.named_files import NamedFiles
 from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
@@ -27,7 +28,6 @@ from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_openai import prompt_texts, small_app
-from tercet.router.waiting_room import listening_socket
 from tercet.router.workers import tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol

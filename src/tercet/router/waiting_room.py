@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
@@ -17,6 +16,7 @@ from tercet.protocol import EngineUnreachable
 from tercet.router import admin
 from tercet.router.admin.admin_route import json_answer
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer
+from tercet.router.listening import listening_socket
 from tercet.router.named_files import NamedFiles
 from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
@@ -84,12 +84,3 @@ def _keys_of(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", nargs="+")
     return parser.parse_known_args(list(given))[0]
-
-
-def listening_socket(config: RouterConfig) -> socket.socket:
-    """A socket at the port for clients."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((config.host, config.port))
-    return sock

@@ -25,6 +25,7 @@ from prometheus_client import multiprocess
 from tercet.aio import signals_to
 from tercet.aio.forked_child import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
+from tercet.router.listening import listening_socket
 from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import ROUTER_READY, WORKER_ENDED
@@ -120,7 +121,7 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with ExitStack() as stack:
         stack.enter_context(signals_to(stopped.set, hurried.set))
-        listening = stack.enter_context(_listen(config))
+        listening = stack.enter_context(listening_socket(config))
         if config.state is None:
             config = msgspec.structs.replace(config, state=str(common / "state.json"))
         loads = os.memfd_create("tercet-loads")
@@ -155,14 +156,6 @@ def tell_ready(config: RouterConfig) -> None:
     """One line of the log says that the router takes requests, and where."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     ROUTER_READY.tell(model=config.public_name, address=f"{host}:{config.port}", program=config.program)
-
-
-def _listen(config: RouterConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((config.host, config.port))
-    return sock
 
 
 def _prepare_loads(loads: int, workers: int) -> None:

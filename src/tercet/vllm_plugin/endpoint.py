@@ -48,7 +48,7 @@ from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_setti
 from tercet.wire.client import engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.exported_spans import spans_told
+from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
@@ -135,7 +135,7 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
         grace: float = app.state.tercet_stop_grace
         stop_on_sigterm(StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace))
         try:
-            with spans_told("tercet-engine", {"service.instance.id": verbs.name}):
+            with exporting_spans("tercet-engine", {"service.instance.id": verbs.name}):
                 yield state
         finally:
             remote: RemotePrefill | None = app.state.tercet_prefilling[0]

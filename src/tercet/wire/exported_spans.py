@@ -67,7 +67,7 @@ def _require_exporter(module: str) -> None:
 
 
 @contextmanager
-def spans_told(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
+def exporting_spans(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
     """While entered, this process exports its spans if the variables ask for it.
 
     Raises :class:`~tercet.protocol.BadRequest` for variables that cannot be honoured, and without the packages.

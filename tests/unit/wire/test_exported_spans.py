@@ -9,7 +9,7 @@ import pytest
 
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.spans import SpanContext, current_span, process, read_traceparent, span_of, working_in
-from tercet.wire.exported_spans import GRPC, HTTP, are_spans_wanted, endpoint_of, protocol_of, spans_told
+from tercet.wire.exported_spans import GRPC, HTTP, are_spans_wanted, endpoint_of, exporting_spans, protocol_of
 from tests.otlp import Receiver, exporter_works
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -93,7 +93,7 @@ def test_without_a_sink_work_has_its_callers_place() -> None:
 def test_spans_arrive_with_parents_errors_and_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     with Receiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-        with spans_told("tercet-test", {"service.instance.id": "one"}):
+        with exporting_spans("tercet-test", {"service.instance.id": "one"}):
             told = {"gen_ai.usage.input_tokens": 3}
             with (
                 working_in(read_traceparent(PARENT)),
@@ -118,7 +118,7 @@ def test_the_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-        with spans_told("tercet-test"):
+        with exporting_spans("tercet-test"):
             with span_of("mine", {}) as place:
                 assert place is not None
                 assert not place.sampled
@@ -130,8 +130,8 @@ def test_the_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -
 def test_a_process_without_the_variables_imports_nothing_of_opentelemetry() -> None:
     code = (
         "import sys, tercet.router.server, tercet.gateway.sidecar.server, tercet.lab.sim.sim_server\n"
-        "from tercet.wire.exported_spans import spans_told\n"
-        "with spans_told('x'): pass\n"
+        "from tercet.wire.exported_spans import exporting_spans\n"
+        "with exporting_spans('x'): pass\n"
         "sys.exit(any(name.startswith('opentelemetry.') for name in sys.modules))"
     )
     variables = {"PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path)}

@@ -99,4 +99,4 @@ class WantedPlan:
 
 
 Policy: TypeAlias = Callable[[Observed], WantedPlan]
-"""A function from what was observed to what is wanted; whoever writes one may do anything in between."""
+"""A function from what was observed to what is wanted; how it decides is free."""

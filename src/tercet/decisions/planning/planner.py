@@ -296,7 +296,7 @@ class Planner:
         return direction != 0 and direction == -self._flipped[1] and now - self._flipped[0] < REVERSAL_S
 
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
-        """With the margin, or what chance makes of as many requests, whichever is more."""
+        """With more load: the margin, or the deviation that chance gives so many requests, the larger of the two."""
         margin = max(self.margin, CHANCE / math.sqrt(len(forecast.sample)))
         return replace(forecast, rate=forecast.rate * (1 + times * margin))
 

@@ -29,7 +29,7 @@ from tercet.wire.client.http_engine import KEEPALIVE_SECONDS
 from tercet.wire.client.passing import Origin
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.exported_spans import spans_told
+from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.gateway")
@@ -53,7 +53,7 @@ def serve(config: SidecarConfig) -> None:
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format)
-    with spans_told("tercet-sidecar"):
+    with exporting_spans("tercet-sidecar"):
         uvloop.run(_serve(config))
 
 

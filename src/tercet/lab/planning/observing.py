@@ -66,13 +66,11 @@ class TrafficReport(msgspec.Struct, frozen=True):
 
 
 def read_traffic(answer: Any) -> TrafficReport:
-    """Raises :class:`~tercet.protocol.EngineUnreachable` for what is no such answer."""
+    """Read a router's answer; raises :class:`~tercet.protocol.EngineUnreachable` for another shape."""
     try:
         return msgspec.convert(answer, TrafficReport)
     except UNREADABLE as error:
-        raise EngineUnreachable(
-            f"what answers there is no router, or one of another version: {error}", "url"
-        ) from error
+        raise EngineUnreachable(f"no router of this version answers there: {error}", "url") from error
 
 
 class TrafficView:

@@ -45,7 +45,7 @@ from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import prefill_metrics
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.exported_spans import spans_told
+from tercet.wire.exported_spans import exporting_spans
 
 # vLLM's names, so that code that reads a real engine's load can read this one's.
 GAUGES = {
@@ -282,7 +282,7 @@ def serve(config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM."""
     import uvloop
 
-    with spans_told("tercet-engine", {"service.instance.id": config.name}):
+    with exporting_spans("tercet-engine", {"service.instance.id": config.name}):
         uvloop.run(_serve(config))
 
 

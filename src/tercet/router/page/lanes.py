@@ -23,7 +23,7 @@ LONGEST_WORDS = 200
 
 
 class TimedEvents(list[TraceEvent]):
-    """The events of a trace, which tells of each that is added: a trace itself has durations and no times."""
+    """The events of a trace, which passes on each that is added at once."""
 
     def __init__(self, tell: Callable[[TraceEvent], object], before: Iterable[TraceEvent] = ()) -> None:
         super().__init__(before)

@@ -22,6 +22,7 @@ from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.on_ray.ray_fleet import RayFleet, ray_fleet
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery.roster import RosterEntry
+from tests.unit.cluster.whole_streams import read_whole
 
 from .ray_cluster import Node, RayCluster, ray_cluster
 
@@ -42,15 +43,7 @@ class Streams:
 
     async def read(self, session: aiohttp.ClientSession) -> None:
         while not self.over:
-            body = {"model": "smollm2", "prompt": "One two three.", "max_tokens": TOKENS, "stream": True}
-            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-            async with session.post(f"{self._url}/v1/completions", json=body) as response:
-                text = (await response.read()).decode()
-            assert response.status == 200, text
-            assert '"error"' not in text, text
-            events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-            assert events[-1] == "[DONE]"
-            assert msgspec.json.decode(events[-2])["usage"]["completion_tokens"] == TOKENS, text
+            await read_whole(session, self._url, "One two three.", TOKENS)
             self.whole += 1
 
 

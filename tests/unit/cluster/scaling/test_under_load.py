@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import psutil
 import pytest
 
@@ -22,6 +21,7 @@ from tercet.cluster.scaling.records import Counts, ScaleCall, ScaleRecord
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Conflict
+from tests.unit.cluster.whole_streams import read_whole
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 LONG = pytest.mark.skipif(not os.environ.get("TERCET_LONG_TESTS"), reason="takes a minute; make test-long")
@@ -41,17 +41,7 @@ class Streams:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while not self.over:
                 tokens = 10 + 50 * (number % 5)
-                body = {
-                    "model": "smollm2", "prompt": f"{number}. One two three.", "max_tokens": tokens, "stream": True,
-                    "ignore_eos": True, "stream_options": {"include_usage": True},
-                }  # fmt: skip
-                async with session.post(f"{self._url}/v1/completions", json=body) as response:
-                    text = (await response.read()).decode()
-                assert response.status == 200, text
-                assert '"error"' not in text, text
-                events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-                assert events[-1] == "[DONE]"
-                assert msgspec.json.decode(events[-2])["usage"]["completion_tokens"] == tokens, text
+                await read_whole(session, self._url, f"{number}. One two three.", tokens)
                 self.whole += 1
 
 

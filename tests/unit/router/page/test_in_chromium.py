@@ -18,7 +18,7 @@ from .page_fleet import page_fleet, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMMAND is None, reason=MISSING), pytest.mark.timeout(600)]
 ADMIN = "the-admin-key"
-LIVE = "document.querySelector('#status').innerText === 'live'"
+LIVE = "document.querySelector('#status')?.innerText === 'live'"
 SET = """(() => {{
     const field = document.querySelector('{}');
     field.value = {};

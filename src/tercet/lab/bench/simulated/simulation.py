@@ -96,7 +96,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         text = msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1)
         timelines = {_run_name(point): point.timeline for point in self.points if point.timeline}
-        if timelines:  # on one line: nobody reads its numbers, and there are many
+        if timelines:  # a timeline has many numbers, so it is one line
             text = text.removesuffix(b"\n}") + b',\n "timelines": ' + msgspec.json.encode(timelines) + b"\n}"
         return text + b"\n"
 
