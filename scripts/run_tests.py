@@ -49,11 +49,7 @@ class Part:
 
 
 SHARED_LANE = (Part("engines", (*ENGINES, "-m", "not own_engines", "tests/engines")),)
-OWN_LANE = (
-    Part("fleets", (*ENGINES, "-m", "own_engines", "tests/engines")),
-    # Layers that look back at all tokens, and states; `make test-models` has the other families.
-    Part("models", (*ENGINES, "tests/models", "-k", "granite_hybrid")),
-)
+OWN_LANE = (Part("fleets", (*ENGINES, "-m", "own_engines", "tests/engines")),)
 REST_LANE = (
     Part("style", command=("make", "--no-print-directory", "lint", "docs")),
     Part("unit", ("-q", "--hypothesis-profile", "quick", UNIT)),

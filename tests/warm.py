@@ -40,8 +40,12 @@ def spec_of(name: str, port: int, *args: str, model: str = MODEL, core: int = 0,
 
 @contextmanager
 def warm_parent(log: Path) -> Generator[None]:
-    """While entered, what tests start is forked from one process, as far as it may be."""
+    """While entered, what tests start is forked from one process, as far as it may be.
+
+    Commands that tests start without an environment of their own, as routers, get what the process has imported with.
+    """
     environment = {**os.environ, **engine_env(spec_of("any", 1)), **loaded_with()}
+    offline, before = environment["HF_HUB_OFFLINE"], os.environ.get("HF_HUB_OFFLINE")
     with listening_for_guards() as (address, listening), log.open("wb") as output:
         fd = listening.fileno()
         process = subprocess.Popen(
@@ -50,10 +54,13 @@ def warm_parent(log: Path) -> Generator[None]:
         )  # fmt: skip
         listening.close()
         os.environ[WARM_PARENT_VARIABLE] = str(address)
+        os.environ["HF_HUB_OFFLINE"] = offline
         try:
             yield
         finally:
-            del os.environ[WARM_PARENT_VARIABLE]
+            del os.environ[WARM_PARENT_VARIABLE], os.environ["HF_HUB_OFFLINE"]
+            if before is not None:
+                os.environ["HF_HUB_OFFLINE"] = before
             process.terminate()
             process.communicate(timeout=6 * GRACE_SECONDS)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.long_runs import FULL
+
 from .conftest import Fleet, get_json
-from .long_runs import FULL
 from .moving import answer_of, ask, until
 from .processes import part_of, stopped
 from .prompts import complete, prompt_of

@@ -12,9 +12,8 @@ from tercet.lab.chaos.chaos_report import figures, violation_lines
 from tercet.lab.chaos.fault_schedule import FaultSchedule, PlannedFault
 from tercet.lab.chaos.real_arena import REAL_LOAD, run_real
 from tercet.lab.chaos.tricks import TRICKS, plan_tricks
+from tests.long_runs import in_full
 from tests.small_llama import small_llama
-
-from .long_runs import in_full
 
 # What the product is known to survive, one after the other; half of the time is for the engine that starts anew.
 ON_VLLM = (

@@ -14,10 +14,10 @@ import pytest
 
 from tercet.lab.chaos.fault_schedule import ProcessKind
 from tercet.wire.client import HttpEngine
+from tests.long_runs import in_full
 
 from .client_streams import BODIES, Answer, Readers, read, read_all
 from .conftest import Fleet, get_json, settled
-from .long_runs import in_full
 from .processes import part_of, send_signal
 
 SECONDS = 240

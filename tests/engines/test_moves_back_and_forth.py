@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.long_runs import FULL
+
 from .conftest import Fleet, start_fleet
-from .long_runs import FULL
 from .moving import answer_of, ask, move
 from .prompts import complete, prompt_of
 
-REQUESTS, TIMES = (64, 20) if FULL else (12, 6)
+REQUESTS, TIMES = (64, 20) if FULL else (8, 4)
 LEAST = TIMES if FULL else 2
 """There and back at the least: how many moves fit into a short answer is the machine's to say."""
-MOST_TOKENS = 900 if FULL else 300
+MOST_TOKENS = 900 if FULL else 200
 HEADERS = {"x-tercet-program": "data_parallel"}
 
 pytestmark = pytest.mark.timeout(3600)

@@ -12,10 +12,10 @@ import pytest
 
 from tercet.lab.chaos.arena import fill_cache
 from tercet.wire.client import HttpEngine
+from tests.long_runs import FULL, in_full
 from tests.small_llama import WIDE, small_llama
 
 from .conftest import Fleet, settled, start_fleet
-from .long_runs import FULL
 from .moving import answer_of, ask, move, moving, until
 from .prompts import complete, prompt_of
 
@@ -59,9 +59,10 @@ async def preemptions(fleet: Fleet) -> float:
     return total
 
 
+@in_full
 async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(small: Fleet) -> None:
     prompts = [prompt_of(200 + 30 * index, seed=index) for index in range(12)]
-    fields: dict[str, Any] = {"max_tokens": 300 if FULL else 140, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
     room = asyncio.Semaphore(3)  # so many fit at a time
 
     async def undisturbed(prompt: list[int]) -> dict[str, Any]:

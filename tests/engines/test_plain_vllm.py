@@ -15,9 +15,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from tests.long_runs import in_full
+
 from .commands import SECONDS, counted, generating, tercet_process
 from .conftest import answers, free_port
-from .long_runs import in_full
 from .picker import Picker, picking
 from .plain_vllm import (
     AT_ONCE,

@@ -18,14 +18,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tercet.programs import BUILT_IN
+from tests.long_runs import FULL
 
 from .conftest import Fleet, get_json, router_over
-from .long_runs import FULL
 from .processes import processes_of
 from .prompts import complete, prompt_of
 
 # Each plan twice.
-SWAPS = 50 if FULL else 22
+SWAPS = 50 if FULL else 10
 CLIENTS = 6
 SERVED_BETWEEN_SWAPS = 2
 PLANS: list[dict[str, Any]] = [

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from tercet.wire.client import HttpEngine
+from tests.long_runs import FULL
 
 from .conftest import Fleet, get_json, settled
-from .long_runs import FULL
 from .prompts import calls_of, complete, prompt_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")

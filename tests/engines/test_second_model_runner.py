@@ -17,9 +17,9 @@ from scripts.gpu_report import random_model
 
 from tercet.protocol import Request
 from tercet.wire.client import HttpEngine
+from tests.long_runs import FULL
 
 from .conftest import settled
-from .long_runs import FULL
 from .unlike import engines_with, hand_over
 
 pytest.importorskip("triton", reason="its kernels are Triton's")

@@ -12,10 +12,10 @@ import pytest
 
 from tercet.protocol import EngineStatus
 from tercet.wire.client import HttpEngine
+from tests.long_runs import FULL
 
 from .commands import tercet_process
 from .conftest import Fleet, free_port, settled
-from .long_runs import FULL
 from .processes import processes_of, send_signal
 from .prompts import alone, complete, prompt_of, tokens_of
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tests.long_runs import in_full
 from tests.small_llama import small_llama
 
 from .conftest import START_SECONDS, answers, free_port
-from .long_runs import in_full
 from .processes import processes_of
 from .prompts import alone, prompt_of
 
@@ -88,17 +88,25 @@ async def test_engine_and_router_are_forked_and_so_is_an_engine_that_starts_agai
         until(lambda: answers(f"{url}/health"))
         assert await alone(url, prompt_of(100)) == expected
 
+    assert ALONE not in "".join(
+        (tmp_path / name).read_text() for name in ("engine-0.log", "engine-0-2.log", "router.log")
+    )
+
+
+@in_full
+async def test_what_was_forked_outlives_the_warm_parent(tmp_path: Path) -> None:
+    with one_engine(tmp_path, None) as url:
+        warm = warm_parent_of(url, tmp_path)
+        assert warm is not None
+        expected = await alone(url, prompt_of(100))
         warm.send_signal(signal.SIGKILL)
         until(lambda: not warm.is_running() or warm.status() == psutil.STATUS_ZOMBIE)
         assert await alone(url, prompt_of(100)) == expected, "what was forked goes on"
         processes_of(engine_url(tmp_path))[0].kill()
-        until(lambda: (tmp_path / "engine-0-3.log").exists() and answers(f"{engine_url(tmp_path)}/health"))
-        assert ALONE in (tmp_path / "engine-0-3.log").read_text()
+        until(lambda: (tmp_path / "engine-0-2.log").exists() and answers(f"{engine_url(tmp_path)}/health"))
+        assert ALONE in (tmp_path / "engine-0-2.log").read_text()
         until(lambda: answers(f"{url}/health"))
         assert await alone(url, prompt_of(100)) == expected, "what imports by itself computes the same"
-    assert ALONE not in "".join(
-        (tmp_path / name).read_text() for name in ("engine-0.log", "engine-0-2.log", "router.log")
-    )
 
 
 @in_full

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.long_runs import in_full
+
 from .conftest import Fleet, start_fleet
 from .moving import moving
 from .prompts import chat
@@ -49,7 +51,7 @@ ROUNDS = 5
 BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["}
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["regex", pytest.param("json schema", marks=in_full)])
 async def test_a_grammar_begins_behind_the_reasoning_wherever_that_is_computed(thinking: Fleet, form: str) -> None:
     text = "Tell me about the ships that an old sailor saw."
     calm = await chat(thinking.url, text, ONE_ENGINE, **FORMATS[form])

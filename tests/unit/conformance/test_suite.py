@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from xml.etree import ElementTree
 import grpc
 import pytest
 
+from tests.long_runs import FULL
 from tests.unit.wire.client.certificates import Authority
 
 from .faults import FAULTS, WIDE_FAULTS
@@ -21,8 +21,7 @@ from .plain_picker import serving_plainly
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 SUITE = Path(__file__).resolve().parents[2] / "conformance"
 SOME_CASES = Path(__file__).resolve().with_name("some_cases.py")
-FULL = bool(os.environ.get("TERCET_LONG_TESTS"))
-"""Whether each fault meets the whole suite, as by `make test-long`, or what it must fail and a tenth of all else."""
+# In full, each fault meets the whole suite; otherwise the cases that it must fail and a tenth of the others.
 ENDPOINTS = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 # The suite as somebody has it who has installed it, and no Tercet.
 INSTALLED = "import sys; sys.modules['tercet'] = None; from picker_suite.run import main; sys.exit(main())"

@@ -11,10 +11,12 @@ import pytest
 
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.router.routing import Plan, Rule, Share
+from tests.long_runs import FULL
 
 from .conftest import LiveRouter, counted
 
 ANSWER = [100, 101, 102]
+SWAPS = 200 if FULL else 40
 
 
 async def test_new_requests_get_the_new_program_and_old_ones_keep_theirs(router: LiveRouter, programs: str) -> None:
@@ -169,9 +171,7 @@ async def test_a_program_that_fights_its_cancellation_is_cancelled(router: LiveR
 
 
 @pytest.mark.slow
-async def test_two_hundred_swaps_under_load(
-    router: LiveRouter, programs: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_swaps_under_load(router: LiveRouter, programs: str, caplog: pytest.LogCaptureFixture) -> None:
     """Clients ask all the time, some leave; programs and the fleet change; some programs are broken."""
     caplog.set_level(logging.CRITICAL, logger="tercet.router")
     rng = random.Random(7)
@@ -193,7 +193,7 @@ async def test_two_hundred_swaps_under_load(
                 left += 1
 
     clients = [asyncio.ensure_future(client()) for _ in range(20)]
-    for number in range(200):
+    for number in range(SWAPS):
         broken = f"{programs}:{rng.choice(BROKEN)}"
         plans = [
             Plan(program=rng.choice(sound)),
@@ -209,11 +209,11 @@ async def test_two_hundred_swaps_under_load(
     done.set()
     for result in await asyncio.gather(*clients, return_exceptions=True):
         assert result is None
-    assert left > 20
-    assert served >= 1000
+    assert left > SWAPS // 10
+    assert served >= 5 * SWAPS
     assert await router.has_everything_back()
     assert counted("tercet_sequences_running") == 0
-    assert router.service.routing.current.number <= 201
+    assert router.service.routing.current.number <= SWAPS + 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import os
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import NoSpace, Request
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tests.long_runs import FULL
 from tests.unit.lab.sim.models import profile_of
 
 from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine
@@ -31,7 +31,7 @@ from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine
 MAX_SEQS = 8
 WAIT = 4.0  # as reserve_wait, in steps
 MOST_STEPS = 3000
-CASES = 400 if os.environ.get("TERCET_LONG_TESTS") else 40
+CASES = 400 if FULL else 40
 
 
 @dataclass(frozen=True)

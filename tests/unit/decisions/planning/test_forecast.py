@@ -46,6 +46,7 @@ def test_a_trend_reaches_ahead() -> None:
     assert found[-1].rate > 1.05 * level
 
 
+@pytest.mark.slow
 def test_a_season_is_seen_after_two_of_them() -> None:
     period = 600.0
     found = looked(poisson(lambda at: 30 - 25 * math.cos(2 * math.pi * at / period), 2400), 2400, ahead=120.0)

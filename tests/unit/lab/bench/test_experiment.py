@@ -49,6 +49,7 @@ async def test_a_closed_loop_sends_text_when_asked_to(server: FakeServer) -> Non
     assert server.most_at_once <= 2
 
 
+@pytest.mark.slow
 async def test_an_infinite_rate_is_a_point_of_all_at_once(server: FakeServer) -> None:
     (found,) = await measure(server, request_rate=["inf"], num_prompts=5)
     assert (found.request_rate, found.concurrency) == (None, 5)
@@ -87,6 +88,7 @@ async def test_texts_from_a_file_are_salted_so_that_points_do_not_find_each_othe
     assert not any("cache_salt" in body for body in server.bodies)
 
 
+@pytest.mark.slow
 async def test_an_interrupt_between_points_leaves_the_rest_out(server: FakeServer) -> None:
     flags = {"base-url": server.url, "workload": [SMALL], "request-rate": [50, 100, 150], "num-prompts": 2}
     config = load_config(ServeConfig, None, Source(flags))
@@ -97,6 +99,7 @@ async def test_an_interrupt_between_points_leaves_the_rest_out(server: FakeServe
     assert [point.request_rate for point in await experiment.run()] == [50.0, 100.0]
 
 
+@pytest.mark.slow
 async def test_a_key_in_the_environment_is_sent(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     await measure(server, request_rate=["inf"], num_prompts=1)

@@ -58,6 +58,7 @@ def test_the_other_rates_of_the_figure_follow(setting: EvaluationSetup) -> None:
     assert held_out_error(setting, FITTED, plot) < 0.11
 
 
+@pytest.mark.slow
 def test_sharing_the_prefill_pays_once_the_prefill_engine_is_loaded(setting: EvaluationSetup) -> None:
     names = order(setting, FITTED, RATES[-1])
     assert names.index("1P1D balanced 0.1") < names.index("1P1D")

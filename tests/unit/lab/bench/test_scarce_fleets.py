@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -13,8 +12,9 @@ from tercet.lab.bench.simulated.virtual_run import run_once
 from tercet.lab.sim import EngineOptions
 from tercet.programs import load_program
 from tercet.settings import RescheduleSettings
+from tests.long_runs import FULL
 
-CASES = 400 if os.environ.get("TERCET_LONG_TESTS") else 40
+CASES = 400 if FULL else 40
 PROFILE = "llama-3.1-8b-h100-tp1"
 FLEETS = ("1P1D", "1P2D", "2P1D", "both=1", "both=2", "both=3", "prefill=1,decode=1,both=1")
 PROGRAMS: tuple[tuple[str, dict[str, str]], ...] = (

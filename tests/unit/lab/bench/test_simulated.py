@@ -58,6 +58,7 @@ schedulingProfiles:
 """
 
 
+@pytest.mark.slow
 def test_a_scheduling_file_decides_picks(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(PREFIX_AWARE)
@@ -157,6 +158,7 @@ def test_shared_prefixes_are_found_again() -> None:
     assert alone.counts["prefill_tokens"] == 100 * 600
 
 
+@pytest.mark.slow
 def test_what_engines_cached_goes_with_the_run() -> None:
     """Runs of blocks know one another: what is left of a simulation must not wait for the garbage collector."""
     gc.collect()
@@ -400,6 +402,7 @@ def test_burstiness_is_the_shape_of_a_gamma_process(shape: float) -> None:
     assert statistics.pstdev(found) / mean == pytest.approx(shape**-0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "sweep.svg"

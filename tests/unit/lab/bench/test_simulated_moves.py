@@ -74,6 +74,7 @@ def test_what_runs_on_a_frozen_engine_goes_on_elsewhere(tmp_path: Path) -> None:
     assert point.retries > 0
 
 
+@pytest.mark.slow
 def test_settings_of_moves_are_axes_of_a_sweep() -> None:
     report = sweep(
         uneven(reschedule=["neutral_load"]), RATE, [Axis("reschedule-threshold", ("0.1", "1"))], "ttft.p99", "tpot.p99"

@@ -66,6 +66,7 @@ def report(*trials: Trial, seeds: int = 5) -> SweepReport:
     )
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_image("sweep.png", lambda file: plot_sweep(report(*TRIALS), file), tmp_path, monkeypatch)
 

@@ -54,6 +54,7 @@ def test_a_timeline_has_every_request_and_token() -> None:
     assert {span.verb for frame in frames for span in frame.spans} == {"prep_recv", "remote_send", "start_generate"}
 
 
+@pytest.mark.slow
 def test_a_long_run_has_frames_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     every = frames_of(recorded(0.01))
     monkeypatch.setattr(timeline, "MOST_FRAMES", 70)

@@ -55,6 +55,7 @@ def test_lengths_are_exact_without_a_deviation(kind: str) -> None:
     assert {(len(c.turns[0].tokens), c.turns[0].output_len) for c in found} == {(200, 9)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sonnet", "random"])
 def test_lengths_are_normal_with_mean_and_deviation(kind: str) -> None:
     found = some(f"{kind},input_len=100,input_len_std=10,output_len=50,output_len_std=5", 1500)

@@ -28,6 +28,7 @@ def run(kinds: tuple[TrickKind, ...], seed: int = 1, seconds: float = 30.0, faul
     return run_simulated(FLEET, schedule, LOAD, patience=60.0, tricks=tricks)
 
 
+@pytest.mark.slow
 def test_everything_holds_while_a_client_does_all_of_it() -> None:
     result = run(TRICKS)
     assert [str(found) for found in result.violations] == []
@@ -37,17 +38,20 @@ def test_everything_holds_while_a_client_does_all_of_it() -> None:
     assert result.retries == 0
 
 
+@pytest.mark.slow
 def test_everything_holds_with_faults_at_the_same_time() -> None:
     result = run(TRICKS, seed=2, seconds=15.0, faults=300)
     assert [str(found) for found in result.violations] == []
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run() -> None:
     first, again = (run(TRICKS, seed=3, seconds=8.0) for _ in range(2))
     assert first.records == again.records
     assert first.tricks == again.tricks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TRICKS)
 def test_each_trick_meets_its_bound(kind: TrickKind) -> None:
     """What is refused is refused, and what is cut off is cut off; nothing of it succeeds by chance."""
@@ -63,6 +67,7 @@ def test_each_trick_meets_its_bound(kind: TrickKind) -> None:
     assert bool(statuses) == bool(expected)
 
 
+@pytest.mark.slow
 def test_a_router_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tercet.router.router_app.require_few_sequences", lambda *_: None)
     monkeypatch.setattr("tercet.aio.incoming.Incoming.expired", lambda _: None)
@@ -70,6 +75,7 @@ def test_a_router_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert {each.rule for each in found} >= {"a hostile client is cut off"}
 
 
+@pytest.mark.slow
 def test_bodies_that_are_kept_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tercet.fleet.bodies_held.BodiesHeld.forget", lambda *_: None)
     monkeypatch.setattr("tercet.fleet.bodies_held.BodiesHeld.require_room", _count_alone)

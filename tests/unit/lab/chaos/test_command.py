@@ -52,6 +52,7 @@ def test_bad_input_ends_with_2(wrong: list[str], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("tercet: ")
 
 
+@pytest.mark.slow
 def test_a_hostile_client_is_on_unless_it_is_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([*FLEET, "--faults", "none", "--adversary-rate", "400"]) == 0
     out = capsys.readouterr().out
