@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from unittest.mock import patch
 
 from tercet.cluster import guard
 from tercet.cluster.engine_command import EngineSpec, engine_env
@@ -44,23 +46,25 @@ def warm_parent(log: Path) -> Generator[None]:
 
     Commands that tests start without an environment of their own, as routers, get what the process has imported with.
     """
-    environment = {**os.environ, **engine_env(spec_of("any", 1)), **loaded_with()}
-    offline, before = environment["HF_HUB_OFFLINE"], os.environ.get("HF_HUB_OFFLINE")
-    with listening_for_guards() as (address, listening), log.open("wb") as output:
+    engines = engine_env(spec_of("any", 1))
+    with (
+        listening_for_guards() as (address, listening),
+        log.open("wb") as output,
+        # vLLM does not remove its socket files.
+        tempfile.TemporaryDirectory(prefix="sockets-", ignore_cleanup_errors=True) as sockets,
+    ):
+        given = {guard.SOCKETS: sockets, "HF_HUB_OFFLINE": engines["HF_HUB_OFFLINE"]}
         fd = listening.fileno()
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *COMMAND, str(fd)],
-            stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0, pass_fds=[fd],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0, pass_fds=[fd],
+            env={**os.environ, **engines, **loaded_with(), **given},
         )  # fmt: skip
         listening.close()
-        os.environ[WARM_PARENT_VARIABLE] = str(address)
-        os.environ["HF_HUB_OFFLINE"] = offline
         try:
-            yield
+            with patch.dict(os.environ, {**given, WARM_PARENT_VARIABLE: str(address)}):
+                yield
         finally:
-            del os.environ[WARM_PARENT_VARIABLE], os.environ["HF_HUB_OFFLINE"]
-            if before is not None:
-                os.environ["HF_HUB_OFFLINE"] = before
             process.terminate()
             process.communicate(timeout=6 * GRACE_SECONDS)
 
