@@ -11,9 +11,10 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from tercet.aio import run_in_thread
-from tercet.decisions.planning import PlanLimits, Planner, Policy, WantedPlan
+from tercet.decisions.planning import Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
+from tercet.lab.planning.journal import PlanJournal, steps_of
 from tercet.lab.planning.observing import TrafficReport, TrafficView, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.planning.policies import load_policy
@@ -74,6 +75,7 @@ class LivePlanner:
         self._simulated: FleetSimulator | None = None
         self._policy: Policy | Planner | None = None
         self._plan_at = 0.0
+        self._journal = PlanJournal(config)
         self._advised = ""
         self._answers = True
 
@@ -95,7 +97,7 @@ class LivePlanner:
         if isinstance(policy, Planner):
             urgent = policy.guard(self._view.observed(limits, with_arrivals=False))
             if urgent is not None:
-                await self._carry_out(urgent, limits)
+                await self._carry_out(urgent, limits, is_plan=False)
                 return
         if now >= self._plan_at:
             await self._plan(policy, limits, now)
@@ -117,6 +119,7 @@ class LivePlanner:
             expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
             logger.info("of the plan before: within the objectives expected %s, came %.1f%%", expected,
                         100 * (before.came or 0))  # fmt: skip
+        self._journal.came(observed.came)
         await self._carry_out(wanted, limits)
 
     # ---- what is planned with --------------------------------------------------------------------------------
@@ -160,23 +163,32 @@ class LivePlanner:
 
     # ---- acting ----------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits) -> None:
+    async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits, is_plan: bool = True) -> None:
         observed = self._view.observed(limits, with_arrivals=False)
         change = change_to(wanted.plan, observed.engines)
+        steps = ", ".join(steps_of(change))
+        if is_plan or steps != self._advised:  # a guard repeats itself until it is heard
+            await self._report(observed, wanted, change)
         if not change:
             return
         said = f"{observed.plan} -> {wanted.plan}: {wanted.reason}"
         if self._config.act == "advise":
-            if said != self._advised:
-                logger.warning("advice: %s: %s", _steps(change), said)
-            self._advised = said
+            if steps != self._advised:
+                logger.warning("advice: %s: %s", steps, said)
+            self._advised = steps
             return
         for name, role in change.flips:
             await self._ask("PUT", f"/engines/{quote(name, safe='')}/role", {"role": role})
         if change.starts or change.stops:
             await self._scaler.scale(change.starts, change.stops)
         self._metrics.changed(change)
-        logger.warning("%s: %s", _steps(change), said)
+        logger.warning("%s: %s", steps, said)
+
+    async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
+        """The router shows the last plans to people."""
+        self._journal.note(time.time(), observed.plan, wanted, change)
+        margin = self._policy.margin if isinstance(self._policy, Planner) else None
+        await self._ask("PUT", "/planner", self._journal.report(margin))
 
     def _note_answer(self, error: TercetError | None) -> None:
         """Say once that there is trouble, and once that it is over."""
@@ -195,13 +207,6 @@ def _in_words(wanted: WantedPlan) -> str:
         else (f"; expected: {expected.attainment:.1%} within the objectives, P99 TTFT {expected.ttft_p99:.2f} s")
     )
     return f"{wanted.plan}: {wanted.reason}{said}"
-
-
-def _steps(change: FleetChange) -> str:
-    """As commands that a person would type."""
-    flips = [f"tercet engines role {name} {role}" for name, role in change.flips]
-    stops = [f"stop {name}" for name in change.stops]
-    return ", ".join([*flips, *(f"start one to {role}" for role in change.starts), *stops])
 
 
 def serve_planner(config: PlannerConfig) -> None:
