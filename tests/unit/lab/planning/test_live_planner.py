@@ -12,7 +12,8 @@ import pytest
 
 from tercet.decisions.planning import FleetPlan, Planner
 from tercet.decisions.planning.planner_report import PlannerReport
-from tercet.lab.planning.live_planner import FixedNumber, LivePlanner
+from tercet.lab.planning.hands import RoleHands
+from tercet.lab.planning.live_planner import LivePlanner
 from tercet.lab.planning.observing import TrafficView, read_traffic
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.protocol import BadRequest, EngineUnreachable
@@ -65,7 +66,8 @@ class Router:
 
 
 def planner_of(router: Router, **given: Any) -> LivePlanner:
-    return LivePlanner(PlannerConfig(**given), router.ask, FixedNumber(), PlannerMetrics())
+    config = PlannerConfig(**given)
+    return LivePlanner(config, router.ask, RoleHands(router.ask) if config.act == "roles" else None, PlannerMetrics())
 
 
 @pytest.fixture
