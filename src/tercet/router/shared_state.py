@@ -28,6 +28,7 @@ from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, Pr
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
+from tercet.router.planner_reports import PlannerReports
 from tercet.router.recovery import POLL_INTERVAL_S
 from tercet.router.request_traces import RequestTraces
 from tercet.router.routing import Plan
@@ -99,6 +100,7 @@ class SharedState:
         # A change waits for those of other processes, which does not mean that the file system hangs.
         self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
         self._followers = Followers(path, lambda: self._files.is_stuck)
+        self.planner = PlannerReports(path, self._files)
         self.traces = SharedTraces(traces or RequestTraces(), self._followers.name, self._others)
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from tercet.settings.declaration import Setting, Settings
@@ -23,10 +24,20 @@ class PlannerConfig(Settings, frozen=True):
     ] = "llama-3.1-8b-h100-tp1"
     planner: PlannedBy = "simulate"
     act: Annotated[
-        Literal["advise", "roles"],
-        Setting("`advise`: say what should change; `roles`: change roles of engines.",
+        Literal["advise", "roles", "scale"],
+        Setting("`advise`: say what should change; `roles`: change roles; `scale`: start and stop engines as well.",
                 panel=PLANNER),
     ] = "advise"  # fmt: skip
+    namespace: Annotated[
+        str | None,
+        Setting("With `--act scale`: the namespace of Kubernetes whose pods are the engines.",
+                default="engines of `tercet up` on this machine", panel=PLANNER),
+    ] = msgspec.field(default=None, name="planner-namespace")  # fmt: skip
+    kubeconfig: Annotated[
+        str | None,
+        Setting("With `--planner-namespace`: how to reach Kubernetes.", default="the pod's service account",
+                panel=PLANNER),
+    ] = msgspec.field(default=None, name="planner-kubeconfig")  # fmt: skip
     planning: PlannerSettings = PlannerSettings()
     planner_cpu: Annotated[
         CPUShare, Setting("Share of a core that plans may take: after a long one the next comes later.", panel=PLANNER)

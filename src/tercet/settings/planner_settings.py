@@ -34,8 +34,8 @@ class PlannerSettings(Settings, frozen=True):
         Seconds, Setting("Seconds from one plan to the next.", unit="seconds", panel=PLANNER)
     ] = msgspec.field(default=15.0, name="planner-interval")  # fmt: skip
     window_s: Annotated[
-        Seconds, Setting("Seconds of arrivals that a plan looks back at.", unit="seconds", panel=PLANNER)
-    ] = msgspec.field(default=60.0, name="planner-window")  # fmt: skip
+        Seconds, Setting("Seconds of arrivals that a plan looks back at, at most.", unit="seconds", panel=PLANNER)
+    ] = msgspec.field(default=180.0, name="planner-window")  # fmt: skip
     fewest: Annotated[
         AtLeastTwo | None,
         Setting("Fewest engines.", default="as many as there are", panel=PLANNER),

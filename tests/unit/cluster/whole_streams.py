@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
 import aiohttp
 import msgspec
+
+SECONDS = 240
 
 
 async def read_whole(session: aiohttp.ClientSession, url: str, prompt: str, tokens: int) -> None:
@@ -19,3 +25,39 @@ async def read_whole(session: aiohttp.ClientSession, url: str, prompt: str, toke
     events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert msgspec.json.decode(events[-2])["usage"]["completion_tokens"] == tokens, text
+
+
+class Streams:
+    """Clients that read streams of many lengths until they are told to end; each must be whole."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.over = False
+        self.whole = 0
+
+    async def read(self, number: int) -> None:
+        timeout = aiohttp.ClientTimeout(total=SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while not self.over:
+                tokens = 10 + 50 * (number % 5)
+                await read_whole(session, self._url, f"{number}. One two three.", tokens)
+                self.whole += 1
+
+
+@asynccontextmanager
+async def streams(url: str, clients: int) -> AsyncGenerator[Streams]:
+    reading = Streams(url)
+    async with asyncio.TaskGroup() as group:
+        for number in range(clients):
+            group.create_task(reading.read(number))
+        await until(lambda: reading.whole > clients)
+        yield reading
+        enough = reading.whole + clients
+        await until(lambda: reading.whole > enough)
+        reading.over = True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.02)

@@ -55,3 +55,16 @@ def test_equal_beginnings_have_equal_blocks() -> None:
 def test_what_left_the_window_is_forgotten() -> None:
     seen = SeenRequests(10.0, Objectives(), 0.0)
     assert seen.arrivals(100.0) == ()
+
+
+async def test_a_planner_reports_and_the_last_report_is_shown(router: LiveRouter) -> None:
+    plan = {"at": 1.0, "fleet": "1P1D", "wanted": "1P2D", "reason": "it grows", "steps": ["start one to decode"]}
+    told = {"act": "advise", "planner": "simulate", "interval": 15.0, "margin": 0.1, "plans": [plan]}
+    async with router.client() as client:
+        assert (await client.get("/planner")).json() is None
+        assert (await client.put("/planner", json=told)).status_code == 200
+        shown = (await client.get("/planner")).json()
+        refused = await client.put("/planner", json={**told, "mood": "good"})
+    assert shown["plans"] == [{**plan, "expected": None, "ttft_p99": None, "came": None}]
+    assert refused.status_code == 400
+    assert "mood" in refused.json()["error"]["message"]

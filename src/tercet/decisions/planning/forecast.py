@@ -15,6 +15,10 @@ from tercet.decisions.planning.arrivals import ObservedRequest
 
 BIN_S = 5.0
 """Seconds of one sample of the load."""
+NEWEST_S = 60.0
+"""Seconds of arrivals that a level is taken from,"""
+FEWEST_SAMPLED = 500
+"""or as many as have so many requests, where they come slowly."""
 SMOOTH_BINS = 12
 """Samples of which a season's load is the mean: one minute."""
 TREND_BINS = 24
@@ -76,7 +80,10 @@ class Forecaster:
         """
         self._count(now, since, arrivals)
         begin = max(since, min((each.at for each in arrivals), default=now))
-        recent, begin = _since_change(arrivals, begin, now)
+        recent, changed = _since_change(arrivals, begin, now)
+        if self._changed_at is None or changed > begin:
+            self._changed_at = changed
+        recent, begin = _newest(recent, changed, now)
         watched = now - begin
         if not recent:
             return Forecast(0.0, (), "no traffic") if now - since >= NO_TRAFFIC_S else None
@@ -84,8 +91,6 @@ class Forecaster:
             return None
         level = len(recent) / watched
         self._learn(now)
-        if self._changed_at is None or begin > max(since, min(each.at for each in arrivals)):
-            self._changed_at = begin
         slope = self._trend(now - self._changed_at)
         season = self._season(ahead_s)
         rate, why = level, f"level {level:.1f}/s"
@@ -177,6 +182,13 @@ def _since_change(arrivals: Sequence[ObservedRequest], begin: float, now: float)
         if _differ(found[:at], cut - begin, found[at:], length):
             return found[at:], cut
     return found, begin
+
+
+def _newest(arrivals: list[ObservedRequest], begin: float, now: float) -> tuple[list[ObservedRequest], float]:
+    """The arrivals of the last minute, or as many more as chance asks for, and when they began."""
+    first = next((index for index, each in enumerate(arrivals) if each.at >= now - NEWEST_S), len(arrivals))
+    first = min(first, max(0, len(arrivals) - FEWEST_SAMPLED))
+    return (arrivals, begin) if first == 0 else (arrivals[first:], min(now - NEWEST_S, arrivals[first].at))
 
 
 def _differ(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tercet.decisions.planning.arrivals import answers_completed
-from tercet.decisions.planning.candidates import EngineCapacity, candidates, demand_of
+from tercet.decisions.planning.candidates import EngineCapacity, EngineDemand, candidates, demand_of
 from tercet.decisions.planning.forecast import Forecast, Forecaster, Forecasting
 from tercet.decisions.planning.guard import QueueGuard
 from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan
+from tercet.decisions.planning.worth import Simulated, worth_simulating, worths
 from tercet.protocol import TercetError
 
 MARGIN = 0.1
@@ -32,21 +33,23 @@ MOST_LOOKED_BACK_S = 1800.0
 LOOKS_FOR_SCALE_IN = 2
 """Looks in a row that must find fewer engines to be enough."""
 GAIN = 0.02
-"""Attainment that a change must gain if no fleet within the limits meets the objectives, and more than chance does."""
-GAIN_BY_CHANCE = 3.0
-"""Standard deviations of a simulated attainment that count as chance when two are compared."""
+"""What a change must gain if no fleet within the limits meets the objectives, and more than chance does."""
+WORTH_BY_CHANCE = 1.0
+"""Standard deviations that count as chance when two fleets are compared, which were simulated with equal requests."""
 MISSED_BY_CHANCE = 2.0
-"""The same, when the present fleet's is compared with the objectives."""
+"""Standard deviations by which the present fleet must miss the objectives."""
 REVERSAL_S = 120.0
 """Seconds in which roles that were changed are changed back only for a fleet that meets the objectives."""
 GUARD_REVERSAL_S = 60.0
 """Seconds in which the guard does not change roles back that were changed."""
+PRICED_S = 40.0
+"""Seconds after a plan found that no fleet meets the objectives, in which the guard adds no engines."""
 MOST_SIMULATIONS = 6
-"""Simulations of one look in addition to that of the present fleet."""
+"""Simulations of one search in addition to that of the present fleet."""
 SAME_LOAD = 0.95
-"""Share of a load at which fewer engines did not do, above which they are not tried again."""
+"""Share of a load at which something was tried in vain, above which it is not tried again."""
 TRIED_AGAIN_S = 120.0
-"""Seconds after which they are."""
+"""Seconds after which it is."""
 REMEMBERED = 240
 """Verdicts that are kept: an hour of looks a quarter of a minute apart."""
 
@@ -66,12 +69,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _TooFew:
-    """A load at which fewer than ``engines`` engines did not meet the objectives."""
+class _Tried:
+    """A load at which something was tried in vain: what fewer than ``engines`` engines, or other fleets, would give."""
 
-    at: float
-    engines: int
-    rate: float
+    at: float = -math.inf
+    rate: float = 0.0
+    engines: int = 0
+
+    def holds(self, now: float, rate: float) -> bool:
+        """Whether the load is still like that, or larger, and it was lately."""
+        return now - self.at < TRIED_AGAIN_S and rate >= SAME_LOAD * self.rate
 
 
 class Planner:
@@ -100,7 +107,8 @@ class Planner:
         self._plan: FleetPlan | None = None
         self._changed_at = -math.inf
         self._fewer = list[FleetPlan]()
-        self._too_few: _TooFew | None = None
+        self._too_few = self._unreachable = self._settled = _Tried()
+        self._priced_at = -math.inf
         self._loads: deque[tuple[float, float]] = deque()
         self._looked_back_s = LOOKED_BACK_S
         self._seen_from: float | None = None
@@ -116,7 +124,7 @@ class Planner:
         if self._guard is None:
             self._guard = QueueGuard(observed.objectives)
         found = self._guard.look(observed)
-        if found is not None and self._guard_reverses(observed, found):
+        if found is not None and (self._guard_reverses(observed, found) or self._not_worth_it(observed, found)):
             return None
         if found is not None:
             self._changes_to(observed.now, found)
@@ -137,6 +145,10 @@ class Planner:
         """Queues of a few long prompts come and go: only plans change roles back soon."""
         soon = observed.now - self._flipped[0] < GUARD_REVERSAL_S
         return soon and self._reverses(observed.now, observed.plan, found.plan)
+
+    def _not_worth_it(self, observed: Observed, found: WantedPlan) -> bool:
+        """Where no fleet meets the objectives, there are always queues: plans alone say what is worth its engines."""
+        return found.plan.engines > observed.plan.engines and observed.now - self._priced_at < PRICED_S
 
     # ---- what came of it -------------------------------------------------------------------------------------
 
@@ -220,12 +232,25 @@ class Planner:
         return WantedPlan(FleetPlan(prefill, fewest - prefill), "no traffic: the fewest engines allowed")
 
     def _better(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
-        """The cheapest fleet that meets the objectives; or what comes closest, if it gains much."""
+        """The cheapest fleet that meets the objectives; if none does, the one that is worth its engines."""
         plan, share = observed.plan, observed.objectives.share
         said = f"{plan} would meet them for {expected.attainment:.1%} at {forecast.why}"
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
-        found = list[tuple[FleetPlan, Expected]]()
-        tries = candidates(plan, demand, observed.limits, grow=True)
+        found = [] if self._unreachable.holds(observed.now, forecast.rate) else self._grown(observed, forecast, demand)
+        meeting = [(each, got) for each, got in found if got.attainment >= share]
+        if meeting:
+            best, got = min(meeting, key=lambda each: (each[0].engines, -each[1].attainment))
+            return WantedPlan(best, f"{said}; {best} for {got.attainment:.1%} with a margin of {self.margin:.0%}", got,
+                              tuple(found))  # fmt: skip
+        if found:
+            self._unreachable = _Tried(observed.now, forecast.rate)
+        self._priced_at = observed.now
+        return self._worth_most(observed, forecast, demand, expected, said)
+
+    def _grown(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
+        """Other splits and more engines, simulated with the margin until some meet the objectives."""
+        share, found = observed.objectives.share, list[Simulated]()
+        tries = candidates(observed.plan, demand, observed.limits, grow=True)
         for index, each in enumerate(tries[: 3 * MOST_SIMULATIONS]):
             cheaper_meets = any(got.attainment >= share and tried.engines < each.engines for tried, got in found)
             if cheaper_meets or len(found) >= MOST_SIMULATIONS:
@@ -234,15 +259,31 @@ class Planner:
             if demand.share(each) > 1.3 and index + 1 < len(tries) and any(demand.share(t) <= 1.3 for t in tries):
                 continue
             found.append((each, self._simulated(each, self._with_margin(forecast, 1.0))))
-        if not found:
-            return WantedPlan(plan, f"{said}; no other fleet is allowed", expected)
-        meeting = [(each, got) for each, got in found if got.attainment >= share]
-        best, got = min(meeting or found, key=lambda each: (each[0].engines if meeting else 0, -each[1].attainment))
-        gain = max(GAIN, GAIN_BY_CHANCE * max(expected.chance, got.chance))
-        if not meeting and (got.attainment < expected.attainment + gain or self._reverses(observed.now, plan, best)):
-            return WantedPlan(plan, f"{said}; nothing simulated gains {gain:.0%}", expected, tuple(found))
-        return WantedPlan(best, f"{said}; {best} for {got.attainment:.1%} with a margin of {self.margin:.0%}", got,
-                      tuple(found))  # fmt: skip
+        return found
+
+    def _worth_most(
+        self, observed: Observed, forecast: Forecast, demand: EngineDemand, expected: Expected, said: str
+    ) -> WantedPlan:
+        """No fleet within the limits meets the objectives: what is worth its engines at the expected load."""
+        plan, now = observed.plan, observed.now
+        if self._settled.holds(now, forecast.rate):
+            return WantedPlan(plan, f"{said}; no fleet meets them at this load, and none was worth more", expected)
+        others = worth_simulating(plan, demand, observed.limits, MOST_SIMULATIONS)
+        found = [(plan, expected), *((each, self._simulated(each, forecast)) for each in others)]
+        values = worths(found)
+        value, (best, got) = max(zip(values, found, strict=True), key=lambda each: each[0])
+        needed = max(GAIN, WORTH_BY_CHANCE * max(expected.chance, got.chance))
+        if value < values[0] + needed or self._reverses(now, plan, best):
+            self._fewer.clear()
+            self._settled = _Tried(now, forecast.rate)
+            return WantedPlan(plan, f"{said}; no fleet meets them, and none is worth {needed:.0%} more", expected,
+                              tuple(found[1:]))  # fmt: skip
+        reason = f"{said}; no fleet meets them, and {best} is worth more, with {got.attainment:.1%}"
+        if best.engines >= plan.engines:
+            return WantedPlan(best, reason, got, tuple(found[1:]))
+        if observed.starting or now - self._changed_at < SCALE_IN_REST_S or not self._saw_enough(now):
+            return WantedPlan(plan, f"{reason}; engines are not given up yet", expected, tuple(found[1:]))
+        return self._confirmed(plan, reason, best, got, found[1:])
 
     def _cheaper(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
         """Fewer engines, if they met the objectives with a larger margin at several looks in a row."""
@@ -252,11 +293,11 @@ class Planner:
             return WantedPlan(plan, f"{fine}; fewer engines are not allowed", expected)
         if observed.starting or observed.now - self._changed_at < SCALE_IN_REST_S:
             return WantedPlan(plan, f"{fine}; engines start, or the fleet has just changed", expected)
-        if self._seen_from is None or observed.now - self._seen_from < LOOKED_BACK_S:
+        if not self._saw_enough(observed.now):
             return WantedPlan(
                 plan, f"{fine}; no engine is given up before {LOOKED_BACK_S:.0f} s of load were seen", expected
             )
-        if self._known_as_too_few(observed.now, plan, forecast.rate):
+        if self._too_few.engines == plan.engines and self._too_few.holds(observed.now, forecast.rate):
             return WantedPlan(plan, f"{fine}; fewer engines did not do at this load", expected)
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
         found = list[tuple[FleetPlan, Expected]]()
@@ -266,7 +307,7 @@ class Planner:
             if got.attainment >= share:
                 return self._confirmed(plan, fine, each, got, found)
         self._fewer.clear()
-        self._too_few = _TooFew(observed.now, plan.engines, forecast.rate)
+        self._too_few = _Tried(observed.now, forecast.rate, plan.engines)
         return WantedPlan(plan, f"{fine}; with fewer engines and a margin it would not", expected, tuple(found))
 
     def _confirmed(
@@ -283,12 +324,9 @@ class Planner:
         margin = SCALE_IN_MARGIN * self.margin
         return WantedPlan(chosen, f"{fine}; {chosen} is enough with a margin of {margin:.0%}", got, tuple(found))
 
-    def _known_as_too_few(self, now: float, plan: FleetPlan, rate: float) -> bool:
-        last = self._too_few
-        return (
-            last is not None and last.engines == plan.engines and rate >= SAME_LOAD * last.rate
-            and now - last.at < TRIED_AGAIN_S
-        )  # fmt: skip
+    def _saw_enough(self, now: float) -> bool:
+        """Whether load was seen for as long as is looked back at before engines are given up."""
+        return self._seen_from is not None and now - self._seen_from >= LOOKED_BACK_S
 
     def _reverses(self, now: float, plan: FleetPlan, wanted: FleetPlan) -> bool:
         """Whether roles would be changed back that were changed lately."""

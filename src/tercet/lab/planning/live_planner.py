@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
-from urllib.parse import quote
+from pathlib import Path
+from typing import Any
 
 from tercet.aio import run_in_thread
-from tercet.decisions.planning import PlanLimits, Planner, Policy, WantedPlan
+from tercet.cluster.scaling.kubernetes import KubernetesFleet
+from tercet.decisions.planning import Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
+from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
+from tercet.lab.planning.hands import Ask, Hands, KubernetesHands, RoleHands, ScaleHands, fleet_of_router
+from tercet.lab.planning.journal import PlanJournal, steps_of
 from tercet.lab.planning.observing import TrafficReport, TrafficView, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.planning.policies import load_policy
 from tercet.lab.sim import EngineOptions, load_profile
 from tercet.lab.sim.step_times import StepModel
-from tercet.protocol import BadRequest, Role, TercetError
+from tercet.protocol import BadRequest, TercetError
 from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.planner_config import PlannerConfig
@@ -30,52 +34,31 @@ LOOK_S = 1.0
 """Seconds between two looks of the guard."""
 NICENESS = 10
 """How much lower than others' the priority of this process is, as ``nice`` counts."""
+FAILED_REST_S = 120.0
+"""Seconds after an engine did not start in which no other is started."""
 PROCESSES_ASKED = 4
 """Times that a router of several processes is asked for one plan, so that each may answer."""
 
-Ask = Callable[[str, str, Any], Awaitable[Any]]
-"""Method, path and body to the router's answer."""
-
-
-class EngineNumber(Protocol):
-    """The hands that start and stop engines."""
-
-    async def bounds(self) -> tuple[int, int] | None:
-        """Fewest and most engines that it can have; None where their number is not its to change."""
-        ...
-
-    async def scale(self, starts: Sequence[Role], stops: Sequence[str]) -> None:
-        """Start engines of these roles, and empty and stop those of these names."""
-        ...
-
-
-class FixedNumber:
-    """The engines stay as many as they are; implements :class:`EngineNumber`."""
-
-    async def bounds(self) -> tuple[int, int] | None:
-        """None: there is nothing to choose."""
-        return None
-
-    async def scale(self, starts: Sequence[Role], stops: Sequence[str]) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest`: a plan within the bounds starts and stops nothing."""
-        raise BadRequest(
-            f"scale: nothing here starts or stops engines: {len(starts)} starts, {len(stops)} stops", "act"
-        )
-
 
 class LivePlanner:
-    """Looks, plans and acts until it is cancelled; a router that does not answer is asked again."""
+    """Looks, plans and acts until it is cancelled; a router that does not answer is asked again.
 
-    def __init__(self, config: PlannerConfig, ask: Ask, scaler: EngineNumber, metrics: PlannerMetrics) -> None:
-        self._config, self._ask, self._scaler, self._metrics = config, ask, scaler, metrics
+    Without ``hands`` it advises.
+    """
+
+    def __init__(self, config: PlannerConfig, ask: Ask, hands: Hands | None, metrics: PlannerMetrics) -> None:
+        self._config, self._ask, self._hands, self._metrics = config, ask, hands, metrics
         self._view = TrafficView()
         profile = load_profile(config.profile)
         self._profile, self._steps = profile, StepModel(profile.steps)
         self._simulated: FleetSimulator | None = None
         self._policy: Policy | Planner | None = None
         self._plan_at = 0.0
+        self._journal = PlanJournal(config)
         self._advised = ""
         self._answers = True
+        self._failed_change: int = 0
+        self._failed_at = -math.inf
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -90,19 +73,21 @@ class LivePlanner:
 
     async def look(self, now: float) -> None:
         """Ask once; let the guard look, and plan if it is time. Raises :class:`~tercet.protocol.TercetError`."""
-        report = await self._heard()
-        policy, limits = self._prepared(report), await self._limits(report)
+        report = await self._heard(LOOK_S)
+        if self._hands is not None and await self._is_changing(self._hands, now):
+            return
+        policy, limits = self._prepared(report), self._limits(report, now)
         if isinstance(policy, Planner):
             urgent = policy.guard(self._view.observed(limits, with_arrivals=False))
             if urgent is not None:
-                await self._carry_out(urgent, limits)
+                await self._carry_out(urgent, limits, is_plan=False)
                 return
         if now >= self._plan_at:
             await self._plan(policy, limits, now)
 
     async def _plan(self, policy: Policy | Planner, limits: PlanLimits, now: float) -> None:
-        for _ in range(PROCESSES_ASKED if self._view.newest.processes > 1 else 0):
-            await self._heard()
+        for _ in range(PROCESSES_ASKED if self._view.newest.processes > 1 else 1):
+            await self._heard(self._config.planning.window_s)
         observed = self._view.observed(limits)
         plan = policy.plan if isinstance(policy, Planner) else policy
         cpu = time.process_time()
@@ -117,12 +102,13 @@ class LivePlanner:
             expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
             logger.info("of the plan before: within the objectives expected %s, came %.1f%%", expected,
                         100 * (before.came or 0))  # fmt: skip
+        self._journal.came(observed.came)
         await self._carry_out(wanted, limits)
 
     # ---- what is planned with --------------------------------------------------------------------------------
 
-    async def _heard(self) -> TrafficReport:
-        report = read_traffic(await self._ask("GET", f"/traffic?window={self._config.planning.window_s:g}", None))
+    async def _heard(self, window_s: float) -> TrafficReport:
+        report = read_traffic(await self._ask("GET", f"/traffic?window={window_s:g}", None))
         self._view.heard(report)
         return report
 
@@ -149,34 +135,50 @@ class LivePlanner:
         assert self._policy is not None
         return self._policy
 
-    async def _limits(self, report: TrafficReport) -> PlanLimits:
-        bounds = await self._scaler.bounds()
-        engines = max(2, sum(not each.draining for each in report.engines))
-        planning = self._config.planning
-        if bounds is None and self._config.act != "advise":
+    def _limits(self, report: TrafficReport, now: float) -> PlanLimits:
+        """Engines that may be wanted: as many as there are where none can start or stop, or one lately failed to."""
+        engines, planning = max(2, sum(not each.draining for each in report.engines)), self._config.planning
+        if self._hands is not None and not self._hands.resizes:
             return PlanLimits(engines, engines)
-        fewest, most = bounds or (engines, engines)
-        return PlanLimits(max(2, planning.fewest or fewest), max(planning.most or most, planning.fewest or fewest))
+        most = max(planning.most or engines, planning.fewest or 2)
+        if now - self._failed_at < FAILED_REST_S:
+            most = min(most, engines)
+        fewest = min(planning.fewest or engines, most)
+        return PlanLimits(max(2, fewest), max(2, fewest, most))
+
+    async def _is_changing(self, hands: Hands, now: float) -> bool:
+        """Whether the last change is still under way; one that failed is said once, and nothing grows for a while."""
+        state = await hands.state()
+        if state.failure and state.number != self._failed_change:
+            self._failed_change, self._failed_at = state.number, now
+            logger.error("the last change failed: %s; no engine is started for %.0f s", state.failure, FAILED_REST_S)
+        return state.under_way
 
     # ---- acting ----------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits) -> None:
+    async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits, is_plan: bool = True) -> None:
         observed = self._view.observed(limits, with_arrivals=False)
         change = change_to(wanted.plan, observed.engines)
+        steps = ", ".join(steps_of(change))
+        if is_plan or steps != self._advised:  # a guard repeats itself until it is heard
+            await self._report(observed, wanted, change)
         if not change:
             return
         said = f"{observed.plan} -> {wanted.plan}: {wanted.reason}"
-        if self._config.act == "advise":
-            if said != self._advised:
-                logger.warning("advice: %s: %s", _steps(change), said)
-            self._advised = said
+        if self._hands is None:
+            if steps != self._advised:
+                logger.warning("advice: %s: %s", steps, said)
+            self._advised = steps
             return
-        for name, role in change.flips:
-            await self._ask("PUT", f"/engines/{quote(name, safe='')}/role", {"role": role})
-        if change.starts or change.stops:
-            await self._scaler.scale(change.starts, change.stops)
+        await self._hands.change(wanted.plan, change)
         self._metrics.changed(change)
-        logger.warning("%s: %s", _steps(change), said)
+        logger.warning("%s: %s", steps, said)
+
+    async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
+        """The router shows the last plans to people."""
+        self._journal.note(time.time(), observed.plan, wanted, change)
+        margin = self._policy.margin if isinstance(self._policy, Planner) else None
+        await self._ask("PUT", "/planner", self._journal.report(margin))
 
     def _note_answer(self, error: TercetError | None) -> None:
         """Say once that there is trouble, and once that it is over."""
@@ -197,13 +199,6 @@ def _in_words(wanted: WantedPlan) -> str:
     return f"{wanted.plan}: {wanted.reason}{said}"
 
 
-def _steps(change: FleetChange) -> str:
-    """As commands that a person would type."""
-    flips = [f"tercet engines role {name} {role}" for name, role in change.flips]
-    stops = [f"stop {name}" for name in change.stops]
-    return ", ".join([*flips, *(f"start one to {role}" for role in change.starts), *stops])
-
-
 def serve_planner(config: PlannerConfig) -> None:
     """Plan until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no router answers at first."""
     log_to_stderr(config.log_level, config.log_format)
@@ -215,11 +210,21 @@ async def _serve(config: PlannerConfig) -> None:
     async def ask(method: str, path: str, body: Any) -> Any:
         return await ask_router(config.url, method, path, body, _key_of(config))
 
-    planner = LivePlanner(config, ask, FixedNumber(), PlannerMetrics(config.metrics_port))
+    planner = LivePlanner(config, ask, _hands_of(config, ask), PlannerMetrics(config.metrics_port))
     await planner.look(time.monotonic())
-    doing = "advises only" if config.act == "advise" else "changes roles"
-    logger.info("plans for %s every %g s, %s", config.url, config.planning.interval_s, doing)
+    logger.info("plans for %s every %g s; --act is %s", config.url, config.planning.interval_s, config.act)
     await planner.run()
+
+
+def _hands_of(config: PlannerConfig, ask: Ask) -> Hands | None:
+    if config.act == "advise":
+        return None
+    if config.act == "roles":
+        return RoleHands(ask)
+    if config.namespace is not None:
+        access = in_cluster() if config.kubeconfig is None else from_kubeconfig(Path(config.kubeconfig).expanduser())
+        return KubernetesHands(KubernetesFleet(access, config.namespace))
+    return ScaleHands(fleet_of_router(config.url))
 
 
 def _key_of(config: PlannerConfig) -> str:

@@ -15,6 +15,7 @@ from tercet.router.admin import (
     adapters,
     engines,
     members,
+    planners,
     programs,
     roles,
     scheduling,
@@ -29,7 +30,8 @@ from tercet.router.named_files import NamedFiles
 from tercet.router.shared_state import SharedState
 
 router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)
-for subject in (status, programs, scheduling, sequences, traces, adapters, engines, members, roles, traffic):
+SUBJECTS = (status, programs, scheduling, sequences, traces, adapters, engines, members, roles, traffic, planners)
+for subject in SUBJECTS:
     router.include_router(subject.routes)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import aiohttp
@@ -21,47 +20,10 @@ from tercet.cluster.scaling.records import Counts, ScaleCall, ScaleRecord
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Conflict
-from tests.unit.cluster.whole_streams import read_whole
+from tests.unit.cluster.whole_streams import SECONDS, streams, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 LONG = pytest.mark.skipif(not os.environ.get("TERCET_LONG_TESTS"), reason="takes a minute; make test-long")
-SECONDS = 240
-
-
-class Streams:
-    """Clients that read streams of many lengths until they are told to end; each must be whole."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.over = False
-        self.whole = 0
-
-    async def read(self, number: int) -> None:
-        timeout = aiohttp.ClientTimeout(total=SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            while not self.over:
-                tokens = 10 + 50 * (number % 5)
-                await read_whole(session, self._url, f"{number}. One two three.", tokens)
-                self.whole += 1
-
-
-@asynccontextmanager
-async def streams(url: str, clients: int) -> AsyncGenerator[Streams]:
-    reading = Streams(url)
-    async with asyncio.TaskGroup() as group:
-        for number in range(clients):
-            group.create_task(reading.read(number))
-        await until(lambda: reading.whole > clients)
-        yield reading
-        enough = reading.whole + clients
-        await until(lambda: reading.whole > enough)
-        reading.over = True
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 class World:

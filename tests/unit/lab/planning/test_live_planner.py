@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from tercet.decisions.planning import FleetPlan, Planner
-from tercet.lab.planning.live_planner import FixedNumber, LivePlanner
+from tercet.decisions.planning.planner_report import PlannerReport
+from tercet.lab.planning.hands import RoleHands
+from tercet.lab.planning.live_planner import LivePlanner
 from tercet.lab.planning.observing import TrafficView, read_traffic
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.protocol import BadRequest, EngineUnreachable
@@ -43,9 +45,13 @@ class Router:
         self.given = given
         self.arrivals = [[each * 0.1, prompt, 20, True, [], 512, True] for each in range(300)]
         self.asked: list[tuple[str, str, Any]] = []
+        self.reported: PlannerReport | None = None
 
     async def ask(self, method: str, path: str, body: Any) -> Any:
         self.asked.append((method, path, body))
+        if path == "/planner":
+            self.reported = body
+            return {}
         if method == "PUT":
             name = path.split("/")[2]
             next(each for each in self.engines if each["name"] == name)["role"] = body["role"]
@@ -56,11 +62,12 @@ class Router:
 
     @property
     def changes(self) -> list[tuple[str, Mapping[str, str]]]:
-        return [(path, body) for method, path, body in self.asked if method == "PUT"]
+        return [(path, body) for _, path, body in self.asked if path.endswith("/role")]
 
 
 def planner_of(router: Router, **given: Any) -> LivePlanner:
-    return LivePlanner(PlannerConfig(**given), router.ask, FixedNumber(), PlannerMetrics())
+    config = PlannerConfig(**given)
+    return LivePlanner(config, router.ask, RoleHands(router.ask) if config.act == "roles" else None, PlannerMetrics())
 
 
 @pytest.fixture
@@ -89,6 +96,22 @@ async def test_advice_changes_nothing_and_is_given_once(policy: str, caplog: pyt
     assert [each.getMessage() for each in caplog.records] == [
         "advice: tercet engines role e2 prefill: 2P2D -> 3P1D: long prompts"
     ]
+
+
+async def test_the_router_is_told_what_was_planned_and_what_came_of_it(policy: str) -> None:
+    router = Router(prompt=3000)
+    planner = planner_of(router, planner=policy, planning=PlannerSettings(interval_s=1.0))
+    await planner.look(0.0)
+    router.given["objectives"] = {**OBJECTIVES, "requests": 10, "met": 8}
+    await planner.look(100.0)
+    assert router.reported is not None
+    first, last = router.reported.plans
+    assert router.reported.act == "advise"
+    assert (first.fleet, first.wanted, first.reason) == ("2P2D", "3P1D", "long prompts")
+    assert first.steps == ("tercet engines role e2 prefill",)
+    assert first.came == 0.8
+    assert last.came is None
+    assert first.at <= last.at
 
 
 async def test_it_plans_at_its_interval(policy: str) -> None:

@@ -1,0 +1,59 @@
+"""What fleets are worth where none meets the objectives, and what a planner does then."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.decisions.planning import Expected, FleetPlan, Forecast, PlanLimits, Planner
+from tercet.decisions.planning.candidates import EngineDemand
+from tercet.decisions.planning.worth import worth_simulating, worths
+
+from .planned_world import Engine, PlannedWorld, Traffic
+
+SHARES = {2: 0.1, 3: 0.53, 4: 0.78, 5: 0.85, 6: 0.88, 7: 0.90, 8: 0.92}
+"""Of a trace with prompts that no engine computes within the objective."""
+
+
+def limited(plan: FleetPlan, forecast: Forecast) -> Expected:
+    share = SHARES[plan.engines] - 0.1 * abs(plan.decode - 1)
+    return Expected(max(0.0, share), 9.0, forecast.rate)
+
+
+@pytest.mark.parametrize("start", [FleetPlan(1, 1), FleetPlan(4, 2), FleetPlan(7, 1)])
+def test_where_none_meets_them_the_fleet_is_neither_the_largest_nor_the_smallest(start: FleetPlan) -> None:
+    world = PlannedWorld(start, PlanLimits(2, 8), Planner(limited, Engine()))
+    world.run(900, Traffic(rate=9, prompt=1500, output=50))
+    assert world.plan == FleetPlan(3, 1)
+    assert len(world.changes) <= 3
+    assert [when for when, _ in world.changes if when > 400] == []
+
+
+def test_a_load_that_just_cannot_be_met_costs_no_engines() -> None:
+    """One percent more than the largest fleet can do is no reason to fall to the one that is cheapest per request."""
+
+    def almost(plan: FleetPlan, forecast: Forecast) -> Expected:
+        return Expected({4: 0.6, 5: 0.72, 6: 0.85, 7: 0.92, 8: 0.985}.get(plan.engines, 0.2), 1.2, forecast.rate)
+
+    world = PlannedWorld(FleetPlan(6, 2), PlanLimits(2, 8), Planner(almost, Engine()))
+    world.run(900, Traffic(rate=12, prompt=2000, output=100))
+    assert world.plan.engines >= 6
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.floats(0.01, 1)), min_size=1, max_size=8))
+def test_more_engines_for_the_same_share_are_worth_less(given_: list[tuple[int, int, float]]) -> None:
+    simulated = [(FleetPlan(prefill, decode), Expected(share, 1.0, 1.0)) for prefill, decode, share in given_]
+    (plan, got), *_ = simulated
+    values = worths([*simulated, (FleetPlan(plan.prefill + 1, plan.decode), got)])
+    assert values[-1] < values[0]
+
+
+@given(st.floats(0, 12), st.floats(0, 12), st.integers(1, 7), st.integers(1, 7))
+def test_what_is_simulated_is_allowed_new_and_not_much(prefill: float, decode: float, p: int, d: int) -> None:
+    now, limits = FleetPlan(p, d), PlanLimits(2, 14)
+    found = worth_simulating(now, EngineDemand(prefill, decode), limits, 6)
+    assert len(found) == len(set(found)) <= 6
+    assert found
+    assert now not in found
+    assert all(limits.allow(each) for each in found)
