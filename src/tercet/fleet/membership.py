@@ -16,7 +16,7 @@ from tercet.aio import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import cache_followed
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
 from tercet.wire.client import Admit, HttpEngine
 from tercet.wire.streams import StreamListener
@@ -299,6 +299,8 @@ class Membership:
         self._fleet.health.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         member.model_dtype = status.model_dtype
+        if member.revision != status.revision:
+            member.revision = status.revision
         self._fleet.adapters.reported(member, status)
         try:
             self._admit(status)

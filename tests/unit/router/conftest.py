@@ -22,7 +22,7 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.router import admin
 from tercet.router.admin_access import AdminAccess
 from tercet.router.fleet_state import FleetState, ProgramInUse
