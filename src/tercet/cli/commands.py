@@ -20,6 +20,7 @@ MODULES: Mapping[str, str] = {
     "epp": "epp", "sidecar": "sidecar", "model-router": "model_router", "rescheduler": "servers", "planner": "planner",
     "demo": "demo", "chaos": "chaos", "doctor": "doctor",
     "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves", "scale": "scale",
+    "upgrade": "upgrade",
     "trace": "trace", "top": "top", "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 

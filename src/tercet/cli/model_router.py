@@ -13,7 +13,7 @@ def model_router(config: ModelRouterConfig) -> None:
     """Serve several models at one address: each request goes to the router of the model that it names.
 
     Each model has its own router, with its own tokenizer, engines, programs, limits and metrics. Several routers of one
-    model share its requests by their weights.
+    model share its requests by their weights, which `tercet upgrade` shifts.
 
     Examples:
     - `tercet model-router --router http://127.0.0.1:8001 --router http://127.0.0.1:8002`
