@@ -11,6 +11,7 @@ from scripts.reference.markdown import code, table
 
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
+from tercet.gateway.model_router.proxy import ModelMetrics
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.sim.sim_server import COUNTERS, GAUGES
@@ -43,6 +44,9 @@ BOUNDS = {
     "why": "2",
     "what": "2",
     "server": "pooling servers that are configured",
+    "router": "routers of a model router, by URL",
+    "model": "names that routers list",
+    "status": "HTTP statuses",
     "rank": "ranks of the engine",
     "model_name": "of a router and an engine, the names that it serves; of a picker, the first 64 names of at most 256 characters that clients ask for, and `other`",
     "finished_reason": "vLLM's reasons",
@@ -90,6 +94,8 @@ def metrics_page() -> str:
             ),
             "## Of a sidecar\n\nAt `/sidecar/metrics`; `/metrics` is the engine's.",
             _table(declared_by(vars(prefill_metrics))),
+            "## Of a model router",
+            _table(declared_by(vars(ModelMetrics()))),
             "## Of a simulated engine\n\nAnd those of a sidecar.",
             _table([*_of_simulated_engines()]),
             "## Of a planner\n\nAt the port `--metrics-port` of `tercet planner`.",

@@ -28,6 +28,7 @@ from tercet.settings import (
     SidecarConfig,
     declared,
 )
+from tercet.settings.model_router_config import ModelRouterConfig
 from tercet.settings.planner_config import PlannerConfig
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 
@@ -38,13 +39,14 @@ OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet planner": PlannerConfig,
     "tercet epp": PickerConfig,
     "tercet sidecar": SidecarConfig,
+    "tercet model-router": ModelRouterConfig,
     "tercet chaos": ChaosConfig,
 }
 """Settings that are found in this order: flag, environment variable, file, default."""
 
 SETTINGS_HEAD = """# Settings
 
-A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet planner`, `tercet epp`, `tercet sidecar` and `tercet chaos` is a flag, an environment variable and a key of the
+A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet planner`, `tercet epp`, `tercet sidecar`, `tercet model-router` and `tercet chaos` is a flag, an environment variable and a key of the
 YAML file that `--config` names. It is looked for in this order: flag, variable, file, default. Unknown keys and values out of range are
 refused. Keys without a flag are for files and variables alone. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
 [environment variables](environment.md) lists all of them, with the few that are called otherwise.

@@ -22,7 +22,7 @@ from tercet.settings import Declared, declared
 from tercet.settings.declaration import near
 
 # What runs for long, by what the environment says as well.
-SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "rescheduler", "demo", "chaos"})
+SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "rescheduler", "demo", "chaos"})
 # As click has it for what it prints by itself.
 NOBODY_READS = 1
 # The bases of what typer says about the command line; they come from the click that it brings, and have no public name.

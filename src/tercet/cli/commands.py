@@ -17,9 +17,10 @@ from tercet.cli.settings_help import SettingsCommand
 # In the order of `tercet --help`; each is a function of its module, or a group of commands.
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
-    "epp": "epp", "sidecar": "sidecar", "rescheduler": "servers", "planner": "planner",
+    "epp": "epp", "sidecar": "sidecar", "model-router": "model_router", "rescheduler": "servers", "planner": "planner",
     "demo": "demo", "chaos": "chaos", "doctor": "doctor",
     "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves", "scale": "scale",
+    "upgrade": "upgrade",
     "trace": "trace", "top": "top", "bench": "bench", "sim": "sim", "profile": "profile",
 }  # fmt: skip
 
@@ -50,7 +51,7 @@ class LazyGroup(typer.core.TyperGroup):
 
 @cache
 def _built(name: str) -> Any:
-    found: Any = getattr(import_module(f"tercet.cli.{MODULES[name]}"), name)
+    found: Any = getattr(import_module(f"tercet.cli.{MODULES[name]}"), name.replace("-", "_"))
     around = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):
         around.add_typer(found)

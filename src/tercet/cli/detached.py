@@ -40,8 +40,8 @@ REFUSED = 2
 COMMAND = "from tercet.cli.detached import main; main()"
 
 
-def detach(config: UpConfig) -> None:
-    """Start a fleet in the background and return when it is ready, having said how to stop it.
+def detach(config: UpConfig) -> DetachedFleet:
+    """Start a fleet in the background and return it when it is ready, having said how to stop it.
 
     Raises :class:`~tercet.protocol.TercetError` if it does not become ready, and then
     :class:`~tercet.protocol.BadRequest` for what it refused; Ctrl-C until then stops it.
@@ -59,6 +59,7 @@ def detach(config: UpConfig) -> None:
         raise
     announce(f"\nready at {fleet.url}, in the background; log: {log}")
     announce(f"  tercet status --url {fleet.url}\n  tercet down --port {fleet.port}")
+    return fleet
 
 
 def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -145,7 +146,7 @@ def down(
     Ctrl-C has it stop at once.
     """
     for fleet in _chosen(detached_fleets(), port, every):
-        _stop(fleet)
+        stop_detached(fleet)
 
 
 def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[DetachedFleet]:
@@ -164,8 +165,8 @@ def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[
     return chosen
 
 
-def _stop(fleet: DetachedFleet) -> None:
-    """Raises :class:`~tercet.protocol.EngineError` if it takes too long."""
+def stop_detached(fleet: DetachedFleet) -> None:
+    """Stop one; raises :class:`~tercet.protocol.EngineError` if it takes too long."""
     announce(f"stopping {fleet.url}")
     _signal(fleet)
     deadline = time.monotonic() + fleet.stop_seconds

@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, declared
+from tercet.settings import (
+    ModelRouterConfig,
+    PickerConfig,
+    ReschedulerConfig,
+    RouterConfig,
+    Settings,
+    SidecarConfig,
+    declared,
+)
 from tercet.settings.declaration import VARIABLE_PREFIX, near
 from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
 
@@ -18,7 +26,7 @@ _SERVICE = re.compile(r"(tcp|udp|sctp)://.*|[0-9a-fA-F.:]*|tcp|udp|sctp")
 _TEST = "TERCET_TEST_"
 _OF_COMMAND: Mapping[str, type[Settings]] = {
     "up": UpConfig, "router": RouterConfig, "epp": PickerConfig, "sidecar": SidecarConfig,
-    "rescheduler": ReschedulerConfig,
+    "rescheduler": ReschedulerConfig, "model-router": ModelRouterConfig,
 }  # fmt: skip
 # The rooms whose settings come from the environment, too; those of vLLM's plugin and of measurements do not.
 _READ_THEM = ("tercet.settings", "tercet.cluster", "tercet.lab.chaos")

@@ -21,7 +21,7 @@ from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.scaling.hands import Hands
 from tercet.cluster.start_progress import StartProgress
-from tercet.protocol import Role, ShuttingDown, from_wire
+from tercet.protocol import Role, ShuttingDown, TercetError, from_wire
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.log_lines import serious_event
 
@@ -115,6 +115,7 @@ class RunningFleet:
         rotating = asyncio.create_task(rotate_logs(self.logs))
         kept = dict[asyncio.Task[str], RunningEngine]()
         changed = asyncio.create_task(self.changed.wait())
+        forgetting = list[asyncio.Task[None]]()
         try:
             while True:
                 kept |= self._keep_new(on_event)
@@ -132,10 +133,19 @@ class RunningFleet:
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; it is not restarted; log: {engine.process.log}")
+                    forgetting.append(asyncio.create_task(self._forget(engine, on_event)))
         finally:
-            for task in (router, reading, rotating, changed, *kept):
+            ending = router, reading, rotating, changed, *kept, *forgetting
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(router, reading, rotating, changed, *kept, return_exceptions=True)
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _forget(self, engine: RunningEngine, on_event: OnEvent) -> None:
+        """Have the router list an engine no more that does not come back."""
+        try:
+            await self.hands.router.remove(engine.name)
+        except TercetError as error:
+            on_event(self.router.name, f"it still lists {engine.name}: {error.message}")
 
     def _keep_new(self, on_event: OnEvent) -> dict[asyncio.Task[str], RunningEngine]:
         """Keep engines that have come alive from now on."""

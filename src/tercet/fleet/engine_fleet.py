@@ -26,6 +26,7 @@ from tercet.protocol import (
     EngineError,
     EngineLoad,
     EngineUnreachable,
+    LayoutMismatch,
     MoveProposal,
     PrefillRule,
     Request,
@@ -33,6 +34,8 @@ from tercet.protocol import (
     Route,
     TercetError,
     WithoutRole,
+    kv_obstacle,
+    may_exchange_kv,
 )
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, PickEvent, TraceEvent
@@ -193,7 +196,7 @@ class EngineFleet:
         partner = None if other_than is None else other_than.name
         member = self._picking.pick(role, by, self._without(other_than), request, partner)
         if not member.can(role):
-            why = f"{role} -> {member.role}: {self._picking.why_without(role)}"
+            why = f"{role} -> {member.role}: {self._picking.why_without(role, partner)}"
             at = self.costs.clock() - self._began
             self._trace.events.append(TraceEvent(FALLBACK, member.name, reason=why, at=at))
         if self._failed is not None:
@@ -252,7 +255,8 @@ class EngineFleet:
         if not able:
             raise self._picking.no_engine_error()
         matched = self._picking.matched(request, able)
-        decision = self.costs.decide(request, [member.name for member in able], matched, targets, explore)
+        names = [member.name for member in able]
+        decision = self.costs.decide(request, names, matched, targets, explore, self._may_pair)
         self._trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
             stack.enter_context(self.costs.promised(request, decision, matched))
@@ -278,12 +282,24 @@ class EngineFleet:
                 self._picking.believed.pop((request.seq_id, member.name), None)
 
     def _tracing(self) -> Tracing:
-        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of, self.hits,
-                       self._began, self._place)  # fmt: skip
+        return Tracing(self._trace, self.costs, self._on_generate, self._note_failure, self._calls_of,
+                       self.require_exchange, self.hits, self._began, self._place)  # fmt: skip
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
         """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""
         return generation.engine.instead(self.member(name))
+
+    def require_exchange(self, sender: str, receiver: str) -> None:
+        """Raise :class:`~tercet.protocol.LayoutMismatch` if these members must not exchange KV.
+
+        Engines check it as well; this is known before anything is reserved.
+        """
+        here, there = self._roster.get(sender), self._roster.get(receiver)
+        if here is not None and there is not None and (why := kv_obstacle(here.revision, there.revision)):
+            raise LayoutMismatch(f"{sender} and {receiver} must not exchange KV: {why}")
+
+    def _may_pair(self, one: str, other: str) -> bool:
+        return may_exchange_kv(self.member(one).revision, self.member(other).revision)
 
     def offers(self, role: Role) -> bool:
         """Whether there is an engine for the role that answers and has not failed this view's request."""

@@ -46,4 +46,6 @@ def _engine(
     last = fleet.knowledge.loads.last(member.name)
     load, waiting = (last[0].kv_usage, last[0].waiting) if last is not None else (None, 0)
     stale = is_stale(fleet, member, stale_after_s)
-    return LoadedEngine(member.name, member.role, load, sequences, member.leaving, member.reachable, stale, waiting)
+    return LoadedEngine(
+        member.name, member.role, load, sequences, member.leaving, member.reachable, stale, waiting, member.revision
+    )

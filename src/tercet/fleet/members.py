@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tercet.fleet.calls_in_flight import CallsInFlight
-from tercet.protocol import AdapterReport, Engine, Role
+from tercet.protocol import AdapterReport, Engine, Revision, Role
+from tercet.protocol.revision import UNKNOWN_REVISION
 from tercet.protocol.types import Paused
 
 COUNTS = frozenset({"in_flight", "in_flight_tokens"})
-FOLLOWED = COUNTS | {"role", "reachable", "labels"}
+FOLLOWED = COUNTS | {"role", "reachable", "labels", "revision"}
 
 
 @dataclass
@@ -21,13 +22,13 @@ class Member:
     those that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` are set by its
     operator. ``reachable`` turns false when a call gets no answer or the engine is stuck, and true again when the
     router's watch finds it well. ``draining`` is set by its operator, ``stopping`` and ``paused`` reported by the
-    engine. ``when_idle`` is called each time that its last sequence ends.
-    ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it
-    is reported. ``adapters`` are the LoRA adapters that it reports, by name, ``max_adapters`` the number of them that
-    one step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes. ``said_stamp`` is the
-    adapter stamp of its last report, ``asked_stamp`` the stamp at its last status. ``refused`` is the reason why an
-    engine that answers may not serve here, such as another model. ``on_change`` is called for each change of a field in
-    ``FOLLOWED``: picks use columns of these fields instead of reading every engine.
+    engine. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is the capacity of its KV cache
+    in tokens; 0 until it is reported. ``adapters`` are the LoRA adapters that it reports, by name, ``max_adapters`` the
+    number of them that one step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes,
+    ``revision`` what it is an instance of. ``said_stamp`` is the adapter stamp of its last report, ``asked_stamp`` the
+    stamp at its last status. ``refused`` is the reason why an engine that answers may not serve here, such as another
+    model. ``on_change`` is called for each change of a field in ``FOLLOWED``: picks use columns of these fields instead
+    of reading every engine.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Member:
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     max_adapters: int = 0
     model_dtype: str = ""
+    revision: Revision = UNKNOWN_REVISION
     said_stamp: int = 0
     asked_stamp: int = 0
     refused: str = ""

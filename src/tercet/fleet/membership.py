@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from tercet.aio import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import cache_followed
+from tercet.fleet.replaced_model import ReplacedModel
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
 from tercet.wire.client import Admit, HttpEngine
 from tercet.wire.streams import StreamListener
@@ -77,6 +78,15 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         models = sorted({status.model for status in alike})
         return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
 
+    def of_replaced(self, status: EngineStatus) -> Promise | None:
+        """The promise once engines have the weights of ``status``; None if clients were promised another model.
+
+        They know it by the same name, and its context is at least as long.
+        """
+        if status.model not in self.models or status.max_model_len < self.max_model_len:
+            return None
+        return msgspec.structs.replace(self, fingerprint=status.fingerprint)
+
     def require_kept(self, status: EngineStatus) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for an engine that does not match."""
         if status.model not in self.models:
@@ -129,11 +139,15 @@ class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Membership:
     """Adds engines to ``fleet`` and takes them away; opens and closes their connections by ``connect(name, url)``.
 
-    Use as an async context manager; its end closes every connection. ``promise`` is None until it is known.
+    Use as an async context manager; its end closes every connection. ``promise`` is None until it is known;
+    ``on_replaced`` receives another one once all engines serve other weights, and is to set it.
     """
 
     def __init__(self, fleet: EngineFleet, connect: Connect) -> None:
         self.promise: Promise | None = None
+        self.on_replaced: Callable[[Promise], Coroutine[Any, Any, object]] | None = None
+        self._replaced = ReplacedModel()
+        self._others: dict[int, EngineStatus] = {}
         self._text = TextFingerprint()
         self._fleet = fleet
         self._connect = connect
@@ -244,9 +258,25 @@ class Membership:
                     if asks and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"status poll of {member.name}")
                 self._fleet.health.stand_still(POLL_INTERVAL_S)
+                if (replaced := self._noticed_replaced()) is not None:
+                    questions.spawn(replaced, "replaced model")
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             await questions.close()
+
+    def _noticed_replaced(self) -> Coroutine[Any, Any, object] | None:
+        """Accepts other weights that all engines have by now, if the router's tokenizer and names still fit."""
+        serves = any(member.reachable for member in self._fleet.members)
+        refused = [self._others[id(member)] for member in self._fleet.members if id(member) in self._others]
+        found = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
+        if found is None or self.promise is None or self.on_replaced is None or not _speaks(found, self._text):
+            return None
+        promise = self.promise.of_replaced(found)
+        if promise is None or promise == self.promise:
+            return None
+        self._replaced = ReplacedModel()  # it is tried again if it fails
+        logger.warning("engines: all that answer have other weights (%s) now, and serve", promise.fingerprint)
+        return self.on_replaced(promise)
 
     async def _ask(self, member: Member) -> None:
         stamp = member.said_stamp
@@ -255,6 +285,7 @@ class Membership:
             member.asked_stamp = stamp
         except EngineUnreachable as error:
             member.refused = ""
+            self._others.pop(id(member), None)
             self._fleet.health.lost(member, error)
         except TercetError as error:
             logger.debug("%s answers: %s", member.name, error)
@@ -299,13 +330,18 @@ class Membership:
         self._fleet.health.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         member.model_dtype = status.model_dtype
+        if member.revision != status.revision:
+            member.revision = status.revision
         self._fleet.adapters.reported(member, status)
         try:
             self._admit(status)
         except BadRequest as error:
+            if id(member) in self._open:
+                self._others[id(member)] = status
             self._refuse(member, error)
         else:
             self._refused.pop(id(member), None)
+            self._others.pop(id(member), None)
             member.refused = ""
             if not self._fleet.liveness.is_stuck(member.name):
                 self._fleet.health.found_well(member)
@@ -339,6 +375,7 @@ class Membership:
     def _close(self, member: Member) -> None:
         found = self._open.pop(id(member), None)
         self._refused.pop(id(member), None)
+        self._others.pop(id(member), None)
         if found is not None:  # when the router ends, all are closed, including those with sequences
             self._closing.spawn(found[1].aclose())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar, cast
@@ -24,10 +24,12 @@ from tercet.protocol import (
     EngineView,
     PrefillRule,
     Request,
+    Revision,
     Role,
     RoleUnavailable,
     UnknownAdapter,
     WithoutRole,
+    may_exchange_kv,
 )
 from tercet.settings import log_events
 
@@ -65,6 +67,7 @@ class Picking(Generic[ViewT]):
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     leaving: Sequence[ViewT] = ()
     explanation: tuple[SchedulingProfile, Decision, int] | None = None
+    _alike: bool = False
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])
@@ -78,8 +81,9 @@ class Picking(Generic[ViewT]):
         self.forget_candidates()
 
     def forget_candidates(self) -> None:
-        """Drop cached candidates: roles, labels, reachability, membership or filters have changed."""
+        """Drop cached candidates: roles, labels, reachability, revisions, membership or filters have changed."""
         self._answering.clear()
+        self._alike = False
 
     def pick(
         self, role: Role, by: str, without: Sequence[str], request: Request | None, partner: str | None = None
@@ -87,7 +91,7 @@ class Picking(Generic[ViewT]):
         """Pick an engine by a picker or profile called ``by``.
 
         ``without`` are names that are avoided while there are others; the last one matters least. ``partner`` is the
-        engine that it works with.
+        engine that it exchanges KV with.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if there is none or a strict filter leaves none,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
@@ -95,7 +99,7 @@ class Picking(Generic[ViewT]):
         turns = PICKERS.get(by)
         self.explanation = None
         if turns is not None:
-            return self._pick_by_turns(turns, role, by, without, request)
+            return self._pick_by_turns(turns, role, by, without, request, partner)
         profile = self.scheduling.profile(by, role)
         if profile is None:
             known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
@@ -103,9 +107,10 @@ class Picking(Generic[ViewT]):
         return self._pick_by_profile(profile, role, without, request, partner)
 
     def _pick_by_turns(
-        self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None
+        self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None,
+        partner: str | None,
     ) -> ViewT:  # fmt: skip
-        candidates = self._preferring(self.candidates(role, request=request), without)
+        candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
         if not len(candidates):
             raise self.no_engine_error()
         key = role, by
@@ -122,7 +127,7 @@ class Picking(Generic[ViewT]):
         partner: str | None,
     ) -> ViewT:
         self.knowledge.needed()
-        candidates = self.candidates(role, request=request)
+        candidates = self.candidates(role, request=request, partner=partner)
         candidates = self._preferring(candidates, without)
         if not len(candidates):
             raise self.no_engine_error()
@@ -148,7 +153,7 @@ class Picking(Generic[ViewT]):
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
         self.knowledge.needed()
-        candidates = self.candidates(role, among, request)
+        candidates = self.candidates(role, among, request, partner)
         candidates = self._preferring(candidates, without)
         if not len(candidates):
             raise self.no_engine_error()
@@ -178,16 +183,21 @@ class Picking(Generic[ViewT]):
         return found
 
     def candidates(
-        self, role: Role, among: Collection[str] | None = None, request: Request | None = None
-    ) -> Engines:  # fmt: skip
+        self,
+        role: Role,
+        among: Collection[str] | None = None,
+        request: Request | None = None,
+        partner: str | None = None,
+    ) -> Engines:
         """Engines of the role, without those that do not answer while others do.
 
         If none of them answers, engines of other roles are returned: every engine can do both. If the fleet is
         configured to refuse that, raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count,
         all if not given. Only engines that can serve the ``request`` are returned: raises
-        :class:`~tercet.protocol.UnknownAdapter`.
+        :class:`~tercet.protocol.UnknownAdapter`. Of those, only engines that may exchange KV with the ``partner``.
         """
-        for_all = among is None and (request is None or request.adapter is None)
+        pairs_with = self._pairs_with(partner)
+        for_all = pairs_with is None and among is None and (request is None or request.adapter is None)
         if for_all and role in self._answering:
             return self._answering[role].anew()
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
@@ -196,19 +206,31 @@ class Picking(Generic[ViewT]):
         if request is not None and request.adapter is not None:
             serving = {view.name for view in self.serving(request, everyone.views)}
             everyone = everyone.where([engine.name in serving for engine in everyone])
+        if pairs_with is not None:
+            everyone = everyone.where([may_exchange_kv(engine.revision, pairs_with) for engine in everyone])
         roles = ("prefill", "decode", "both") if role == "both" else (role, "both")
         answering = everyone.where([engine.reachable and engine.role in roles for engine in everyone])
         if len(answering):
-            self._filled(role)
+            if pairs_with is None:
+                self._filled(role)
             if for_all:
                 self._answering[role] = answering
                 return answering.anew()
             return answering
-        self._require_role(role)
+        self._require_role(role, partner)
         able = everyone.where([engine.role in roles for engine in everyone])
         others = everyone.where([engine.reachable for engine in everyone])
-        self._filled_by_others(role, len(others) > 0)
+        if pairs_with is None:  # otherwise the role is served, for other partners
+            self._filled_by_others(role, len(others) > 0)
         return others if len(others) else able if len(able) else everyone
+
+    def _pairs_with(self, partner: str | None) -> Revision | None:
+        """The revision that candidates must exchange KV with; None if every engine may, or there is no partner."""
+        if partner is None or self._alike:
+            return None
+        everyone = [*self.views, *self.leaving]
+        self._alike = len({view.revision for view in everyone}) < 2
+        return None if self._alike else next((view.revision for view in everyone if view.name == partner), None)
 
     def _view(self, name: str | None) -> ViewT | None:
         """The engine of that name, if it may be picked."""
@@ -225,16 +247,18 @@ class Picking(Generic[ViewT]):
                 engines = left if len(left) else engines
         return engines
 
-    def _require_role(self, role: Role) -> None:
+    def _require_role(self, role: Role, partner: str | None) -> None:
         """Allow engines of other roles, or refuse, while none of the role answers. Roles are set by the router."""
         if role != "both" and self.without_role == "refuse":
-            raise RoleUnavailable(f"{self.why_without(role)}, and other roles may not serve in its place")
+            raise RoleUnavailable(f"{self.why_without(role, partner)}, and other roles may not serve in its place")
 
-    def why_without(self, role: Role) -> str:
-        """Why no engine of the role can be picked."""
-        if _any_for(role, self.views):
+    def why_without(self, role: Role, partner: str | None = None) -> str:
+        """Why no engine of the role can be picked, to exchange KV with the ``partner`` if there is one."""
+        if self._pairs_with(partner) is not None and any(view.reachable for view in _of_role(role, self.views)):
+            return f"no engine of the role {role} may exchange KV with {partner}"
+        if any(_of_role(role, self.views)):
             return f"no engine of the role {role} answers"
-        if _any_for(role, self.leaving):
+        if any(_of_role(role, self.leaving)):
             return f"every engine of the role {role} is drained or stops"
         return f"this fleet has no engine of the role {role}"
 
@@ -290,7 +314,7 @@ class Picking(Generic[ViewT]):
     ) -> bool:
         """See :meth:`tercet.fleet.EngineFleet.disaggregates`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
-        prefill = self.candidates("prefill", among, request)
+        prefill = self.candidates("prefill", among, request, decode)
         row = self.knowledge.loads.row(decode)
         prefill = prefill if row is None else prefill.where(prefill.rows != row)
         if not len(prefill):
@@ -302,5 +326,5 @@ class Picking(Generic[ViewT]):
         return rule.disaggregates(request, cached, prefill)
 
 
-def _any_for(role: Role, views: Sequence[EngineView]) -> bool:
-    return any(view.role in (role, "both") for view in views)
+def _of_role(role: Role, views: Sequence[EngineView]) -> Iterator[EngineView]:
+    return (view for view in views if view.role in (role, "both"))

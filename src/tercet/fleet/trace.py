@@ -46,7 +46,8 @@ class Tracing(NamedTuple):
 
     ``costs`` learn from it. ``on_generate`` is called with each generation that begins, ``on_failure`` returns the
     engine to blame for an error. ``calls_of`` returns the calls in flight of an engine by its name: a call fails once
-    its engine, or the engine that it works for, is lost. ``hits`` compare what picks predicted with what engines found.
+    its engine, or the engine that it works for, is lost. ``require_exchange`` raises for a sender and a receiver that
+    must not exchange KV. ``hits`` compare what picks predicted with what engines found.
     The sequence ``began`` at that time of the costs' clock; ``place`` is where it stands in a distributed trace.
     """
 
@@ -55,6 +56,7 @@ class Tracing(NamedTuple):
     on_generate: Callable[[Generation], object]
     on_failure: Callable[[str, TercetError], None]
     calls_of: Callable[[str], CallsInFlight]
+    require_exchange: Callable[[str, str], None]
     hits: PrefixHits
     began: float
     place: SpanContext | None
@@ -159,6 +161,7 @@ class TracedEngine:
     ) -> Sent:
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
+        self.tracing.require_exchange(self.name, receiver)
         with (
             self._watched("remote_send", receiver) as call,
             self.costs.sending(self.name, request, begin, stop) as done,

@@ -41,6 +41,7 @@ from tercet.protocol.errors import (
 from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, WithoutRole
 from tercet.protocol.multimodal import MultiModalFeature, digest_of_feature, digest_of_features
 from tercet.protocol.ranges import resolve_range
+from tercet.protocol.revision import Revision, TextFingerprint, kv_obstacle, may_exchange_kv
 from tercet.protocol.stream import OutputStream
 from tercet.protocol.types import (
     AdapterLoad,
@@ -93,6 +94,7 @@ __all__ = [
     "RequestTimeout",
     "RequestTooLarge",
     "Reservation",
+    "Revision",
     "Role",
     "RoleUnavailable",
     "Route",
@@ -104,6 +106,7 @@ __all__ = [
     "ShuttingDown",
     "TakesAdapters",
     "TercetError",
+    "TextFingerprint",
     "TokenLogprob",
     "TransferFailed",
     "Unauthorized",
@@ -120,6 +123,8 @@ __all__ = [
     "digest_of_feature",
     "digest_of_features",
     "from_wire",
+    "kv_obstacle",
+    "may_exchange_kv",
     "packed",
     "resolve_range",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tercet.protocol.engine import Engine
+from tercet.protocol.revision import Revision
 from tercet.protocol.roles import Role
 from tercet.protocol.types import AdapterReport, Request
 
@@ -20,7 +21,8 @@ class EngineView(Protocol):
 
     ``role`` is ``prefill``, ``decode`` or ``both``; ``labels`` are set by its operator. It is ``reachable`` if it
     answered the last poll. ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens``
-    their prompt tokens. ``adapters`` are the LoRA adapters that it reports, by name.
+    their prompt tokens. ``adapters`` are the LoRA adapters that it reports, by name. Engines exchange KV only if their
+    ``revision`` allows it.
     """
 
     @property
@@ -43,6 +45,9 @@ class EngineView(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, AdapterReport]: ...
+
+    @property
+    def revision(self) -> Revision: ...
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,12 @@ class Fleet(Protocol):
         ``by`` is ``round_robin``, ``least_loaded``, the name of a scheduling profile, or ``scheduled`` for the profile
         of the role. Profiles that look at prompts or headers need the ``request``.
 
-        Engines that are being drained are left out, and those without the request's LoRA adapter; those that do not
-        answer are left out while others do, and so is ``other_than``. If no engine of the role answers, others serve in
-        its place, unless the fleet is configured to refuse that. Raises :class:`~tercet.protocol.EngineUnreachable` if
-        there is no engine or a strict filter leaves none, :class:`~tercet.protocol.RoleUnavailable`,
-        :class:`~tercet.protocol.UnknownAdapter`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
+        Engines that are being drained are left out, those without the request's LoRA adapter, and those that exchange
+        no KV with ``other_than``; those that do not answer are left out while others do, and so is ``other_than``. If
+        no engine of the role answers, others serve in its place, unless the fleet is configured to refuse that. Raises
+        :class:`~tercet.protocol.EngineUnreachable` if there is no engine or a strict filter leaves none,
+        :class:`~tercet.protocol.RoleUnavailable`, :class:`~tercet.protocol.UnknownAdapter`, and
+        :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         ...
 

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tercet.protocol.addresses import KVLayout
 from tercet.protocol.errors import UnknownAdapter
 from tercet.protocol.multimodal import MultiModalFeature
+from tercet.protocol.revision import Revision, TextFingerprint
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -139,13 +141,6 @@ class AdapterReport(msgspec.Struct, frozen=True):
             )
 
 
-class TextFingerprint(msgspec.Struct, frozen=True):
-    """Digests of a model's ``tokenizer``, its vocabulary included, and its ``chat_template``; empty if unknown."""
-
-    tokenizer: str = ""
-    chat_template: str = ""
-
-
 Paused = Literal["", "new", "all"]
 """Which sequences an engine does not advance: none, those that have not begun, or all, as while its weights change."""
 
@@ -157,8 +152,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     an engine that publishes none. ``incarnation`` changes with each start, and calls may be addressed to it;
     ``fingerprint`` identifies the model's config and weights, ``dtype`` is that of its KV, and ``model_dtype`` that in
     which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its tokenizer
-    and chat template. ``max_adapters`` is the number of LoRA adapters that one step may serve, 0 if it serves none;
-    ``adapters`` are those that it has. ``paused`` as in :class:`EngineLoad`.
+    and chat template, ``layout`` is that of its KV, None if not reported. ``max_adapters`` is the number of LoRA
+    adapters that one step may serve, 0 if it serves none; ``adapters`` are those that it has. ``paused`` as in
+    :class:`EngineLoad`.
     """
 
     engine: str
@@ -179,12 +175,18 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     fingerprint: str = ""
     text: TextFingerprint = TextFingerprint()
+    layout: KVLayout | None = None
     dtype: str = ""
     model_dtype: str = ""
     stalled_s: NotNegativeNumber = 0.0
     max_adapters: int = 0
     adapters: tuple[AdapterReport, ...] = ()
     paused: Paused = ""
+
+    @property
+    def revision(self) -> Revision:
+        """What it is an instance of."""
+        return Revision(self.version, self.vllm_version, self.fingerprint, self.text, self.layout)
 
 
 class SequenceReport(msgspec.Struct, frozen=True):

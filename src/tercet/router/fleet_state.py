@@ -112,6 +112,10 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The first promise stands."""
         return self if self.promise is not None else msgspec.structs.replace(self, promise=promise)
 
+    def with_replaced(self, promise: Promise) -> FleetState:
+        """Another promise stands, since engines serve other weights."""
+        return self if self.promise == promise else msgspec.structs.replace(self, promise=promise)
+
     def with_adapter(self, adapter: AdapterState) -> FleetState:
         """One more adapter for all engines. Raises :class:`~tercet.protocol.Conflict` if its name is another one's."""
         others = tuple(each for each in self.adapters if each.name != adapter.name)

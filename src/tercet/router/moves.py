@@ -120,6 +120,7 @@ class Moves:
         Raises :class:`~tercet.protocol.Conflict` for a sequence that no engine generates, or that is on its way,
         :class:`~tercet.protocol.NoSpace` if a limit is reached, :class:`~tercet.protocol.UnknownEngine`,
         :class:`~tercet.protocol.EngineUnreachable`, :class:`~tercet.protocol.UnknownAdapter`,
+        :class:`~tercet.protocol.LayoutMismatch` for engines that must not exchange KV,
         :class:`~tercet.protocol.BadRequest`, and what failed otherwise.
         The sequence goes on then, where it was.
         """
@@ -157,6 +158,7 @@ class Moves:
         self._fleet.adapters.require(destination, sequence.request)
         if not self._fleet.member(destination).reachable:
             raise EngineUnreachable(f"destination: {destination} does not answer at present")
+        self._fleet.require_exchange(source, destination)
         proposed = counted_move(self._fleet, source, destination, moving.computed)
         counted.enter_context(self.under_way.counted(proposed))
         return moving, to

@@ -108,7 +108,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 else:
                     promise = await state.until_ready()
                     background.spawn(state.follow(), "state")
-                membership.promise = promise
+                membership.promise, membership.on_replaced = promise, state.replaced
                 background.spawn(membership.watch(), "membership")
                 if tells:
                     background.spawn(remove_gone(state), "gone engines")

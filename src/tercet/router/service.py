@@ -145,7 +145,7 @@ class Service(Generic[M]):
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
         self.observer: SequenceObserver | None = None
-        self._streams: set[OutputStream] = set()
+        self._streams: dict[OutputStream, RunningSequence] = {}
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
 
@@ -196,6 +196,12 @@ class Service(Generic[M]):
         for stream in tuple(self._streams):
             stream.give_up(error)
 
+    def break_off(self, error: TercetError) -> None:
+        """Sequences that have tokens of the present model end with ``error``: another one must not continue them."""
+        for stream, sequence in tuple(self._streams.items()):
+            if sequence.tokens:
+                stream.give_up(error)
+
     async def _serve(
         self, request: Request, trace: Trace, model: str, began: float,
         on_sequence: Callable[[RunningSequence], object], stream: OutputStream,
@@ -212,7 +218,7 @@ class Service(Generic[M]):
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace, seen), self._clock)
         if self._given_up_by is not None:
             raise self._given_up_by
-        self._streams.add(stream)
+        self._streams[stream] = sequence
         if self.observer is not None:
             self.observer.begins(sequence, trace)
         try:
@@ -233,7 +239,7 @@ class Service(Generic[M]):
                     trace.program = sequence.program
                     program = partial(one_engine, retry.request, fleet, retry.output)
         finally:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
             if self.observer is not None:
                 self.observer.ends(sequence, trace)
             if seen is not None:

@@ -22,7 +22,7 @@ from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
 from tercet.fleet.observed_roles import prefill_line
 from tercet.programs import Program
-from tercet.protocol import AdapterReport, BadRequest, EngineError, TercetError, UnknownAdapter
+from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError, UnknownAdapter
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
@@ -45,6 +45,7 @@ logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
 FOLLOW_SECONDS = 30.0
 ASKED = "it was asked for"
+REPLACED = "the model was replaced by another one while this request ran; ask again"
 
 
 @dataclass
@@ -150,6 +151,10 @@ class SharedState:
             raise BadRequest(f"state: {self._file.path} has no promise", "state")
         return self.state.promise
 
+    async def replaced(self, promise: Promise) -> None:
+        """Serve other weights from now on, here and in all processes that follow."""
+        await self.change(lambda state: state.with_replaced(promise), "all engines serve other weights")
+
     async def serving(self) -> None:
         """From now on changes wait for this process, so it knows of all before."""
         self._serving = True
@@ -232,6 +237,9 @@ class SharedState:
                     is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
+        if not from_scratch and self.state.promise is not None and state.promise != self.state.promise:
+            self.service.break_off(EngineUnreachable(REPLACED))
+            self._membership.promise = state.promise
         await self._apply_members(state, from_scratch)
         self._fleet.adapters.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
         if not from_scratch and state.adapters != self.state.adapters:

@@ -3,6 +3,7 @@
 from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml
 from tercet.settings.discovery_settings import DiscoverySettings
+from tercet.settings.model_router_config import ModelRouterConfig
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.picker_config import PickerConfig
 from tercet.settings.process_settings import EngineTLS
@@ -18,6 +19,7 @@ __all__ = [
     "EngineAddress",
     "EngineTLS",
     "Limits",
+    "ModelRouterConfig",
     "MoveSettings",
     "PickerConfig",
     "RescheduleSettings",

@@ -16,7 +16,7 @@ from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from tercet.protocol import DeadlineExceeded, EngineError, Output, TercetError, Unauthorized, UnknownSequence
+from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
@@ -113,8 +113,8 @@ class TercetEndpoints:
 def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
     """How this engine calls others: by TLS if it is served by TLS itself."""
 
-    async def ours() -> str:
-        return verbs.fingerprint
+    async def ours() -> Revision:
+        return verbs.revision
 
     secret = settings.fleet_secret or next(iter(api_keys(args)), "")
     tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None

@@ -105,20 +105,33 @@ async def test_engines_join_are_emptied_and_leave(url: str) -> None:
         process.wait()
 
 
+class Router:
+    """A router that begins without an engine, and may be killed and started again at its port."""
+
+    def __init__(self, folder: Path) -> None:
+        (port,) = free_ports("127.0.0.1", 1)
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = folder / "router.log"
+        self._command = [
+            sys.executable, "-m", "tercet.cli", "router", "--model", "smollm2", "--openai-layer", "small",
+            "--await-engines", "--port", str(port), "--program", "data_parallel",
+        ]  # fmt: skip
+        self.process = started(self._command, self._log)
+
+    async def killed_and_started(self) -> None:
+        self.process.kill()
+        await asyncio.to_thread(self.process.wait, 60)
+        self.process = started(self._command, self._log)
+
+
 @pytest.fixture
-async def empty(tmp_path: Path) -> AsyncGenerator[str]:
-    """A router without an engine."""
-    port = free_ports("127.0.0.1", 1)[0]
-    command = [
-        sys.executable, "-m", "tercet.cli", "router", "--model", "smollm2", "--openai-layer", "small",
-        "--await-engines", "--port", str(port), "--program", "data_parallel",
-    ]  # fmt: skip
-    process = started(command, tmp_path / "router.log")
+async def empty(tmp_path: Path) -> AsyncGenerator[Router]:
+    router = Router(tmp_path)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield router
     finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait, 60)
+        router.process.terminate()
+        await asyncio.to_thread(router.process.wait, 60)
 
 
 def started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -145,13 +158,17 @@ async def until_asked(url: str, wanted: int) -> str:
             await asyncio.sleep(0.1)
 
 
-async def test_a_router_without_an_engine_says_so_until_one_joins(empty: str) -> None:
-    assert "this router has no engine yet" in await until_asked(empty, 503)
-    assert await members(empty) == {}
-    process = joining(empty, free_ports("127.0.0.1", 1)[0])
+async def test_a_router_without_an_engine_says_so_until_one_joins(empty: Router) -> None:
+    assert "this router has no engine yet" in await until_asked(empty.url, 503)
+    assert await members(empty.url) == {}
+    process = joining(empty.url, free_ports("127.0.0.1", 1)[0])
     try:
-        assert '"completion_tokens":3' in (await until_asked(empty, 200)).replace(" ", "")
-        assert (await members(empty)).keys() == {"more"}
+        assert '"completion_tokens":3' in (await until_asked(empty.url, 200)).replace(" ", "")
+        assert (await members(empty.url)).keys() == {"more"}
+        # Without a file of its state: the engine joins again by itself.
+        await empty.killed_and_started()
+        await until_asked(empty.url, 200)
+        assert (await members(empty.url)).keys() == {"more"}
     finally:
         process.terminate()
         said = await said_until_end(process)

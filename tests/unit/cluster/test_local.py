@@ -40,6 +40,9 @@ if mode == "refuses":
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
+    def do_DELETE(self):
+        print("deleted", self.path, flush=True)
+        self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
     def log_message(self, *args): pass
 if mode == "slow":
     time.sleep(600)
@@ -229,6 +232,8 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
         _kill(fleet, "decode-0")
         await _until(lambda: any("not restarted" in line for line in said))
         assert not watching.done()
+        log = fleet.router.log
+        await _until(lambda: "deleted /tercet/v1/engines/decode-0" in log.read_text())  # the router lists it no more
         _kill(fleet, "prefill-0")
         with pytest.raises(StartFailed, match="prefill-0 ended with exit code 3; no engine is left"):
             await asyncio.wait_for(watching, 30)

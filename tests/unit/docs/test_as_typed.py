@@ -21,7 +21,15 @@ from tercet.cli.setting_flags import flags_given
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.router.router_app import GENERATING, OPEN
-from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
+from tercet.settings import (
+    ModelRouterConfig,
+    PickerConfig,
+    ReschedulerConfig,
+    RouterConfig,
+    Settings,
+    SidecarConfig,
+    decode_settings,
+)
 from tercet.settings.planner_config import PlannerConfig
 from tercet.settings.variables import API_KEY_VARIABLE
 
@@ -35,6 +43,7 @@ SERVERS: dict[str, tuple[type[Settings], str]] = {
     "tercet router": (RouterConfig, "router-args"),
     "tercet epp": (PickerConfig, ""),
     "tercet sidecar": (SidecarConfig, ""),
+    "tercet model-router": (ModelRouterConfig, ""),
     "tercet rescheduler": (ReschedulerConfig, ""),
     "tercet planner": (PlannerConfig, ""),
 }

@@ -22,7 +22,7 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, MemberState
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.router import admin
 from tercet.router.admin_access import AdminAccess
 from tercet.router.fleet_state import FleetState, ProgramInUse
@@ -104,6 +104,7 @@ class Engine(FakeEngine):
         self.closed = False
         self.gone = False
         self.text = TextFingerprint()
+        self.fingerprint = ""
 
     async def status(self) -> EngineStatus:
         if self.gone:
@@ -111,7 +112,7 @@ class Engine(FakeEngine):
         return EngineStatus(
             engine=self.name, model=self.model, version="0", vllm_version="0", block_size=16, total_blocks=10,
             free_blocks=10, running=0, waiting=0, kv_cache_usage=0.0, max_model_len=self.max_model_len, leases=0,
-            sends=0, text=self.text,
+            sends=0, text=self.text, fingerprint=self.fingerprint,
         )  # fmt: skip
 
 

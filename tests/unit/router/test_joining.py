@@ -9,7 +9,7 @@ import pytest
 from tercet.fleet import membership
 from tercet.fleet.membership import Promise
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
 
 from .conftest import Engine, LiveRouter, draining

@@ -18,9 +18,11 @@ from tercet.protocol import (
     Conflict,
     EngineLoad,
     EngineUnreachable,
+    LayoutMismatch,
     NoSpace,
     OutputStream,
     Request,
+    Revision,
     Sent,
     TercetError,
     TransferFailed,
@@ -365,6 +367,19 @@ async def test_with_nobody_else_a_drained_engine_finishes_its_own(router: LiveRo
     async with running(router):
         await router.shared.change(lambda state: state.with_draining("d", True))
         await rescheduler.look()
+        assert not router.service.moves.since(0)
+
+
+async def test_nothing_moves_between_engines_that_exchange_no_kv(router: LiveRouter) -> None:
+    rescheduler = rescheduler_of(router)
+    router.fleet.member("d").revision = Revision("0.3.0", "0.32.0", "weights")
+    router.fleet.member("p").revision = Revision("0.3.0", "0.33.0", "weights")
+    async with running(router) as (_, sequence):
+        with pytest.raises(LayoutMismatch, match=r"d and p must not exchange KV: their versions of vLLM differ"):
+            await router.service.moves.move(sequence, "p", "test")
+        await router.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
+        await rescheduler.look()
+        assert (sequence.engine, router.engine("p").verbs) == ("d", [])
         assert not router.service.moves.since(0)
 
 

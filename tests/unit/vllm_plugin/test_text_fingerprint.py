@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -9,7 +9,16 @@ from random import Random
 
 from tercet.decisions.cost.cost_model import CostModel
 from tercet.decisions.cost.engine_work import EngineWork, Job
-from tercet.decisions.cost.routes import RouteCandidate, RouteDecision, RouteOption, RouteRequest, Targets, options_of
+from tercet.decisions.cost.routes import (
+    MayPair,
+    RouteCandidate,
+    RouteDecision,
+    RouteOption,
+    RouteRequest,
+    Targets,
+    any_pair,
+    options_of,
+)
 from tercet.protocol import Output, OutputStream, Request, Usage
 
 CLOSEST = 6
@@ -51,8 +60,9 @@ class Costs:
     # ---- picking a route -------------------------------------------------------------------------------------
 
     def decide(
-        self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float
-    ) -> RouteDecision:
+        self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float,
+        may_pair: MayPair = any_pair,
+    ) -> RouteDecision:  # fmt: skip
         """Choose a route over these engines (at least one); ``matched`` has their estimated cached tokens."""
         self._watches = True
         now = self.clock()
@@ -61,7 +71,7 @@ class Costs:
             RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0))
             for name in self._closest(names, matched)
         ]
-        options = options_of(candidates, wanted)
+        options = options_of(candidates, wanted, may_pair)
         chosen = self._unknown(options, explore) or options[0]
         others = [option for option in options[:5] if option is not chosen]
         return RouteDecision(

@@ -16,8 +16,9 @@ decode on ``d``. With objectives, the routes that miss them least come first; th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, Protocol
 
 import msgspec
@@ -32,6 +33,13 @@ STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
 """Engines accept calls between steps: a call waits half a step on average if decodes run."""
 
 RouteKind = Literal["alone", "pair", "split"]
+MayPair = Callable[[str, str], bool]
+"""Whether two engines, by name, may exchange KV."""
+
+
+def any_pair(_one: str, _other: str) -> bool:
+    """Every two engines may."""
+    return True
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -169,21 +177,23 @@ def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequ
     return _pair(prefill, decode, wanted.tokens, wanted).cost < (1 - gain) * _alone(decode, wanted).cost
 
 
-def options_of(candidates: Sequence[RouteCandidate], wanted: RouteRequest) -> list[RouteOption]:
+def options_of(
+    candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = any_pair
+) -> list[RouteOption]:
     """Routes over these engines that are worth an estimate, the best first.
 
-    Every engine alone; pairs of the few that prefill at the least cost and the few that decode at the least cost; and
-    for the best of these pairs, other splits.
+    Every engine alone; pairs of the few that decode at the least cost, each with the few that may pair with it and
+    prefill at the least cost; and for the best of these pairs, other splits.
     """
     _expect_order(candidates)
     alone = [_alone(candidate, wanted) for candidate in candidates]
     by_name = {candidate.name: candidate for candidate in candidates}
-    prefills = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: _cost_of_prefill(candidate, wanted))
+    prefills = sorted(candidates, key=lambda candidate: _cost_of_prefill(candidate, wanted))
     decodes = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: _cost_of_decode(candidate, wanted))
     pairs = [
         _pair(prefill, decode, wanted.tokens, wanted)
-        for prefill in prefills
         for decode in decodes
+        for prefill in islice((each for each in prefills if may_pair(each.name, decode.name)), PAIRED)
         if prefill is not decode and wanted.tokens > decode.matched
     ]
     splits = [

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tercet.decisions.migration.selection import SequenceView
-from tercet.protocol import Role
+from tercet.protocol import Revision, Role, may_exchange_kv
+from tercet.protocol.revision import UNKNOWN_REVISION
 
 
 @dataclass
@@ -15,7 +16,7 @@ class LoadedEngine:
 
     ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any, and ``waiting`` the number of
     requests in its queue. ``draining`` engines are to be emptied, ``stale`` ones have shown no progress for longer than
-    the settings allow.
+    the settings allow. KV moves between engines whose ``revision`` allows it.
     """
 
     name: str
@@ -26,6 +27,7 @@ class LoadedEngine:
     reachable: bool = True
     stale: bool = False
     waiting: int = 0
+    revision: Revision = UNKNOWN_REVISION
     arriving: float = field(default=0.0)
 
     @property
@@ -51,6 +53,10 @@ class LoadedEngine:
     def can(self, role: Role) -> bool:
         """Whether it may serve in the role."""
         return role == "both" or self.role in (role, "both")
+
+    def fits(self, other: LoadedEngine) -> bool:
+        """Whether a sequence of the one may go on at the other."""
+        return may_exchange_kv(self.revision, other.revision)
 
     @property
     def queue(self) -> list[SequenceView]:
@@ -80,6 +86,23 @@ def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine
     source.arriving -= sequence.share
     destination.arriving += sequence.share
     return Wanted(sequence.seq_id, source.name, destination.name, reason)
+
+
+def fitting(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
+    """Engines that sequences of ``source`` may go on at."""
+    return [each for each in engines if each.fits(source)]
+
+
+def groups_that_fit(engines: Iterable[LoadedEngine]) -> list[list[LoadedEngine]]:
+    """The engines, in groups within which sequences may move."""
+    groups = list[list[LoadedEngine]]()
+    for engine in engines:
+        group = next((group for group in groups if group[0].fits(engine)), None)
+        if group is None:
+            groups.append([engine])
+        else:
+            group.append(engine)
+    return groups
 
 
 def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:

@@ -85,7 +85,7 @@ def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted
 
 
 def _beside(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
-    return [each for each in engines if each is not source and each.can(source.role)]
+    return [each for each in engines if each is not source and each.can(source.role) and each.fits(source)]
 
 
 def _place(sequences: Iterable[SequenceView], engines: Sequence[LoadedEngine], ceiling: float) -> list[Placed]:

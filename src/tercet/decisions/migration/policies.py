@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from tercet.decisions.migration.loaded_engines import LoadedEngine, Wanted, least_loaded, move
+from tercet.decisions.migration.loaded_engines import (
+    LoadedEngine,
+    Wanted,
+    fitting,
+    groups_that_fit,
+    least_loaded,
+    move,
+)
 from tercet.decisions.migration.selection import Selection, SequenceView
 from tercet.protocol import Role
 
@@ -34,9 +41,11 @@ def failover(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 def refuge(engines: Sequence[LoadedEngine], source: LoadedEngine, sequence: SequenceView) -> LoadedEngine | None:
     """The least loaded engine for the sequence's next work, or of any role if no engine has that role.
 
-    A running sequence needs decoding; a waiting one waits again, at an engine with its engine's role.
+    A running sequence needs decoding; a waiting one waits again, at an engine with its engine's role. None if no engine
+    may exchange KV with ``source``.
     """
-    return least_loaded(engines, "decode" if sequence.running else source.role) or least_loaded(engines)
+    able = fitting(source, engines)
+    return least_loaded(able, "decode" if sequence.running else source.role) or least_loaded(able)
 
 
 def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
@@ -48,7 +57,7 @@ def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
     for source in engines:
         if source.role == "prefill" and source.takes:
             for sequence in source.sequences:
-                destination = least_loaded(engines, "decode") if sequence.running else None
+                destination = least_loaded(fitting(source, engines), "decode") if sequence.running else None
                 if destination is not None:
                     yield move(sequence, source, destination, "prefill_to_decode")
 
@@ -59,9 +68,16 @@ def balance(
     """Move from the most to the least loaded engine of these roles, from the second to the last but one, and so on.
 
     That is done while the demands of the two differ by more than ``threshold``. A sequence is moved only if that brings
-    the demands closer together, and only where there is room.
+    the demands closer together, and only where there is room. Engines that exchange no KV are balanced apart.
     """
     able = [engine for engine in engines if engine.role in roles and engine.takes and engine.load is not None]
+    for group in groups_that_fit(able):
+        yield from _balanced(group, threshold, selection, reason)
+
+
+def _balanced(
+    able: list[LoadedEngine], threshold: float, selection: Selection, reason: str
+) -> Iterator[Wanted]:  # fmt: skip
     able.sort(key=lambda each: each.demand)
     for destination, source in islice(zip(able, reversed(able), strict=True), len(able) // 2):
         gap = source.demand - destination.demand

@@ -32,11 +32,16 @@ class Rescheduling:
         self._not_before = {seq_id: at for seq_id, at in self._not_before.items() if at > now}
 
     def wanted(self, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-        """Moves to make, each sequence at most once; ``engines`` have only sequences that may be moved."""
-        seen: set[str] = set()
+        """Moves to make, each sequence at most once, and between engines that may exchange KV, whatever is proposed.
+
+        ``engines`` have only sequences that may be moved.
+        """
+        seen, by_name = set[str](), {engine.name: engine for engine in engines}
         for policy in self._policies:
             for wanted in self._proposals(policy, engines):
-                if wanted.seq_id not in seen:
+                source, destination = by_name.get(wanted.source), by_name.get(wanted.destination)
+                unfit = source is not None and destination is not None and not source.fits(destination)
+                if not unfit and wanted.seq_id not in seen:
                     seen.add(wanted.seq_id)
                     yield wanted
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
@@ -14,19 +14,18 @@ from typing import Any, cast
 
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.gateway.proxied_answer import ProxiedAnswer, is_stream
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.gateway.sidecar.opening import Opening
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
-from tercet.protocol.error_forms import error_body, last_events
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
-from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX
 from tercet.settings import SidecarConfig
@@ -39,16 +38,13 @@ from tercet.wire.client.passing import (
     Origin,
     OriginAnswer,
     end_to_end,
-    first,
     passed_on,
     passed_trailers,
     values,
 )
-from tercet.wire.client.passing.fields import is_encoded
-from tercet.wire.serving.trace_answers import TracingSend, wants_trace
+from tercet.wire.serving.trace_answers import wants_trace
 
 logger = logging.getLogger("tercet.gateway")
-JSON = "application/json"
 # Client's headers for this sidecar, which are not passed on to the engine.
 OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
 # Client's headers that an engine needs in requests which the client did not send itself.
@@ -96,7 +92,7 @@ class Proxy:
             await self._handle(http)
 
     async def _handle(self, http: ClientCall) -> None:
-        answer = _ProxiedAnswer(http)
+        answer = ProxiedAnswer(http)
         try:
             async with until_lost(self._under_way):
                 await self._serve(http, answer)
@@ -111,7 +107,7 @@ class Proxy:
         """End running requests with ``error``."""
         self._under_way.lose(error)
 
-    async def _serve(self, http: ClientCall, answer: _ProxiedAnswer) -> None:
+    async def _serve(self, http: ClientCall, answer: ProxiedAnswer) -> None:
         digest = self._require_caller(http)
         if digest is not None:
             body = await self._body(http, is_known=True)
@@ -144,7 +140,7 @@ class Proxy:
 
     # ---- requests that may be split --------------------------------------------------------------------------
 
-    async def _split(self, http: ClientCall, answer: _ProxiedAnswer) -> None:
+    async def _split(self, http: ClientCall, answer: ProxiedAnswer) -> None:
         body = await self._body(http)
         named = http.header(PREFILLER_HEADER)
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
@@ -230,7 +226,7 @@ class Proxy:
     async def _forward(
         self,
         http: ClientCall,
-        answer: _ProxiedAnswer,
+        answer: ProxiedAnswer,
         body: DecodeLeg | bytes | AsyncIterator[bytes] | None,
         held: AsyncExitStack | None = None,
         digest: str | None = None,
@@ -368,7 +364,7 @@ async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
     if response.status >= 500:
         raise EngineError(f"the engine answers {response.status} with KV of another one")
     opening = Opening()
-    if response.status == 200 and _is_stream(response):
+    if response.status == 200 and is_stream(response):
         while chunk := await _read(response, waiting):
             came_to = opening.came_to(chunk)
             if came_to == "failure":
@@ -387,70 +383,6 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
         raise EngineUnreachable(f"the engine was lost: {_reason(error)}") from error
     finally:
         waiting.since = None
-
-
-class _ProxiedAnswer:
-    """One answer to a client. ``traces``, if there are any, are added to it."""
-
-    def __init__(self, http: ClientCall) -> None:
-        self.traces: Sequence[VerbTrace] = ()
-        self._http = http
-        self._events: EventSplitter | None = None
-        self._last = b""
-        self._send: Any = None
-        self._reason = b""
-        self._trailers: Fields = ()
-
-    async def begin(self, upstream: OriginAnswer) -> None:
-        """Send the engine's status, reason and headers."""
-        self._events = EventSplitter() if _is_stream(upstream) else None
-        self._reason = upstream.reason
-        self._send = TracingSend(self._write_message, self.traces) if self.traces else self._write_message
-        has_length = upstream.status != HTTPStatus.NO_CONTENT
-        headers = passed_on(upstream.fields) if has_length else end_to_end(upstream.fields)
-        await self._send({"type": "http.response.start", "status": upstream.status, "headers": headers})
-
-    async def write(self, chunk: bytes) -> None:
-        """Pass on what the engine sent."""
-        passed = chunk if self._events is None else b"".join(self._events.split(chunk))
-        if passed:
-            self._last = passed
-            await self._send({"type": "http.response.body", "body": passed, "more_body": True})
-
-    async def end(self, trailers: Fields) -> None:
-        """End the answer, which is complete."""
-        rest = b"" if self._events is None else self._events.rest()
-        self._trailers = trailers
-        await self._send({"type": "http.response.body", "body": rest, "more_body": False})
-
-    async def fail(self, error: TercetError, asks: Fields = ()) -> None:
-        """Send an error, or end with it; an answer that has begun and is not a stream is cut off."""
-        if not self._http.began:
-            await self._http.answer(error.status, error_body(self._http.path, error), JSON, asks)
-            return
-        logger.warning("an answer was cut off: %s: %s", error.code, error.message)
-        if self._events is not None:
-            await self._http.write(last_events(self._http.path, error, object_of(self._last)))
-            await self._http.end()
-        else:
-            self._http.abort()
-
-    async def _write_message(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            await self._http.begin(message["status"], self._reason, message["headers"])
-            return
-        if body := message.get("body"):
-            await self._http.write(body)
-        if not message.get("more_body"):
-            await self._http.end(self._trailers)
-
-
-def _is_stream(response: OriginAnswer) -> bool:
-    """Whether it is a stream of readable events; it has no length, so a last event can be added."""
-    kind = first(response.fields, b"content-type") or ""
-    if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
-        return False
-    return not is_encoded(response.fields)
 
 
 def _reason(error: BaseException) -> str:

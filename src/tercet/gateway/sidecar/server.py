@@ -20,7 +20,7 @@ from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.listener import ClientCall, Listener
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
 from tercet.gateway.sidecar.proxy import Proxy
-from tercet.protocol import BadRequest, ShuttingDown
+from tercet.protocol import BadRequest, Revision, ShuttingDown
 from tercet.protocol.error_forms import error_body
 from tercet.settings import SidecarConfig
 from tercet.settings.log_lines import log_to_stderr
@@ -168,8 +168,8 @@ async def _leg(
         return
     async with HttpEngine(url, url, secret=config.secret, tls=tls) as engine:
 
-        async def weights() -> str:
-            return (await engine.status()).fingerprint
+        async def ours() -> Revision:
+            return (await engine.status()).revision
 
-        async with RemotePrefill(attempts, weights, config.secret, https, tls) as remote:
+        async with RemotePrefill(attempts, ours, config.secret, https, tls) as remote:
             yield TercetLeg(engine, session, remote, config.stuck_after_s)

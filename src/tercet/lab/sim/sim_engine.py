@@ -254,11 +254,6 @@ class SimEngine:
         self._living_leases.end(found)
         return found.valid_end
 
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of its weights."""
-        return self._layout.model
-
     async def status(self) -> EngineStatus:
         await self._reach()
         if self._scheduler.frozen:
@@ -280,7 +275,8 @@ class SimEngine:
             sends=len(self._sends),
             counters=self._scheduler.told,
             incarnation=self.incarnation,
-            fingerprint=self.fingerprint,
+            fingerprint=self._layout.model,
+            layout=self._layout,
             dtype=self._layout.dtype,
             max_adapters=self.options.max_loras if self._adapters else 0,
             adapters=tuple(self._adapters.values()),

@@ -32,7 +32,7 @@ from tercet.lab.sim.sim_verbs import (
     tokens_of,
 )
 from tercet.lab.sim.step_times import Profile
-from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request
+from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, Revision
 from tercet.protocol.bearer import key_of
 from tercet.protocol.call_proofs import secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER, TRACE_HEADER
@@ -252,14 +252,14 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
     profile = msgspec.structs.replace(config.profile, call=0.0)
     allowed = AllowedPrefillers(config.prefill_hosts, "prefill-hosts")
 
-    async def weights() -> str:
-        return engine.fingerprint
+    async def ours() -> Revision:
+        return (await engine.status()).revision
 
     secret = key_of(os.environ.get(SECRET_VARIABLE, "") if config.secret is None else config.secret, SECRET_VARIABLE)
     api_key = key_of(os.environ.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session,
-        RemotePrefill(PrefillAttempts(config.prefill_budget), weights, secret or api_key) as remote,
+        RemotePrefill(PrefillAttempts(config.prefill_budget), ours, secret or api_key) as remote,
     ):
         network = HttpNetwork(profile.transfer, session, secret or api_key)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)

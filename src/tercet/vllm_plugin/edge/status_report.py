@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tercet import __version__
-from tercet.protocol import EngineStatus, KVEvents
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol import EngineStatus, KVEvents, Revision
 from tercet.vllm_plugin.core.core_methods import EngineDescription
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.call_reader import CallReader
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.hooks import vllm_version
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,7 +19,7 @@ class StatusReport:
 
     def __init__(
         self, client: AsyncLLM, name: str, incarnation: str, description: EngineDescription, reader: CallReader,
-        probe: LivenessProbe, adapters: Adapters, text: TextFingerprint,
+        probe: LivenessProbe, adapters: Adapters, revision: Revision,
     ) -> None:  # fmt: skip
         self._client = client
         self._name = name
@@ -31,7 +28,7 @@ class StatusReport:
         self._reader = reader
         self._probe = probe
         self._adapters = adapters
-        self._text = text
+        self._revision = revision
         events = description.kv_events
         self._kv_events = None if events is None else KVEvents(**events, epoch=incarnation)
 
@@ -41,14 +38,15 @@ class StatusReport:
         return EngineStatus(
             engine=self._name,
             model=self._reader.served_name,
-            version=__version__,
-            vllm_version=vllm_version(),
+            version=self._revision.tercet,
+            vllm_version=self._revision.vllm,
             block_size=self._layout.block_size,
             max_model_len=self._reader.limits.max_model_len,
             kv_events=self._kv_events,
             incarnation=self._incarnation,
-            fingerprint=self._layout.model,
-            text=self._text,
+            fingerprint=self._revision.weights,
+            layout=self._layout,
+            text=self._revision.text,
             dtype=self._layout.dtype,
             model_dtype=str(self._client.vllm_config.model_config.dtype).removeprefix("torch."),
             stalled_s=self._probe.stalled_s,

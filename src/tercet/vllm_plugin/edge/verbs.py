@@ -11,9 +11,10 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tercet import __version__
 from tercet.aio import TaskSet
-from tercet.protocol import EngineStatus, Output, Request, Reservation, Sent, SequenceReport
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol import EngineStatus, Output, Request, Reservation, Revision, Sent, SequenceReport
+from tercet.protocol.revision import TextFingerprint
 from tercet.protocol.wire import (
     MoveCall,
     PrepRecvAnswer,
@@ -42,6 +43,7 @@ from tercet.vllm_plugin.edge.sequence_table import SequenceTable
 from tercet.vllm_plugin.edge.sequence_work import SequenceWork
 from tercet.vllm_plugin.edge.status_report import StatusReport
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
+from tercet.vllm_plugin.hooks import vllm_version
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES
 from tercet.wire.streams import RouterConnections
 
@@ -69,7 +71,7 @@ class EngineVerbs:
     ) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
-        self.fingerprint = description.layout.model
+        self.revision = Revision(__version__, vllm_version(), description.layout.model, text, description.layout)
         self.adapters = adapters
         self._client = client
         self._tasks, self._work = TaskSet(), SequenceWork()
@@ -86,7 +88,7 @@ class EngineVerbs:
         self._generating = GeneratingVerb(
             client, description.token, reader, adapters, self.leases, self._generated, work
         )  # fmt: skip
-        self._status = StatusReport(client, name, self.incarnation, description, reader, probe, adapters, text)
+        self._status = StatusReport(client, name, self.incarnation, description, reader, probe, adapters, self.revision)
         self.meter = LoadMeter(client, probe, adapters)
         self.router_connections = RouterConnections(
             name, self.incarnation, self.meter.load, self.stream_generate, longest_call

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from tercet.protocol import BadRequest
-from tercet.protocol.types import TextFingerprint
+from tercet.protocol.revision import TextFingerprint
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path, render_short_prompts_here
 from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of

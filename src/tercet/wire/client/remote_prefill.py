@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
 
-from tercet.protocol import Conflict, EngineStatus, EngineUnreachable, Request, Reservation, Sent, TercetError
+from tercet.protocol import (
+    Conflict,
+    EngineStatus,
+    EngineUnreachable,
+    Request,
+    Reservation,
+    Revision,
+    Sent,
+    TercetError,
+    kv_obstacle,
+)
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.wire.client import prefill_metrics
 from tercet.wire.client.http_engine import HttpEngine
@@ -46,9 +56,9 @@ class _Peer:
 
 
 class RemotePrefill:
-    """Has prompts prefilled by engines that requests name, for a decode engine with the same weights.
+    """Has prompts prefilled by engines that requests name, for a decode engine that may exchange KV with them.
 
-    ``fingerprint`` returns that of the decode engine; KV of others is never accepted. ``secret`` and ``tls`` are as for
+    ``revision`` returns that of the decode engine; KV of others is never asked for. ``secret`` and ``tls`` are as for
     :class:`~tercet.wire.client.HttpEngine`; with ``tls``, or ``https``, engines are called by TLS. Use as an async
     context manager.
     """
@@ -56,19 +66,19 @@ class RemotePrefill:
     def __init__(
         self,
         attempts: PrefillAttempts,
-        fingerprint: Callable[[], Awaitable[str]],
+        revision: Callable[[], Awaitable[Revision]],
         secret: str = "",
         https: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._attempts = attempts
         self._clock = attempts.clock
-        self._fingerprint = fingerprint
+        self._revision = revision
         self._secret = secret
         self._scheme = "https" if https or tls is not None else "http"
         self._tls = tls
-        # By address and our weights: this engine may be restarted with others, and then needs KV of those.
-        self._peers: OrderedDict[tuple[str, str], _Peer] = OrderedDict()
+        # By address and our revision: this engine may be restarted with another, and then needs KV of that one.
+        self._peers: OrderedDict[tuple[str, Revision], _Peer] = OrderedDict()
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,12 +151,12 @@ class RemotePrefill:
 
     @asynccontextmanager
     async def _peer(self, host: str) -> AsyncGenerator[HttpEngine]:
-        ours = await self._fingerprint()
+        ours = await self._revision()
         key = host, ours
         peer = self._peers.get(key)
         if peer is None:
             engine = HttpEngine(
-                host, f"{self._scheme}://{host}", admit=_with_weights(ours), secret=self._secret, tls=self._tls
+                host, f"{self._scheme}://{host}", admit=_sends_to(ours), secret=self._secret, tls=self._tls
             )
             peer = self._peers[key] = _Peer(await engine.__aenter__())
         self._peers.move_to_end(key)
@@ -166,12 +176,9 @@ class RemotePrefill:
         return TraceEvent(verb, engine, self._clock() - started, begin=begin, end=end)
 
 
-def _with_weights(fingerprint: str) -> Callable[[EngineStatus], None]:
+def _sends_to(ours: Revision) -> Callable[[EngineStatus], None]:
     def admit(status: EngineStatus) -> None:
-        if status.fingerprint != fingerprint:
-            raise Conflict(
-                f"{status.engine} serves other weights (fingerprint {status.fingerprint or 'not reported'}) than "
-                f"this engine ({fingerprint or 'not reported'})"
-            )
+        if why := kv_obstacle(status.revision, ours):
+            raise Conflict(f"{status.engine} and this engine must not exchange KV: {why}")
 
     return admit

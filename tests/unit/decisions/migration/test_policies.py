@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tercet.decisions.migration import (
 )
 from tercet.decisions.migration.policy_names import BUILT_IN
 from tercet.decisions.migration.selection import Measure, Order
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Revision
 from tercet.settings import RescheduleSettings
 
 ALL = Selection("SR", "num_req", 100)
@@ -85,7 +87,7 @@ def test_what_does_not_fit_is_passed_over() -> None:
 
 
 def engine(
-    name: str, role: Any, load: float | None, sequences: Sequence[SequenceView] = (), **state: bool
+    name: str, role: Any, load: float | None, sequences: Sequence[SequenceView] = (), **state: Any
 ) -> LoadedEngine:
     return LoadedEngine(name, role, load, sequences, **state)
 
@@ -429,3 +431,57 @@ def test_a_sequence_is_left_alone_for_a_while() -> None:
     assert rescheduling.leaves_alone("a")
     rescheduling.begins(now=12.1)
     assert not rescheduling.leaves_alone("a")
+
+
+# ---- engines of several revisions --------------------------------------------------------------------------------
+
+OLD, NEW = Revision("0.3.0", "0.32.0", "weights"), Revision("0.3.0", "0.33.0", "weights")
+
+
+def rolling(*engines: LoadedEngine) -> list[LoadedEngine]:
+    """Those whose name begins with ``new`` have another version of vLLM."""
+    return [replace(each, revision=NEW if each.name.startswith("new") else OLD) for each in engines]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        drain,
+        failover,
+        prefill_to_decode,
+        partial(balance, roles=("decode", "both"), threshold=0.1, selection=Selection("SR", value=9), reason="r"),
+        partial(mitigate, ceiling=0.5, selection=Selection("SR", value=9)),
+        partial(consolidate, ceiling=0.95),
+        defragment,
+    ],
+)
+@given(data=st.data())
+def test_nothing_moves_between_engines_that_exchange_no_kv(policy: Any, data: st.DataObject) -> None:
+    made = list[LoadedEngine]()
+    for index in range(data.draw(st.integers(2, 6))):
+        age, role = (
+            data.draw(st.sampled_from(["old", "new"])),
+            data.draw(st.sampled_from(["prefill", "decode", "both"])),
+        )
+        held = [sequence(f"{index}-{each}", running=each != 2) for each in range(data.draw(st.integers(0, 3)))]
+        load = data.draw(st.floats(0, 1))
+        state = {name: data.draw(st.booleans()) for name in ("draining", "stale")}
+        made.append(LoadedEngine(f"{age}-{index}", role, load, held, waiting=len(held) == 3, **state))  # type: ignore[arg-type]
+    for wanted in policy(rolling(*made)):
+        assert wanted.source[:3] == wanted.destination[:3]
+
+
+def test_a_drained_engine_is_emptied_within_its_revision_or_not_at_all() -> None:
+    source = engine("old", "decode", 0.4, [sequence("a")], draining=True)
+    assert moves(drain(rolling(source, engine("new-d", "decode", 0.0), engine("old-p", "prefill", 0.9)))) == [
+        ("a", "old", "old-p")
+    ]
+    assert not moves(drain(rolling(source, engine("new-d", "decode", 0.0))))
+
+
+def test_what_a_users_policy_proposes_across_revisions_is_dropped() -> None:
+    def across(engines: Sequence[LoadedEngine]) -> list[Wanted]:
+        return [Wanted("a", "old", "new", "mine"), Wanted("b", "old", "old-2", "mine")]
+
+    engines = rolling(*(engine(name, "both", 0.1) for name in ("old", "old-2", "new")))
+    assert moves(Rescheduling([across]).wanted(engines)) == [("b", "old", "old-2")]

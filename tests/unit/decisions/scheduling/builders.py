@@ -12,7 +12,8 @@ import numpy as np
 from tercet.decisions.scheduling import Decision, Engines, Scheduling, load_scheduling
 from tercet.decisions.scheduling.plugin import Floats, Scorer
 from tercet.fleet import FleetKnowledge
-from tercet.protocol import AdapterReport, EngineLoad, Request, Role
+from tercet.protocol import AdapterReport, EngineLoad, Request, Revision, Role
+from tercet.protocol.revision import UNKNOWN_REVISION
 
 
 @dataclass
@@ -26,6 +27,7 @@ class View:
     in_flight: int = 0
     in_flight_tokens: int = 0
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
+    revision: Revision = UNKNOWN_REVISION
 
 
 class Bench:

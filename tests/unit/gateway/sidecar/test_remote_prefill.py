@@ -103,7 +103,7 @@ async def test_kv_of_other_weights_is_not_taken() -> None:
     async with world(config_of("d"), changed) as found:
         status, said = await found.ask(1, "p")
         assert status == 200
-        assert "serves other weights" in said["tercet"]["events"][-1]["reason"]
+        assert "their weights differ" in said["tercet"]["events"][-1]["reason"]
 
 
 async def test_a_full_engine_prefills_as_it_can() -> None:

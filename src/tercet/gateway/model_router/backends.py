@@ -1,0 +1,108 @@
+"""Asks routers which models they serve, again and again; says in the log when one is lost or is back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from tercet.aio import TaskSet, repeat
+from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.protocol.bearer import bearer
+from tercet.protocol.wire import UNREADABLE
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.passing import Origin
+
+logger = logging.getLogger("tercet.gateway")
+POLL_TIMEOUT = aiohttp.ClientTimeout(total=5.0, sock_connect=2.0)
+SILENT_POLLS = 3
+"""Polls in a row without an answer in time, after which a router that accepts connections counts as lost."""
+KEEPALIVE_SECONDS, CONNECT_SECONDS, MOST_ANSWER_HEAD = 2.0, 5.0, 1024 * 1024
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+class BackendPolls:
+    """Polls the routers of ``routes`` every ``interval_s``; ``key`` is shown to them. Use as an async context manager.
+
+    ``origins`` are their connections, by URL.
+    """
+
+    def __init__(self, routes: ModelRoutes, interval_s: float, key: str = "") -> None:
+        self.origins: dict[str, Origin] = {}
+        self._routes = routes
+        self._interval_s = interval_s
+        self._headers = {**bearer(key), **PLAIN}
+        self._polls: dict[str, asyncio.Task[None]] = {}
+        self._tasks = TaskSet()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False)
+        await self._begin(self._routes.backends)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.close()
+        for origin in self.origins.values():
+            origin.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def replace(self, weights: Mapping[str, float]) -> None:
+        """Have these routers, by URL and weight; new ones are asked for their models first."""
+        new, left = self._routes.replaced(weights.items())
+        for backend in left:
+            self._polls.pop(backend.url).cancel()
+            self.origins.pop(backend.url).close()
+            logger.info("%s is not asked any more", backend.url)
+        await self._begin(new)
+
+    async def _begin(self, backends: Sequence[Backend]) -> None:
+        for backend in backends:
+            self.origins[backend.url] = Origin(
+                backend.url, None, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
+            )
+        await asyncio.gather(*(self.poll(backend) for backend in backends))
+        for backend in backends:
+            self._polls[backend.url] = self._tasks.spawn(
+                repeat(lambda backend=backend: self.poll(backend), self._interval_s), f"polls of {backend.url}"
+            )
+
+    async def poll(self, backend: Backend) -> None:
+        """Ask one router for its models."""
+        assert self._session is not None
+        try:
+            async with self._session.get(
+                f"{backend.url}/v1/models", headers=self._headers, timeout=POLL_TIMEOUT, allow_redirects=False
+            ) as response:
+                response.raise_for_status()
+                found = msgspec.json.decode(await read_answer(response), type=_Models)
+                models = {str(each["id"]): each for each in found.data}
+        except TimeoutError as error:
+            backend.silent += 1
+            if backend.silent >= SILENT_POLLS:
+                self.lost(backend, reason_of(error))
+        except aiohttp.ClientResponseError as error:
+            self.lost(backend, f"it answers {error.status} when asked for its models")
+        except (aiohttp.ClientError, OSError) as error:
+            self.lost(backend, reason_of(error))
+        except (KeyError, *UNREADABLE):
+            self.lost(backend, "its list of models cannot be read")
+        else:
+            if not backend.answers or backend.models is None or models.keys() != backend.models.keys():
+                logger.info("%s serves %s", backend.url, ", ".join(models) or "no model")
+            backend.models, backend.answers, backend.silent, backend.lost = models, True, 0, False
+
+    def lost(self, backend: Backend, reason: str) -> None:
+        """It gets nothing before it answers a poll."""
+        if not backend.lost:
+            logger.warning("%s does not answer: %s", backend.url, reason)
+        backend.answers, backend.lost = False, True

@@ -1,0 +1,217 @@
+"""Passes each request to a router of its model, and the answer back as it arrives."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
+from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.gateway.model_router.backends import BackendPolls
+from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.gateway.proxied_answer import JSON, ProxiedAnswer
+from tercet.gateway.sidecar.listener import ClientCall
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    EngineUnreachable,
+    RequestTooLarge,
+    TercetError,
+    UnknownModel,
+    UnknownPath,
+)
+from tercet.protocol.error_forms import in_form
+from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.wire import API_PREFIX
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.passing import NotConnected, NotReadable, OriginAnswer, end_to_end, passed_trailers
+
+logger = logging.getLogger("tercet.gateway")
+MODELS = "/v1/models"
+HEALTH = frozenset({"/health", "/ping"})
+LIVE = "/live"
+METRICS = frozenset({"/metrics", "/metrics/"})
+NOT_FOUND = "NotFoundError"
+"""vLLM's type of the error for a model that it does not have."""
+NOT_PASSED = frozenset({b"trailer", b"expect", b"content-length"})
+
+
+class ModelMetrics:
+    """Counters of a model router; models are those that routers list."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        self.requests = Counter(
+            "tercet_model_router_requests", "Requests that were passed to a router, by model, router and status.",
+            ["model", "router", "status"], registry=own,
+        )  # fmt: skip
+        self.refused = Counter(
+            "tercet_model_router_refused", "Requests that no router got, by error.", ["code"], registry=own
+        )
+
+
+class ModelProxy:
+    """All requests to the routers of ``routes``; ``draw`` returns a number in ``[0, 1)`` for each choice."""
+
+    def __init__(
+        self, routes: ModelRoutes, polls: BackendPolls, max_bytes: int, draw: Callable[[], float] = random.random
+    ) -> None:
+        self.metrics = ModelMetrics()
+        self._routes = routes
+        self._polls = polls
+        self._max_bytes = max_bytes
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
+        self._draw = draw
+        self._under_way = CallsInFlight()
+
+    def give_up(self, error: TercetError) -> None:
+        """End running requests with ``error``."""
+        self._under_way.lose(error)
+
+    async def handle(self, http: ClientCall) -> None:
+        """Answer as the router of the request's model does, or with an error in the form of the API."""
+        answer = ProxiedAnswer(http)
+        try:
+            async with until_lost(self._under_way):
+                await self._serve(http, answer)
+        except UnknownModel as error:  # as vLLM says it
+            self.metrics.refused.labels(error.code).inc()
+            said = {"message": error.message, "type": NOT_FOUND, "param": "model", "code": error.status}
+            await http.answer(error.status, in_form(http.path, error.status, said), JSON)
+        except TercetError as error:
+            self.metrics.refused.labels(error.code).inc()
+            await answer.fail(error)
+
+    async def _serve(self, http: ClientCall, answer: ProxiedAnswer) -> None:
+        reads = http.method in (b"GET", b"HEAD")
+        if http.path == LIVE and reads:
+            await http.answer(200, b"", "text/plain")
+        elif http.path in HEALTH and reads:
+            self._routes.require_answers()
+            await http.answer(200, b"", "text/plain")
+        elif http.path in METRICS and reads:
+            await http.answer(200, generate_latest(self.metrics.registry), "text/plain")
+        elif http.path.startswith(API_PREFIX):
+            urls = ", ".join(each.url for each in self._routes.backends)
+            raise UnknownPath(f"{http.path} is served by the router of each model: {urls}")
+        elif http.path == MODELS and reads:
+            await self._models(http, answer)
+        else:
+            body = await self._body(http)
+            await self._pass_on(http, answer, self._model_in(body), body)
+
+    async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
+        """All names, for a client whose key a router accepts: that one is asked, and else its refusal is passed on."""
+        self._routes.require_answers()
+        backend = next(each for each in self._routes.backends if each.answers and each.weight > 0)
+        response = await self._asked(http, backend, b"")
+        try:
+            if response.status != 200:
+                await self._answer(answer, response)
+                return
+            while await response.part():
+                pass
+        except (NotReadable, OSError) as error:
+            raise EngineUnreachable(f"{backend.url} was lost: {reason_of(error)}") from error
+        finally:
+            response.close()
+        await http.answer(200, msgspec.json.encode({"object": "list", "data": self._routes.listed()}), JSON)
+
+    def _model_in(self, body: bytes) -> str:
+        """The model that a body names, or the only one. Raises :class:`~tercet.protocol.BadRequest`."""
+        found = read_json(in_utf8(body)) if body else {}
+        model = cast("Mapping[str, Any]", found).get("model") if isinstance(found, dict) else None
+        if model is not None and not isinstance(model, str):
+            raise BadRequest("model: is not a text", "model")
+        return model or self._routes.only_model()
+
+    async def _body(self, http: ClientCall) -> bytes:
+        too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes (--max-request-bytes)")
+        announced = http.header("content-length") or ""
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise too_large
+        await http.expected()
+        chunks, size = list[bytes](), 0
+        with self._bodies.one() as kept:
+            async with kept.until_let_go():
+                async for chunk in http.parts():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._max_bytes:
+                        raise too_large
+                    kept.add(len(chunk))
+        return b"".join(chunks)
+
+    async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: bytes) -> None:
+        """A router that cannot be connected to has seen nothing of the request, so another one is asked."""
+        failed = set[Backend]()
+        while True:
+            backend = self._routes.choose(model, self._draw(), failed)
+            with self._counted(backend, model) as status:
+                try:
+                    response = await self._asked(http, backend, body)
+                except NotConnected as error:
+                    failed.add(backend)
+                    self._polls.lost(backend, reason_of(error.__cause__ or error))
+                    continue
+                status.append(response.status)
+                try:
+                    await self._answer(answer, response)
+                except EngineUnreachable:
+                    status.append(EngineUnreachable.status)
+                    raise
+                finally:
+                    response.close()
+            return
+
+    async def _asked(self, http: ClientCall, backend: Backend, body: bytes) -> OriginAnswer:
+        origin = self._polls.origins[backend.url]
+        fields = end_to_end(http.fields, NOT_PASSED)
+        if not any(name.lower() == b"host" for name, _ in fields):
+            fields.insert(0, (b"Host", origin.host))
+        if http.has_body:
+            fields.append((b"Content-Length", str(len(body)).encode()))
+        try:
+            return await origin.ask(http.method, http.target, fields, body, http.inform)
+        except NotConnected:
+            raise
+        except NotReadable as error:
+            raise EngineError(f"the answer of {backend.url} cannot be read: {error}") from error
+        except OSError as error:
+            raise EngineUnreachable(f"{backend.url} was lost: {reason_of(error)}") from error
+
+    async def _answer(self, answer: ProxiedAnswer, response: OriginAnswer) -> None:
+        await answer.begin(response)
+        while True:
+            try:
+                part = await response.part()
+            except (NotReadable, OSError) as error:
+                raise EngineUnreachable(f"the router was lost: {reason_of(error)}") from error
+            if not part:
+                break
+            await answer.write(part)
+        await answer.end(passed_trailers(response.trailers))
+
+    @contextmanager
+    def _counted(self, backend: Backend, model: str) -> Any:
+        """Count one request of a router; what is added to the yielded list last is its status."""
+        status = list[int]()
+        backend.in_flight += 1
+        backend.requests += 1
+        try:
+            yield status
+        except TercetError as error:
+            status.append(error.status)
+            raise
+        finally:
+            backend.in_flight -= 1
+            last = status[-1] if status else EngineUnreachable.status
+            if last >= 500:
+                backend.failures += 1
+            self.metrics.requests.labels(model, backend.url, str(last)).inc()

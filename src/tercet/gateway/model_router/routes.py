@@ -1,0 +1,113 @@
+"""Which router gets a request, by the model that it names and by the routers' weights. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
+
+
+@dataclass(eq=False)
+class Backend:
+    """One router and its fleet, at ``url``.
+
+    ``models`` are the entries of its ``/v1/models`` by name, as it last listed them; None before that. It ``answers``
+    if it did so at the last poll; ``silent`` counts polls in a row without an answer in time, and it is ``lost`` from
+    its first failure to its next answer. ``weight`` is its share of the requests for each of its models, next to others
+    that serve the same name. ``failures`` counts requests that ended with a status of 500 or above, or were cut off.
+    """
+
+    url: str
+    weight: float = 1.0
+    models: Mapping[str, Any] | None = None
+    answers: bool = False
+    silent: int = 0
+    lost: bool = False
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+
+    def serves(self, model: str) -> bool:
+        """Whether it has listed this name."""
+        return self.models is not None and model in self.models
+
+
+@dataclass
+class ModelRoutes:
+    """The routers, and the choice among them."""
+
+    backends: Sequence[Backend] = field(default_factory=list[Backend])
+
+    def choose(self, model: str, draw: float, but: Collection[Backend] = ()) -> Backend:
+        """The router for a request of ``model``: of those with a weight that answer, by ``draw`` in ``[0, 1)``.
+
+        Routers in ``but`` are left out. Raises :class:`~tercet.protocol.UnknownModel` for a name that no router serves,
+        and :class:`~tercet.protocol.EngineUnreachable` if those that do cannot be asked now.
+        """
+        serving = [each for each in self.backends if each.serves(model)]
+        if not serving:
+            self._require_all_known()
+            raise UnknownModel(f"The model `{model:.200}` does not exist.", "model")
+        able = [each for each in serving if each.answers and each.weight > 0 and each not in but]
+        if not able:
+            urls = ", ".join(each.url for each in serving)
+            raise EngineUnreachable(f"no router of the model {model!r} can be asked now: {urls}")
+        left = draw * sum(each.weight for each in able)
+        for each in able:
+            left -= each.weight
+            if left < 0:
+                return each
+        return able[-1]
+
+    def only_model(self) -> str:
+        """The name for a request that names no model. Raises :class:`~tercet.protocol.BadRequest` unless it is clear.
+
+        As vLLM, which then takes its model: a router lists that one first.
+        """
+        first = {next(iter(each.models)) for each in self.backends if each.models}
+        if len(first) == 1:
+            return first.pop()
+        self._require_all_known()
+        raise BadRequest(f"model: is missing, and there are several: {', '.join(self.names)}", "model")
+
+    @property
+    def names(self) -> list[str]:
+        """All names that routers have listed."""
+        return sorted({name for each in self.backends for name in each.models or ()})
+
+    def listed(self) -> list[Any]:
+        """The entries of ``/v1/models``: each name once, of the router with the largest weight that answers."""
+        found = dict[str, Any]()
+        for each in sorted(self.backends, key=lambda each: -each.weight):
+            if each.answers and each.weight > 0:
+                for name, entry in (each.models or {}).items():
+                    found.setdefault(name, entry)
+        return [found[name] for name in sorted(found)]
+
+    def require_answers(self) -> None:
+        """Raise :class:`~tercet.protocol.EngineUnreachable` if no router with a weight answers."""
+        if not any(each.answers and each.weight > 0 for each in self.backends):
+            raise EngineUnreachable("no router answers")
+
+    def replaced(self, wanted: Iterable[tuple[str, float]]) -> tuple[list[Backend], list[Backend]]:
+        """Have these routers, by URL and weight; those that stay keep what is known of them.
+
+        Returns those that are new and those that have left, whose requests go on.
+        """
+        before = {each.url: each for each in self.backends}
+        after = list[Backend]()
+        for url, weight in wanted:
+            backend = before.get(url) or Backend(url)
+            backend.weight = weight
+            after.append(backend)
+        new = [each for each in after if each.url not in before]
+        left = [each for each in before.values() if each not in after]
+        self.backends = after
+        return new, left
+
+    def _require_all_known(self) -> None:
+        silent = [each.url for each in self.backends if each.models is None]
+        if silent:
+            raise EngineUnreachable(f"these routers have not yet said which models they serve: {', '.join(silent)}")

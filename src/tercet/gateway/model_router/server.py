@@ -1,0 +1,182 @@
+"""Puts ``tercet model-router`` together: its port, its polls, and the route by which its routers are changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tercet.aio import signals_to
+from tercet.gateway.model_router.backends import BackendPolls
+from tercet.gateway.model_router.proxy import ModelProxy
+from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.gateway.proxied_answer import JSON
+from tercet.gateway.served_certificate import ServedCertificate
+from tercet.gateway.sidecar.listener import ClientCall, Listener
+from tercet.protocol import BadRequest, Forbidden, ShuttingDown, TercetError
+from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.error_forms import error_body
+from tercet.protocol.own_requests import ShownHeaders, is_loopback_address, require_json, require_own_call
+from tercet.protocol.wire import API_PREFIX, decode_call
+from tercet.settings.log_lines import log_to_stderr
+from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig, require_backends
+from tercet.settings.variables import ADMIN_KEY_VARIABLE
+
+logger = logging.getLogger("tercet.gateway")
+BACKENDS = f"{API_PREFIX}/backends"
+ERROR_SECONDS = 2.0
+"""Time to send errors of ended requests to their clients; then connections are closed."""
+
+
+class BackendsCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``PUT /tercet/v1/backends``: all routers that there shall be."""
+
+    routers: Annotated[tuple[ModelBackend, ...], Meta(max_length=256)]
+
+
+class BackendReport(msgspec.Struct, frozen=True):
+    """One router, as the model router sees it."""
+
+    url: str
+    weight: float
+    answers: bool
+    models: tuple[str, ...]
+    in_flight: int
+    requests: int
+    failures: int
+
+    @classmethod
+    def of(cls, each: Backend) -> BackendReport:
+        """What is known of a router."""
+        names = tuple(each.models or ())
+        return cls(each.url, each.weight, each.answers, names, each.in_flight, each.requests, each.failures)
+
+
+def serve(config: ModelRouterConfig) -> None:
+    """Run the model router until SIGINT or SIGTERM.
+
+    After the first signal it finishes running requests, a second one ends it at once.
+    """
+    import uvloop
+
+    log_to_stderr(config.log_level, config.log_format)
+    uvloop.run(_serve(config))
+
+
+async def _serve(config: ModelRouterConfig) -> None:
+    stopped, hurried = asyncio.Event(), asyncio.Event()
+    with signals_to(stopped.set, hurried.set):
+        async with model_router(config) as server:
+            logger.info("ready on port %d, before %d routers", server.port, len(config.routers))
+            await stopped.wait()
+            await server.finish(config.shutdown_timeout_s, hurried)
+
+
+@dataclass
+class ModelRouterServer:
+    """A serving model router: its port, its routes, and its shutdown."""
+
+    port: int
+    routes: ModelRoutes
+    _proxy: ModelProxy
+    _listener: Listener
+
+    async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
+        """Accept nothing new, and return when all requests have ended.
+
+        Those that still run after ``seconds``, or when ``hurried`` is set, end with an error.
+        """
+        giving_up = asyncio.create_task(self._give_up(seconds, hurried))
+        try:
+            await self._listener.finish()
+        finally:
+            giving_up.cancel()
+
+    async def _give_up(self, seconds: float, hurried: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await hurried.wait()
+        except TimeoutError:
+            pass
+        self._proxy.give_up(ShuttingDown("this model router is shutting down, and ended the request"))
+        await asyncio.sleep(ERROR_SECONDS)
+        self._listener.abort()
+
+
+@asynccontextmanager
+async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterServer]:
+    """Serve while entered.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a port or certificate that cannot be used.
+    """
+    routes = ModelRoutes([Backend(each.url.rstrip("/"), each.weight) for each in config.routers])
+    async with AsyncExitStack() as stack:
+        polls = await stack.enter_async_context(BackendPolls(routes, config.poll_s, config.router_key))
+        proxy = ModelProxy(routes, polls, config.max_request_bytes)
+        admin = _BackendsRoute(routes, polls, BearerKeys((config.admin_key,)))
+
+        async def handle(http: ClientCall) -> None:
+            await (admin.handle if http.path == BACKENDS else proxy.handle)(http)
+
+        listener = Listener(handle, error_body)
+        stack.push_async_callback(listener.close)
+        tls = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            tls = ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()
+        try:
+            await listener.start(config.host, config.port, tls)
+        except OSError as error:
+            raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
+        yield ModelRouterServer(listener.port, routes, proxy, listener)
+
+
+class _BackendsRoute:
+    """Shows the routers and replaces them, for callers with a key of ``keys``; without keys, of this machine."""
+
+    def __init__(self, routes: ModelRoutes, polls: BackendPolls, keys: BearerKeys) -> None:
+        self._routes = routes
+        self._polls = polls
+        self._keys = keys
+        self._turn = asyncio.Lock()
+
+    async def handle(self, http: ClientCall) -> None:
+        """``GET`` or ``PUT /tercet/v1/backends``."""
+        try:
+            self._require(http)
+            if http.method == b"PUT":
+                await self._replace(b"".join([part async for part in http.parts()]))
+            elif http.method != b"GET":
+                raise BadRequest("this route has GET and PUT")
+            body = msgspec.json.encode([BackendReport.of(each) for each in self._routes.backends])
+            await http.answer(200, body, JSON)
+        except TercetError as error:
+            await http.answer(error.status, error_body(http.path, error), JSON)
+
+    async def _replace(self, body: bytes) -> None:
+        wanted: Any = decode_call(body, BackendsCall)
+        require_backends(wanted.routers, "routers")
+        async with self._turn:
+            await self._polls.replace({each.url.rstrip("/"): each.weight for each in wanted.routers})
+        shares = ", ".join(f"{each.url} weight {each.weight:g}" for each in self._routes.backends)
+        logger.info("routers are now %s", shares)
+
+    def _require(self, http: ClientCall) -> None:
+        headers = ShownHeaders.of_asgi(http.fields)
+        require_own_call(headers, None if self._keys else http.peer)
+        require_json(headers)
+        if self._keys:
+            refusal = (
+                f"this route asks for the model router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
+            )
+            self._keys.require(http.headers("authorization"), refusal)
+        elif http.peer is not None and not is_loopback_address(http.peer):
+            raise Forbidden(
+                f"without an admin key this route answers to its own machine only; set {ADMIN_KEY_VARIABLE}"
+            )
