@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.fleet import Trace
+from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.moves import MoveRecord
 from tercet.wire.metric_buckets import SECONDS
@@ -148,14 +149,15 @@ class Metrics:
         """A sequence was served to its end."""
         self._sequences.labels(trace.program).inc()
         self._routed(trace)
+        place = current_span()
         if trace.ttft is not None:
-            self._ttft.labels(trace.program).observe(trace.ttft)
+            self._ttft.labels(trace.program).observe(trace.ttft, _exemplar(place))
         if trace.tpot is not None:
-            self._tpot.labels(trace.program).observe(trace.tpot)
+            self._tpot.labels(trace.program).observe(trace.tpot, _exemplar(place))
         for event in trace.events:
             if event.verb in (FALLBACK, RETRY):
                 continue
-            self._verb.labels(event.verb, event.engine).observe(event.seconds)
+            self._verb.labels(event.verb, event.engine).observe(event.seconds, _exemplar(place, event.span))
             if event.predicted is not None:
                 self._compared(trace.program, event, event.predicted)
             if event.bytes:
@@ -235,3 +237,10 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
+
+
+def _exemplar(place: SpanContext | None, span: str = "") -> dict[str, str] | None:
+    """What names the trace of a measurement, and the span in it; nothing for a request that is in no sampled trace."""
+    if place is None or not place.sampled:
+        return None
+    return {"trace_id": place.trace_id, "span_id": span or place.span_id}

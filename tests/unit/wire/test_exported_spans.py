@@ -113,13 +113,13 @@ def test_the_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-        with exporting_spans("tercet-test"):
+        with exporting_spans("tercet-test", {"service.instance.id": "one"}):
             with span_of("mine", {}) as place:
                 assert place is not None
                 assert not place.sampled
             with working_in(SpanContext("1" * 32, "2" * 16)), span_of("of-caller", {}):
                 pass
-        assert [(span.name, span.service) for span in receiver.spans] == [("of-caller", "mine")]
+        assert [(span.name, span.service, span.instance) for span in receiver.spans] == [("of-caller", "mine", "one")]
 
 
 def test_a_process_without_the_variables_imports_nothing_of_opentelemetry() -> None:
