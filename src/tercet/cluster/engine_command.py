@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -270,8 +271,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     env |= {name: value for name, value in _QUIET.items() if name not in inherited}
     if are_spans_wanted(inherited):  # vLLM has another default than the standard's
         env[TRACES_PROTOCOL] = protocol_of(inherited)
-        if "service.name" not in inherited.get("OTEL_RESOURCE_ATTRIBUTES", ""):
-            env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
+        env |= _named_in_traces(spec.name, inherited)
     if spec.cores:
         groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
@@ -285,6 +285,16 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         if DEVICE_ORDER not in inherited:  # otherwise CUDA numbers the fastest first, unlike nvidia-smi
             env[DEVICE_ORDER] = "PCI_BUS_ID"
+    return env
+
+
+def _named_in_traces(name: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What gives vLLM's own spans the engine's name, as Tercet's have it, unless the user's variables name them."""
+    given, env = inherited.get("OTEL_RESOURCE_ATTRIBUTES", ""), dict[str, str]()
+    if "service.name" not in given:
+        env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
+    if "service.instance.id" not in given:
+        env["OTEL_RESOURCE_ATTRIBUTES"] = ",".join(filter(None, (given, f"service.instance.id={quote(name)}")))
     return env
 
 

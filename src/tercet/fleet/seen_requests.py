@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from tercet.decisions.objectives import meets
 from tercet.decisions.planning import ObservedRequest
 from tercet.fleet.sequences import RunningSequence
+from tercet.fleet.trace import Trace
 from tercet.settings.role_settings import Objectives
 
 BLOCK = 512
@@ -29,9 +31,9 @@ def block_names(prompt: Sequence[int]) -> tuple[int, ...]:
 class SeenRequest:
     """One request, while it runs and after."""
 
-    __slots__ = ("_all", "_sequence", "at", "blocks", "ended", "met", "output_tokens", "prompt_tokens")
+    __slots__ = ("_sequence", "at", "blocks", "ended", "met", "output_tokens", "prompt_tokens")
 
-    def __init__(self, sequence: RunningSequence, now: float, all_seen: SeenRequests) -> None:
+    def __init__(self, sequence: RunningSequence, now: float) -> None:
         self.at = now
         self.prompt_tokens = sequence.request.num_tokens
         self.blocks = block_names(sequence.request.prompt)
@@ -39,28 +41,12 @@ class SeenRequest:
         self.ended = False
         self.met: bool | None = None
         self._sequence: RunningSequence | None = sequence
-        self._all = all_seen
 
-    def succeeded(self, now: float, ttft: float | None, tpot: float | None) -> None:
-        """It was served to its end, with these latencies."""
-        self._end(meets(self._all.objectives, ttft, tpot))
-        if self.output_tokens > 1:
-            self._all.took((now - self.at) / self.output_tokens)
-
-    def failed(self) -> None:
-        """It failed."""
-        self._end(met=False)
-
-    def over(self) -> None:
-        """Nothing runs for it any more: if it has not ended, its client left, and it counts nowhere."""
-        if not self.ended:
-            self._end(met=None)
-
-    def _end(self, met: bool | None) -> None:
+    def end(self, met: bool | None) -> None:
+        """It is over; ``met`` is None if its client left, or is to blame for an error: then it counts nowhere."""
         sequence, self._sequence = self._sequence, None
         self.output_tokens = len(sequence.tokens) if sequence is not None else 0
         self.ended, self.met = True, met
-        self._all.count(met)
 
     def as_arrival(self, now: float, tpot: float) -> ObservedRequest:
         """As a planner sees it; a stream that hands its tokens over at the end has had one each ``tpot`` seconds."""
@@ -73,34 +59,40 @@ class SeenRequest:
 class SeenRequests:
     """Those of the last ``window_s`` seconds of one process. ``arrived``, ``ended`` and ``met`` count from its start.
 
-    ``since`` is that start. Times are of the fleet's clock, in seconds.
+    ``since`` is that start. ``clock`` is the fleet's, in seconds. A service tells it of sequences.
     """
 
-    def __init__(self, window_s: float, objectives: Objectives, since: float) -> None:
+    def __init__(self, window_s: float, objectives: Objectives, clock: Callable[[], float]) -> None:
         self.objectives = objectives
-        self.since = since
+        self.since = clock()
+        self._clock = clock
+        self._running: dict[RunningSequence, SeenRequest] = {}
         self.arrived = self.ended = self.met = 0
         self._window_s = window_s
         self._seen: deque[SeenRequest] = deque(maxlen=MOST_SEEN)
         self._tpot = USUAL_TPOT_S
 
-    def add(self, sequence: RunningSequence, now: float) -> SeenRequest:
-        """A request came ``now``."""
+    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        """A request came."""
+        now = self._clock()
         self._forget(now)
-        found = SeenRequest(sequence, now, self)
+        found = self._running[sequence] = SeenRequest(sequence, now)
         self._seen.append(found)
         self.arrived += 1
-        return found
 
-    def count(self, met: bool | None) -> None:
-        """One ended."""
+    def ends(self, sequence: RunningSequence, trace: Trace, outcome: Literal["served", "failed", "left"]) -> None:
+        """A request is over; one that came before this was there changes nothing."""
+        found = self._running.pop(sequence, None)
+        if found is None:
+            return
+        met = None if outcome == "left" else outcome == "served" and meets(self.objectives, trace.ttft, trace.tpot)
+        found.end(met)
         if met is not None:
             self.ended += 1
             self.met += met
-
-    def took(self, seconds: float) -> None:
-        """The mean time of a token of one request, in seconds."""
-        self._tpot += 0.01 * (seconds - self._tpot)
+        if outcome == "served" and found.output_tokens > 1:
+            seconds = (self._clock() - found.at) / found.output_tokens
+            self._tpot += 0.01 * (seconds - self._tpot)
 
     def arrivals(self, now: float) -> tuple[ObservedRequest, ...]:
         """Those of the window, in order."""

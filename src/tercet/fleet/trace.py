@@ -265,7 +265,9 @@ class Generation:
         self._event.total = self.engine.costs.clock() - self._call.started
         if isinstance(error, TercetError):
             self.engine.failed(error)
-            if not self.begun:
+            if self.begun:  # the trace has its event already
+                self._event.code, self._event.reason = error.code, error.message
+            else:
                 self.engine.note_failed(self._event, self._call, error)
 
     def _begin(self, usage: Usage | None) -> None:

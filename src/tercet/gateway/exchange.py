@@ -17,13 +17,14 @@ from tercet.gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_o
 from tercet.gateway.protos import (
     BodyMutation,
     BodyResponse,
+    BodySendMode,
     CommonResponse,
+    HeaderAppendAction,
     HeaderMutation,
     HeadersResponse,
     HeaderValue,
     HeaderValueOption,
     ImmediateResponse,
-    ProcessingMode,
     ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
@@ -42,8 +43,8 @@ METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
 DROPPED = "x-llm-d-request-dropped-reason"
 LONGEST_CHUNK = 62_000
 """Bytes of body in one reply: Envoy refuses messages of more than 64 KiB."""
-_OVERWRITE = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-_DUPLEX, _BUFFERED = ProcessingMode.FULL_DUPLEX_STREAMED, (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
+_OVERWRITE = HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_DUPLEX, _BUFFERED = BodySendMode.FULL_DUPLEX_STREAMED, (BodySendMode.BUFFERED, BodySendMode.BUFFERED_PARTIAL)
 
 
 class ExchangeBroken(Exception):
@@ -64,7 +65,7 @@ class Exchange:
         self.answer_began = False
         self._max_bytes = max_bytes
         self._mode: int | None = None
-        self._answer_mode: int = ProcessingMode.NONE
+        self._answer_mode: int = BodySendMode.NONE
         self._headers: Mapping[str, str] | None = None
         self._chunks: list[bytes] = []
         self._size = 0
@@ -145,7 +146,7 @@ class Exchange:
 
     def _complete(self, headers: Mapping[str, str]) -> None:
         self._is_whole = True
-        if self._mode == ProcessingMode.BUFFERED_PARTIAL:
+        if self._mode == BodySendMode.BUFFERED_PARTIAL:
             self.call = call_of(headers, None)
         elif self._size <= MOST_READ:
             self.call = call_of(headers, self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks))

@@ -30,12 +30,7 @@ from tercet.gateway.bounded_server import BoundedRunner
 from tercet.gateway.endpoint_picker import EndpointPicker
 from tercet.gateway.model_renderer import ModelRenderer, tokenizer_file
 from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
-from tercet.gateway.protos import (
-    HealthCheckResponse,
-    add_ExternalProcessorServicer_to_server,
-    add_HealthServicer_to_server,
-    health,
-)
+from tercet.gateway.protos import SERVICE, HealthCheckResponse, add_HealthServicer_to_server, health
 from tercet.gateway.rendering import ByCharacters, Renderer
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.service import EndpointPickerService
@@ -48,7 +43,6 @@ from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.gateway")
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
 # A message with a buffered body also has headers and metadata, of at most this size.
 BESIDE_BODY = 1024 * 1024
@@ -193,7 +187,7 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
     server = grpc.aio.server(
         options=[("grpc.max_receive_message_length", config.max_request_bytes + BESIDE_BODY), *CONNECTIONS]
     )
-    add_ExternalProcessorServicer_to_server(EndpointPickerService(picker, metrics, config.max_request_bytes), server)
+    server.add_generic_rpc_handlers((EndpointPickerService(picker, metrics, config.max_request_bytes).handler(),))
     told = health.HealthServicer()
     add_HealthServicer_to_server(told, server)
     port = _listen(server, config)

@@ -16,7 +16,7 @@ from tercet.gateway.endpoint_picker import EndpointPicker, Endpoints
 from tercet.gateway.exchange import Exchange, ExchangeBroken, refusal
 from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
-from tercet.gateway.protos import ExternalProcessorServicer, ProcessingRequest, ProcessingResponse
+from tercet.gateway.protos import SERVICE, ProcessingRequest, ProcessingResponse
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.spans import span_context_of, span_of, working_in
@@ -26,7 +26,7 @@ from tercet.wire.serving.error_answers import breach_error
 logger = logging.getLogger("tercet.gateway")
 
 
-class EndpointPickerService(ExternalProcessorServicer):
+class EndpointPickerService:
     """``envoy.service.ext_proc.v3.ExternalProcessor`` on a :class:`~tercet.gateway.endpoint_picker.EndpointPicker`."""
 
     def __init__(self, picker: EndpointPicker, metrics: PickerMetrics, max_bytes: int) -> None:
@@ -35,7 +35,14 @@ class EndpointPickerService(ExternalProcessorServicer):
         self._max_bytes = max_bytes
         self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
 
-    async def Process(
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server needs to serve it."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self.process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+
+    async def process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncGenerator[ProcessingResponse]:
         """Yield the replies to one request's messages."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.fleet import Trace
+from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.moves import MoveRecord
 from tercet.wire.metric_buckets import SECONDS
@@ -24,6 +25,14 @@ class Metrics:
     """Counters of programs and verbs; what takes more than one call has a method. Times are in seconds."""
 
     def __init__(self) -> None:
+        self._declare_sequences()
+        self._declare_programs()
+        self._declare_gate()
+        self._declare_fleet()
+        self._declare_moves()
+
+    def _declare_sequences(self) -> None:
+        """Sequences, and what their clients saw."""
         self._running = Gauge(
             "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
         )
@@ -34,24 +43,33 @@ class Metrics:
         self._retries = Counter(
             "tercet_retries", "Further attempts, by what failed and whether the client had a token.", ["code", "stage"]
         )
-        self._objectives = Counter(
-            "tercet_objective_requests",
-            "Requests that ended, by whether they met the objectives; the rate of `met` is the goodput.",
-            ["result"],
-        )
-        self._flips = Counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
-        self._pressure = Gauge(
-            "tercet_role_pressure", "Pressure of a role, where roles follow the load; 1 is the objective's limit.",
-            ["role"], multiprocess_mode="livemostrecent",
-        )  # fmt: skip
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
         self._tpot = Histogram(
             "tercet_tpot_seconds", "Time per output token after the first, by program.", ["program"], buckets=SECONDS
         )
-        self._verb = Histogram(
-            "tercet_verb_seconds", "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS
+        self._objectives = Counter(
+            "tercet_objective_requests",
+            "Requests that ended, by whether they met the objectives; the rate of `met` is the goodput.",
+            ["result"],
         )
+
+    def _declare_programs(self) -> None:
+        """Programs and routes."""
+        self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
+        self._returns = Counter(
+            "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
+        )
+        self._version = Gauge(
+            "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
+        )
+        self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
+        self._ratio = Histogram(
+            "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
+        )
+
+    def _declare_gate(self) -> None:
+        """HTTP requests until they come in."""
         self._admitted = Gauge(
             "tercet_requests_in_flight",
             "Places taken: one for each request, more for its further sequences.",
@@ -64,13 +82,9 @@ class Metrics:
             "tercet_queue_seconds", "How long requests waited at the gate, of those that had to.", buckets=SECONDS
         )
         self.refused = Counter("tercet_requests_refused", "HTTP requests that never came in, by reason.", ["reason"])
-        self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
-        self._returns = Counter(
-            "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
-        )
-        self._version = Gauge(
-            "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
-        )
+
+    def _declare_fleet(self) -> None:
+        """The fleet, its engines, what they do and what was predicted of it."""
         self._state = Gauge(
             "tercet_fleet_state_version", "The version of the fleet's state in use.", multiprocess_mode="livemin"
         )
@@ -82,11 +96,35 @@ class Metrics:
             "tercet_pooling_server_up", "Whether the server of a pooling model answers.", ["server"],
             multiprocess_mode="livemin",
         )  # fmt: skip
+        self._flips = Counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
+        self._pressure = Gauge(
+            "tercet_role_pressure", "Pressure of a role, where roles follow the load; 1 is the objective's limit.",
+            ["role"], multiprocess_mode="livemostrecent",
+        )  # fmt: skip
+        self._verb = Histogram(
+            "tercet_verb_seconds", "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS
+        )
         self._bytes = Counter(
             "tercet_kv_sent_bytes", f"KV sent between engines; beyond {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
             ["engine", "to"],
         )  # fmt: skip
         self._pairs: set[tuple[str, str]] = set()
+        compared = ["program", "engine"]
+        self._predicted = Counter(
+            "tercet_prefix_predicted_tokens",
+            "Prompt tokens that picks expected in the engine's cache.",
+            compared,
+        )
+        self._delivered = Counter(
+            "tercet_prefix_delivered_tokens", "Prompt tokens that the engine found there, of picks that predicted.",
+            compared,
+        )  # fmt: skip
+        self._missing = Counter(
+            "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
+        )
+
+    def _declare_moves(self) -> None:
+        """Moves of running sequences."""
         self._moves_running = Gauge(
             "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
         )
@@ -102,24 +140,6 @@ class Metrics:
         )
         self._pause = Histogram(
             "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
-        )
-        self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
-        self._ratio = Histogram(
-            "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
-        )
-
-        compared = ["program", "engine"]
-        self._predicted = Counter(
-            "tercet_prefix_predicted_tokens",
-            "Prompt tokens that picks expected in the engine's cache.",
-            compared,
-        )
-        self._delivered = Counter(
-            "tercet_prefix_delivered_tokens", "Prompt tokens that the engine found there, of picks that predicted.",
-            compared,
-        )  # fmt: skip
-        self._missing = Counter(
-            "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
         )
 
     def objectives(self, met: bool) -> None:
@@ -148,14 +168,15 @@ class Metrics:
         """A sequence was served to its end."""
         self._sequences.labels(trace.program).inc()
         self._routed(trace)
+        place = current_span()
         if trace.ttft is not None:
-            self._ttft.labels(trace.program).observe(trace.ttft)
+            self._ttft.labels(trace.program).observe(trace.ttft, _exemplar(place))
         if trace.tpot is not None:
-            self._tpot.labels(trace.program).observe(trace.tpot)
+            self._tpot.labels(trace.program).observe(trace.tpot, _exemplar(place))
         for event in trace.events:
             if event.verb in (FALLBACK, RETRY):
                 continue
-            self._verb.labels(event.verb, event.engine).observe(event.seconds)
+            self._verb.labels(event.verb, event.engine).observe(event.seconds, _exemplar(place, event.span))
             if event.predicted is not None:
                 self._compared(trace.program, event, event.predicted)
             if event.bytes:
@@ -235,3 +256,10 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
+
+
+def _exemplar(place: SpanContext | None, span: str = "") -> dict[str, str] | None:
+    """What names the trace of a measurement, and the span in it; nothing for a request that is in no sampled trace."""
+    if place is None or not place.sampled:
+        return None
+    return {"trace_id": place.trace_id, "span_id": span or place.span_id}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tercet.protocol.spans import Span, SpanContext, new_span_id
@@ -77,8 +77,11 @@ def _of_event(
     if event.verb in (FALLBACK, RETRY):
         at = begin + _ns(event.at)
         told = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
-        error = event.code or event.verb
-        yield Span(event.verb, place.child(), place.span_id, at, at, attributes=told, error=error, reason=event.reason)
+        links = [_of_trace(place, event) for event in _calls_failed_before(event, sequence)]
+        yield Span(
+            event.verb, place.child(), place.span_id, at, at, "internal", told, links, event.code or event.verb,
+            event.reason,
+        )  # fmt: skip
         return
     call = _call(event, sequence, place, begin, named)
     yield call
@@ -99,7 +102,7 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
     if event.verb == "move":
         told |= _of_move(event, sequence)
     links = [
-        SpanContext(place.trace_id, other.span, place.sampled)
+        _of_trace(place, other)
         for other in sequence.events
         if event.verb == "remote_send" and other.verb == "prep_recv" and other.engine == event.to and other.span
     ]
@@ -109,6 +112,19 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
         event.verb, own, event.parent or place.span_id, at, ended, "internal" if event.verb == "move" else "client",
         told, links, error, event.reason if error else "",
     )  # fmt: skip
+
+
+def _calls_failed_before(retry: TraceEvent, sequence: SequenceTrace) -> Sequence[TraceEvent]:
+    """The last call that the engine at fault had failed before a retry or a fallback; none if it failed no call."""
+    failed = [
+        call for call in (*sequence.failed, *sequence.events)
+        if call.span and call.code and call.engine == retry.engine and call.at <= retry.at
+    ]  # fmt: skip
+    return sorted(failed, key=lambda call: call.at)[-1:]
+
+
+def _of_trace(place: SpanContext, event: TraceEvent) -> SpanContext:
+    return SpanContext(place.trace_id, event.span, place.sampled)
 
 
 def _of_move(event: TraceEvent, sequence: SequenceTrace) -> Mapping[str, Any]:

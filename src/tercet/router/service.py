@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from tercet.aio import run_in_thread
 from tercet.decisions.objectives import Attainment
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
-from tercet.fleet.seen_requests import SeenRequest, SeenRequests
+from tercet.fleet.seen_requests import SeenRequests
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
     BadRequest,
@@ -33,6 +33,7 @@ from tercet.router.named_files import load_anywhere
 from tercet.router.proposals import Proposals
 from tercet.router.recovery import Recovery
 from tercet.router.routing import Arm, Chosen, Plan, Routing, Version
+from tercet.router.sequence_observers import ObservedSequence, SequenceObservers
 from tercet.settings import MoveSettings, RetryBudget, log_events
 from tercet.settings.role_settings import Objectives
 
@@ -84,18 +85,6 @@ class ServiceMetrics(MoveMetrics, Protocol):
         ...
 
 
-class SequenceObserver(Protocol):
-    """Receives the beginning and the end of each sequence of a service, while it is its observer."""
-
-    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """A sequence begins, and its trace is empty."""
-        ...
-
-    def ends(self, sequence: RunningSequence, trace: Trace) -> None:
-        """A sequence is over, for whatever reason."""
-        ...
-
-
 M = TypeVar("M", bound=ServiceMetrics)
 
 
@@ -109,7 +98,7 @@ class Service(Generic[M]):
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
     loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``;
-    ``seen`` has those of the last minutes, once a planner has asked.
+    ``observers`` are told of every sequence; ``seen``, once a planner has asked, keeps those of the last minutes.
     """
 
     def __init__(
@@ -144,7 +133,7 @@ class Service(Generic[M]):
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
-        self.observer: SequenceObserver | None = None
+        self.observers = SequenceObservers()
         self._streams: dict[OutputStream, RunningSequence] = {}
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
@@ -190,6 +179,12 @@ class Service(Generic[M]):
         began = time.monotonic() if began is None else began
         return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
+    def remember(self, seen: SeenRequests) -> SeenRequests:
+        """Keep the requests from now on, for a planner."""
+        self.seen = seen
+        self.observers.add(seen)
+        return seen
+
     def give_up(self, error: TercetError) -> None:
         """Whatever runs, and whatever shall run from now on, ends with ``error``."""
         self._given_up_by = error
@@ -214,13 +209,11 @@ class Service(Generic[M]):
         on_sequence(sequence)
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
-        seen = None if self.seen is None else self.seen.add(sequence, tried_at)
-        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace, seen), self._clock)
         if self._given_up_by is not None:
             raise self._given_up_by
         self._streams[stream] = sequence
-        if self.observer is not None:
-            self.observer.begins(sequence, trace)
+        observed = self.observers.begins(sequence, trace)
+        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace, observed), self._clock)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
                 while (failure := await attempts.run(program)) is not None:
@@ -228,7 +221,7 @@ class Service(Generic[M]):
                     if retry is None:
                         if _is_grammars_fault(failure, sequence):
                             raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
-                        self._note_failed(chosen, failure, seen)
+                        self._note_failed(chosen, failure, observed)
                         attempts.finish(_last_output(chosen, failure, request.seq_id))
                         return
                     event = self._tell_next_attempt(chosen, failure, sequence, fleet)
@@ -240,10 +233,7 @@ class Service(Generic[M]):
                     program = partial(one_engine, retry.request, fleet, retry.output)
         finally:
             self._streams.pop(stream, None)
-            if self.observer is not None:
-                self.observer.ends(sequence, trace)
-            if seen is not None:
-                seen.over()
+            observed.ends("left")
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
         """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
@@ -251,21 +241,19 @@ class Service(Generic[M]):
         task = asyncio.current_task() if timeout is not None else None
         return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
 
-    def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace, seen: SeenRequest | None) -> None:
+    def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace, observed: ObservedSequence) -> None:
         if not sequence.attempt:
             self.routing.succeeded(chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         self.metrics.finished(trace)
-        if seen is not None:
-            seen.succeeded(self._clock(), trace.ttft, trace.tpot)
+        observed.ends("served")
         if self.attainment.objectives.any:
             self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
 
-    def _note_failed(self, chosen: Chosen, error: BaseException, seen: SeenRequest | None) -> None:
+    def _note_failed(self, chosen: Chosen, error: BaseException, observed: ObservedSequence) -> None:
         """Count it against the objectives, unless its client is to blame."""
         refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
-        if seen is not None and not refused:
-            seen.failed()
+        observed.ends("left" if refused else "failed")
         if self.attainment.objectives.any and not refused:
             self.attainment.failed()
             self.metrics.objectives(met=False)

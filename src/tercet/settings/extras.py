@@ -10,7 +10,7 @@ from tercet.protocol import BadRequest
 
 Extra = Literal["gateway", "lab", "otel"]
 EXTRAS: Mapping[Extra, Mapping[str, str]] = {
-    "gateway": {"grpc": "grpcio", "grpc_health": "grpcio-health-checking", "envoy": "xds-protos"},
+    "gateway": {"grpc": "grpcio", "grpc_health": "grpcio-health-checking", "google": "protobuf"},
     "lab": {"matplotlib": "matplotlib", "scipy": "scipy"},
     "otel": {"opentelemetry": "opentelemetry-sdk", "opentelemetry.exporter": "opentelemetry-exporter-otlp"},
 }

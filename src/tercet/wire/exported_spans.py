@@ -58,7 +58,7 @@ def _require_exporter(module: str) -> None:
         import_module(module)
     except ModuleNotFoundError:
         import_extra(module, "OTEL_*")
-    except ImportError as error:  # xds-protos has files of the same names, which are older
+    except ImportError as error:  # such as by xds-protos, whose files of the same names are older
         raise BadRequest(
             "OTEL_*: opentelemetry-proto is not what its exporter needs, since another package overwrote it; put it "
             "back with: pip install --force-reinstall --no-deps opentelemetry-proto",

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -36,11 +36,8 @@ class OtelSpans:
     """
 
     def __init__(self, service: str, attributes: Mapping[str, str], exporter: SpanExporter) -> None:
-        named = {"service.version": __version__, **attributes}
-        resource = Resource.create({"service.name": service}).merge(Resource(named))
-        wanted = Resource.create()  # what variables say counts more than what is said here
-        if not str(wanted.attributes.get("service.name", "")).startswith("unknown_service"):
-            resource = resource.merge(wanted)
+        resource = Resource.create({"service.name": service, "service.version": __version__, **attributes})
+        resource = resource.merge(OTELResourceDetector().detect())  # variables count more than what is said here
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._resource = provider.resource
         self._sampler = provider.sampler

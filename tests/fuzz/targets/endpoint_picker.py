@@ -15,12 +15,12 @@ from google.protobuf.json_format import Error, MessageToDict, ParseDict
 from google.protobuf.message import DecodeError
 
 from tercet.gateway.protos import (
+    BodySendMode,
     HeaderMap,
     HeaderValue,
     HttpBody,
     HttpHeaders,
     HttpTrailers,
-    ProcessingMode,
     ProcessingRequest,
     ProcessingResponse,
     ProtocolConfiguration,
@@ -81,7 +81,7 @@ class PickerRoom:
         said: list[str] = []
         context: Any = Context()
         try:
-            said.extend([_kind(reply) async for reply in self._service.Process(messages(), context)])
+            said.extend([_kind(reply) async for reply in self._service.process(messages(), context)])
         except Aborted:
             said = ["aborted"]
         assert said.count("immediate_response") <= 1
@@ -116,16 +116,16 @@ def _cases() -> list[Case]:
     ]
     answered = ProcessingRequest(response_headers=HttpHeaders())
     trailers = ProcessingRequest(request_trailers=HttpTrailers())
-    duplex, buffered = (_headers(mode) for mode in (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED))
+    duplex, buffered = (_headers(mode) for mode in (BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED))
     said = ProcessingRequest(request_body=HttpBody(body=chat, end_of_stream=True))
     cases = [
         [duplex, whole, answered],
         [duplex, *halves, trailers, answered],
         [duplex, halves[0], trailers],
         [buffered, whole, answered],
-        [_headers(ProcessingMode.FULL_DUPLEX_STREAMED, "/v1/chat/completions"), said, answered],
-        [_headers(ProcessingMode.NONE), answered, ProcessingRequest(response_body=HttpBody(body=b"x"))],
-        [_headers(ProcessingMode.STREAMED), *halves, answered],
+        [_headers(BodySendMode.FULL_DUPLEX_STREAMED, "/v1/chat/completions"), said, answered],
+        [_headers(BodySendMode.NONE), answered, ProcessingRequest(response_body=HttpBody(body=b"x"))],
+        [_headers(BodySendMode.STREAMED), *halves, answered],
     ]
     return [[message.SerializeToString() for message in case] for case in cases]
 

@@ -112,6 +112,23 @@ def test_engines_on_gpus_get_a_device_and_no_cpu_settings() -> None:
     assert "--enforce-eager" not in engine_argv(spec(gpus=("3",)))
 
 
+@pytest.mark.parametrize(
+    ("given", "service", "attributes"),
+    [
+        ({}, "tercet-engine", "service.instance.id=e%20%2C0"),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine", "service.instance.id=e%20%2C0"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "a=b"}, "tercet-engine", "a=b,service.instance.id=e%20%2C0"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=x,service.instance.id=y"}, None, None),
+    ],
+)
+def test_vllms_own_spans_have_the_engines_name(
+    given: dict[str, str], service: str | None, attributes: str | None
+) -> None:
+    env = engine_env(spec(name="e ,0"), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", **given})
+    assert (env.get("OTEL_SERVICE_NAME"), env.get("OTEL_RESOURCE_ATTRIBUTES")) == (service, attributes)
+    assert "OTEL_SERVICE_NAME" not in engine_env(spec(), given)
+
+
 def test_pipeline_stages_on_cpu_warm_up() -> None:
     """With --enforce-eager vLLM's later stages have no room for what the one before them computes."""
     argv = engine_argv(spec(cores=(0, 1), extra_args=("--pipeline-parallel-size=2",)))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from scripts.dashboards import __main__ as dashboards
-from scripts.dashboards.declared import PAGE, Declared
+from scripts.dashboards.declared import PAGE, Declared, Metric
 from scripts.generated_files import stale
 
 from .promql import labels_by, wrong_in
@@ -148,6 +148,29 @@ def test_every_rule_has_a_test() -> None:
     shown = {each["expr"].partition("{")[0] for test in tests for each in test.get("promql_expr_test", ())}
     assert fired == {rule["alert"] for rule in rules() if "alert" in rule}
     assert shown == {rule["record"] for rule in rules() if "record" in rule}
+
+
+def exposed(metric: Metric) -> str:
+    """One series of a metric, as a scrape has it."""
+    labels = ",".join(f'{label}="x"' for label in sorted(metric.labels))
+    about = f"# HELP {metric.name} {metric.meaning}\n# TYPE {metric.name} {metric.kind}\n"
+    if metric.kind != "histogram":
+        return f"{about}{metric.name}{{{labels}}} 1\n"
+    ends = (("_bucket", 'le="+Inf"'), ("_sum", ""), ("_count", ""))
+    return about + "".join(f"{metric.name}{end}{{{','.join(filter(None, (labels, le)))}}} 1\n" for end, le in ends)
+
+
+def test_promtool_finds_nothing_wrong_with_the_metrics() -> None:
+    """Those of other projects, such as a picker's `llm_d_*`, have their names from there."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    metrics = Declared(PAGE.read_text(encoding="utf-8")).metrics.values()
+    text = "".join(exposed(metric) for metric in metrics if metric.name.startswith("tercet_"))
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    wrong = text.replace("tercet_queue_seconds", "tercet_queue_milliseconds")
+    done = subprocess.run(["promtool", "check", "metrics"], input=wrong, capture_output=True, text=True, check=False)
+    assert "tercet_queue_milliseconds" in done.stderr
 
 
 @pytest.mark.parametrize("command", [["check", "rules", "rules.yaml"], ["test", "rules", "rules-test.yaml"]])

@@ -15,6 +15,12 @@ from typing import Any
 import aiohttp
 import grpc.aio
 import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
 from msgspec import structs
 
 from tercet.cluster.ports import free_ports
@@ -22,15 +28,7 @@ from tercet.gateway import server as picker_server
 from tercet.gateway import service
 from tercet.gateway.endpoint_picker import Endpoints
 from tercet.gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
-from tercet.gateway.protos import (
-    HealthCheckRequest,
-    HealthCheckResponse,
-    HealthStub,
-    HttpBody,
-    HttpHeaders,
-    ProcessingRequest,
-    ProtocolConfiguration,
-)
+from tercet.gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
 from tercet.gateway.server import READY_NAMES, picking
 from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig

@@ -7,12 +7,19 @@ import re
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 
+from tercet.protocol import BadRequest
+from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.spans import SpanContext, working_in
 from tercet.router import exposition
 from tercet.router.exposition import KNOWN_HERE, with_metrics
+from tercet.router.metrics import MOST_REASONS
+from tercet.router.moves import MoveRecord
+from tercet.router.routing import Plan, Rule
 
-from .conftest import LiveRouter
+from .conftest import LiveRouter, series
 
 
 @pytest.fixture
@@ -39,14 +46,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     return registry
 
 
-async def read(router: LiveRouter, path: str = "/metrics") -> str:
+async def read(router: LiveRouter, path: str = "/metrics", **headers: str) -> str:
     async def vllms(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": b"vLLM's own"})
 
     transport = httpx.ASGITransport(with_metrics(vllms, router.fleet))
     async with httpx.AsyncClient(transport=transport, base_url="http://router", follow_redirects=True) as client:
-        return (await client.get(path)).text
+        return (await client.get(path, headers=headers)).text
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/metrics/more"])
@@ -77,3 +84,47 @@ async def test_series_of_engines_that_are_gone_go(router: LiveRouter, counted: C
 
 async def test_other_paths_are_vllms(router: LiveRouter, counted: CollectorRegistry) -> None:
     assert await read(router, "/v1/metrics") == "vLLM's own"
+
+
+PLACE = SpanContext("a" * 32, "b" * 16)
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+async def test_exemplars_name_the_trace_to_a_scraper_that_asks_for_openmetrics(router: LiveRouter) -> None:
+    for place in (None, PLACE._replace(trace_id="c" * 32, sampled=False), PLACE):
+        with working_in(place):
+            await router.ask()
+    said = await read(router, accept=OPENMETRICS)
+    families = {family.name: family for family in text_string_to_metric_families(said)}  # it is strict
+    for name in ("tercet_ttft_seconds", "tercet_verb_seconds"):
+        found = [sample.exemplar.labels for sample in families[name].samples if sample.exemplar]
+        assert {each["trace_id"] for each in found} == {PLACE.trace_id}, name
+        assert all(len(each["span_id"]) == 16 for each in found)
+    plain = await read(router)
+    assert "trace_id" not in plain
+    assert "tercet_ttft_seconds_bucket" in plain
+
+
+HOSTILE = ("x-tercet-program", "x-request-id", "x-session-token", "x-tenant", "x-priority", "user-agent", "traceparent")
+
+
+async def test_no_value_of_a_client_makes_a_series(router: LiveRouter) -> None:
+    """Names of models and programs, tenants, classes by header, reasons of moves: each request has other ones."""
+    by_class = Rule(program="disaggregated", header="x-class", value="gold")
+    await router.use(Plan(program="data_parallel", rules=(by_class,)))
+
+    async def asked(number: int) -> None:
+        text = f"{number}-\N{SNOWMAN}-{'x' * 200}"
+        headers = dict.fromkeys(HOSTILE[1:], text) | {"x-class": "gold" if number % 2 else text}
+        await router.ask(headers, model=text)
+        with pytest.raises(BadRequest):
+            await router.ask({PROGRAM_HEADER: text})
+        router.metrics.moved(MoveRecord(number, "s", "p", "d", text, 0.0, 9, "moved"))
+
+    for number in range(MOST_REASONS + 4):
+        await asked(number)
+    before = series()
+    for number in range(100, 130):
+        await asked(number)
+    assert series() == before
+    assert len(before) < 1000

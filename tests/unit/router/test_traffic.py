@@ -53,7 +53,7 @@ def test_equal_beginnings_have_equal_blocks() -> None:
 
 
 def test_what_left_the_window_is_forgotten() -> None:
-    seen = SeenRequests(10.0, Objectives(), 0.0)
+    seen = SeenRequests(10.0, Objectives(), lambda: 0.0)
     assert seen.arrivals(100.0) == ()
 
 

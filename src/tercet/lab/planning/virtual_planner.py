@@ -41,7 +41,7 @@ class VirtualPlanner:
         self._policy, self._settings = policy, settings
         self._objectives, self._limits = objectives, limits
         self._fleet, self._engines = service.fleet, engines
-        service.seen = self._seen = SeenRequests(settings.window_s, objectives, 0.0)
+        self._seen = service.remember(SeenRequests(settings.window_s, objectives, service.fleet.costs.clock))
         self._compared, self._sampled = (0, 0), (0, 0, 0)
         self._state: dict[str, State] = dict.fromkeys(engines, "serving")
         self._began = dict.fromkeys(engines, 0.0)

@@ -26,11 +26,11 @@ async def traffic(request: Request) -> Response:
     """
     window, shared, fleet = _window(request), shared_of(request), fleet_of(request)
     service, now = shared.service, fleet.costs.clock()
-    if service.seen is None:
-        service.seen = SeenRequests(LONGEST_WINDOW_S, service.attainment.objectives, now)
+    seen = service.seen
+    if seen is None:
+        seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainment.objectives, fleet.costs.clock))
         fleet.costs.watch()
         fleet.knowledge.needed()
-    seen = service.seen
     lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.engines().items()}
     return json_answer(
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol.trace import TraceEvent
@@ -22,20 +22,19 @@ MOST_SPANS = 64
 LONGEST_WORDS = 200
 
 
-class TimedEvents(list[TraceEvent]):
-    """The events of a trace, which passes on each that is added at once."""
-
-    def __init__(self, tell: Callable[[TraceEvent], object], before: Iterable[TraceEvent] = ()) -> None:
-        super().__init__(before)
-        self._tell = tell
-
-    def append(self, event: TraceEvent, /) -> None:
-        super().append(event)
-        self._tell(event)
-
-
 class Lane:
-    """One request that is followed."""
+    """One request that is followed: its ``trace`` is ``read`` up to there. ``began`` is of the clock of sequences."""
+
+    def __init__(self, start: LaneStart, trace: Trace, began: float) -> None:
+        self.start = start
+        self.trace = trace
+        self.began = began
+        self.read = len(trace.events)
+        self.spans = 0
+
+
+class KeptLane:
+    """What a new viewer is shown of one request."""
 
     def __init__(self, start: LaneStart) -> None:
         self.start = start
@@ -55,7 +54,7 @@ class Lanes:
         self._open: dict[RunningSequence, Lane] = {}
         self._number = 0
         self._allowance, self._allowed_at = MOST_PER_SECOND, clock()
-        self._kept: OrderedDict[int, Lane] = OrderedDict()
+        self._kept: OrderedDict[int, KeptLane] = OrderedDict()
         self._started: list[LaneStart] = []
         self._spans: list[LaneSpan] = []
         self._ended: list[LaneEnd] = []
@@ -78,31 +77,33 @@ class Lanes:
         started = next((event for event in trace.events if event.verb == "start_generate"), None)
         lane = self._follow(sequence, trace, sequence.began if is_first else self._clock())
         if is_first and started is not None and ttft is not None:
-            self._note(lane, started, sequence.began + ttft)
+            self._note(lane, started)
 
     def _follow(self, sequence: RunningSequence, trace: Trace, since: float) -> Lane:
         self._number += 1
         request = sequence.request
         name = request.seq_id[:LONGEST_WORDS]
         start = LaneStart(self._number, self._at(since), sequence.program, request.num_tokens, name)
-        lane = self._open[sequence] = Lane(start)
+        lane = self._open[sequence] = Lane(start, trace, sequence.began)
         self._started.append(start)
-        trace.events = TimedEvents(lambda event: self._note(lane, event, self._clock()), trace.events)
         return lane
 
     def ends(self, sequence: RunningSequence, ttft: float | None, tpot: float | None) -> None:
         """A request is over; one that is not followed changes nothing."""
         lane = self._open.pop(sequence, None)
         if lane is not None:
+            self._read(lane)
             now, tokens = self._at(self._clock()), len(sequence.tokens)
             self._ended.append(LaneEnd(lane.start.lane, now, sequence.ended, tokens, in_ms(ttft), in_ms(tpot)))
 
     def take(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
         """What happened since the last time."""
+        for lane in self._open.values():
+            self._read(lane)
         taken = self._started, self._spans, self._ended
         self._started, self._spans, self._ended = [], [], []
         for start in taken[0]:
-            self._kept[start.lane] = Lane(start)
+            self._kept[start.lane] = KeptLane(start)
         for span in taken[1]:
             if span.lane in self._kept:
                 self._kept[span.lane].spans.append(span)
@@ -122,15 +123,23 @@ class Lanes:
             [lane.end for lane in lanes if lane.end is not None],
         )
 
-    def _note(self, lane: Lane, event: TraceEvent, ended: float) -> None:
-        if len(lane.spans) >= MOST_SPANS:
+    def _read(self, lane: Lane) -> None:
+        """Take in what has been added to its trace."""
+        events = lane.trace.events
+        for event in events[lane.read :]:
+            self._note(lane, event)
+        lane.read = len(events)
+
+    def _note(self, lane: Lane, event: TraceEvent) -> None:
+        if lane.spans >= MOST_SPANS:
             return
+        began = lane.began + event.at
         said = " ".join(word for word in (event.reason, event.outcome, event.code) if word)[:LONGEST_WORDS]
         span = LaneSpan(
-            lane.start.lane, event.verb, event.engine, self._at(ended - event.seconds), self._at(ended), event.to,
+            lane.start.lane, event.verb, event.engine, self._at(began), self._at(began + event.seconds), event.to,
             event.end - event.begin, event.cached, event.bytes, event.chunks, said,
         )  # fmt: skip
-        lane.spans.append(span)
+        lane.spans += 1
         self._spans.append(span)
 
     def _at(self, clock: float) -> float:

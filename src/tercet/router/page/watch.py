@@ -18,6 +18,7 @@ from tercet.router.page.engine_rows import EngineRows, FirstTokenTimes, LoadSour
 from tercet.router.page.lanes import LONGEST_WORDS, Lanes, in_ms
 from tercet.router.page.program_counts import ProgramCounts
 from tercet.router.page.records import About, FleetPoint, Frame, MoveShown, ShareShown
+from tercet.router.sequence_observers import Outcome
 from tercet.router.service import Service
 
 POINTS_KEPT = 600
@@ -55,13 +56,14 @@ class FleetWatch:
         for move in list(service.moves.since(0))[-MOVES_KEPT:]:
             self._move_begins[move.number] = move.at - epoch
             self._moves[move.number] = self._shown(move)
-        service.observer = self
+        service.observers.add(self)
         service.moves.observer = self.moved
 
     def close(self) -> None:
         """The service tells it nothing more."""
-        if self._service.observer is self:
-            self._service.observer = self._service.moves.observer = None
+        self._service.observers.remove(self)
+        if self._service.moves.observer == self.moved:
+            self._service.moves.observer = None
 
     # ---- what the service tells ------------------------------------------------------------------------------
 
@@ -69,8 +71,8 @@ class FleetWatch:
         """A sequence begins."""
         self._lanes.begins(sequence, trace)
 
-    def ends(self, sequence: RunningSequence, trace: Trace) -> None:
-        """A sequence is over, for whatever reason."""
+    def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
+        """A sequence is over."""
         self._lanes.ends(sequence, trace.ttft, trace.tpot)
         self._counts.ends(sequence, trace)
         if trace.ttft is not None and (slowest := slowest_engine(trace.events)):

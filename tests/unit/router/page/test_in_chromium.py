@@ -131,7 +131,7 @@ async def test_large_fleets_fit_every_width_in_light_and_dark(tab: Tab, metrics:
             await tab.until(NO_SIDEWAYS)
             backgrounds.add(await tab.js("getComputedStyle(document.body).backgroundColor"))
         assert len(backgrounds) == 2
-        assert fleet.service.observer is not None
+        assert len(fleet.service.observers) == 1
         assert tab.problems == []
 
 

@@ -182,12 +182,12 @@ async def test_this_machine_sees_it_where_no_key_is_set(router: LiveRouter) -> N
         frame = msgspec.json.decode(body.split(b"\n\n")[0].removeprefix(b"data: "), type=Frame)
         assert frame.about is not None
         assert (frame.whole, frame.about.model, frame.about.shares[0].program) == (True, "m", "disaggregated")
-    assert router.service.observer is None or await _becomes_quiet(router)
+    assert not router.service.observers or await _becomes_quiet(router)
 
 
 async def _becomes_quiet(router: LiveRouter) -> bool:
     async with asyncio.timeout(10):
-        while router.service.observer is not None:
+        while router.service.observers:
             await asyncio.sleep(0.05)
     return True
 

@@ -36,7 +36,7 @@ class Gallery:
 
     @property
     def is_quiet(self) -> bool:
-        return self.router.service.observer is None
+        return not self.router.service.observers
 
 
 @pytest.fixture
