@@ -47,12 +47,15 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 READ_LATE = frozenset({
     "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
     "VLLM_LOGGING_LEVEL", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "PWD", "OLDPWD", "SHLVL",
-    "_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", PRELOAD, *ONE_THREAD,
+    "_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", PRELOAD,
+    *ONE_THREAD,
 })  # fmt: skip
-"""Variables that are read after a fork; those that begin with ``TERCET_`` are, too.
+"""Variables that are read after a fork, with those that begin as :data:`LATE_PREFIXES` say.
 
 ``LD_PRELOAD`` is here since the warm parent has that of a command, and PyTorch's OpenMP in addition.
 """
+LATE_PREFIXES = ("TERCET_", "OTEL_EXPORTER_OTLP_", "OTEL_TRACES_", "OTEL_BSP_")
+"""Beginnings of others of them: exporters of spans are made when a process serves."""
 OF_ENGINES = frozenset({
     "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "TORCH_CPP_LOG_LEVEL",
 })  # fmt: skip
@@ -126,7 +129,7 @@ def can_fork(argv: Sequence[str]) -> bool:
 def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:
     """Names of variables that differ and are not read ``late``."""
     names = {*here, *wanted} - late
-    return sorted(name for name in names if not name.startswith("TERCET_") and here.get(name) != wanted.get(name))
+    return sorted(name for name in names if not name.startswith(LATE_PREFIXES) and here.get(name) != wanted.get(name))
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Those who are told of each sequence of a service: a page that shows it, what a planner knows of the traffic."""
+"""Observers of the sequences of a service: a page that shows them, and what a planner knows of the traffic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Outcome = Literal["served", "failed", "left"]
 
 
 class SequenceObserver(Protocol):
-    """Is told of each sequence's beginning, and once of its end; of some that began before it came, only of the end."""
+    """Receives the beginning and, once, the end of each sequence; of one that began before, only the end."""
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
         """A sequence begins, and its trace is empty."""
@@ -35,16 +35,16 @@ class SequenceObservers:
         return len(self._observers)
 
     def add(self, observer: SequenceObserver) -> None:
-        """Tell it of what happens from now on."""
+        """Notify it of what happens from now on."""
         self._observers.append(observer)
 
     def remove(self, observer: SequenceObserver) -> None:
-        """Tell it nothing more; one that is not there changes nothing."""
+        """Notify it no more; one that is not there changes nothing."""
         if observer in self._observers:
             self._observers.remove(observer)
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> ObservedSequence:
-        """A sequence begins; the result is told how it ends."""
+        """A sequence begins; returns what is to be notified of its end."""
         for observer in self._observers:
             observer.begins(sequence, trace)
         return ObservedSequence(sequence, trace, self._observers)

@@ -248,7 +248,9 @@ def test_a_guard_of_another_session_is_refused(parent: WarmParent) -> None:
 def test_variables_that_are_read_at_import_must_be_the_same() -> None:
     here = {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "tercet", "TERCET_SECRET": "a", "PATH": "/bin"}
     wanted = {"HF_HUB_OFFLINE": "0", "VLLM_PLUGINS": "", "TERCET_SECRET": "b", "PATH": "/bin", "OMP_NUM_THREADS": "2"}
-    assert early_differences(here, wanted, READ_LATE) == ["HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
+    wanted |= {"OTEL_SERVICE_NAME": "s", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_BSP_SCHEDULE_DELAY": "9"}
+    wanted["OTEL_PROPAGATORS"] = "b3"  # of these the one that OpenTelemetry reads when it is imported
+    assert early_differences(here, wanted, READ_LATE) == ["HF_HUB_OFFLINE", "OMP_NUM_THREADS", "OTEL_PROPAGATORS"]
 
 
 def test_commands_that_can_be_forked() -> None:

@@ -33,6 +33,7 @@ class Tab:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.problems: list[str] = []
         self.urls: list[str] = []
+        self._motion = "no-preference"
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
@@ -57,7 +58,11 @@ class Tab:
         assert "error" not in said, said
         return said["result"]
 
-    async def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    async def open(
+        self, url: str, width: int = 1280, height: int = 900, dark: bool = False, still: bool = False
+    ) -> None:
+        """Load a page; a ``still`` one is for people who want no motion."""
+        self._motion = "reduce" if still else "no-preference"
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         await self.size(width, height, dark)
@@ -69,7 +74,8 @@ class Tab:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        motion = {"name": "prefers-reduced-motion", "value": self._motion}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme, motion])
 
     async def js(self, expression: str) -> Any:
         found = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)

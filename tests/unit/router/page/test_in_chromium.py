@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tercet.decisions.planning.planner_report import PlannerReport, ReportedPlan
 from tercet.lab.bench.simulated import Simulation, SyntheticWorkload
 from tercet.router.metrics import Metrics
 from tercet.router.page.recorded_page import RecordedPage
@@ -112,6 +114,45 @@ async def test_a_clients_key_shows_the_fleet_and_changes_nothing(tab: Tab, metri
         await tab.until(LIVE)
         assert await tab.js("document.querySelector('#drain').disabled && document.querySelector('#switch').disabled")
         assert "admin key" in await tab.js("document.querySelector('#switch').title")
+        assert tab.problems == []
+
+
+def behind_a_prefix(app: ASGIApp, prefix: str) -> ASGIApp:
+    """As a proxy that serves a router below a path."""
+
+    async def proxied(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["path"].startswith(prefix), scope["path"]
+        path = scope["path"].removeprefix(prefix)
+        await app({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+
+    return proxied
+
+
+async def test_a_planners_proposals_are_shown_below_a_prefix_and_with_a_key(tab: Tab, metrics: Metrics) -> None:
+    plans = (
+        ReportedPlan(at=1.0, fleet="1P2D", wanted="1P2D", reason="all is well", expected=0.99, came=0.7),
+        ReportedPlan(
+            at=2.0, fleet="1P2D", wanted="2P1D", reason="<b>prefills wait</b>", expected=0.95,
+            steps=("tercet engines role decode-1 prefill",),
+        ),
+    )  # fmt: skip
+    report = PlannerReport(act="advise", planner="simulate", interval=60.0, margin=0.05, plans=plans)
+    async with page_fleet(3, metrics, admin_key=ADMIN) as fleet, served(behind_a_prefix(fleet.app, "/a/b")) as url:
+        await fleet.shared.planner.tell(report)
+        await tab.open(f"{url}/a/b/tercet")
+        await tab.until("document.querySelector('#key-dialog').open")
+        tab.problems.clear()
+        assert await tab.js("document.querySelector('#planner').hidden")
+        await tab.js(f"document.querySelector('#key-value').value = {json.dumps(ADMIN)}")
+        await tab.click("#key-use")
+        await tab.until("document.querySelectorAll('#plan-table tr').length === 2")
+        first, second = (await tab.text("#plan-table")).splitlines()
+        assert "1P2D → 2P1D" in first
+        assert "tercet engines role decode-1 prefill" in first
+        assert "<b>prefills wait</b>" in first
+        assert "stay" in second
+        assert await tab.text("#plan-table td.bad") == "70.0%"
+        assert await tab.js(NO_SIDEWAYS)
         assert tab.problems == []
 
 

@@ -39,7 +39,10 @@ export class FleetMap {
       const members = state.engines.map((engine, index) => ({ ...engine, index })).filter((engine) => engine.role === role);
       for (const engine of members) cells.append(this.cells[engine.index] = this.cell(engine));
       cells.setAttribute("aria-label", `${role} engines`);
-      return members.length ? element("div", { class: "role" }, element("h3", {}, `${role} · ${members.length}`), cells) : "";
+      if (!members.length) return "";
+      const group = element("div", { class: "role" }, element("h3", {}, `${role} · ${members.length}`), cells);
+      group.style.flexGrow = members.length;
+      return group;
     });
     $("map").replaceChildren(...groups);
     if (!size) $("map").append(element("p", { class: "note" }, "No engines yet."));

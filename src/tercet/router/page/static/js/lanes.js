@@ -38,9 +38,11 @@ export function barsOf(lane, now) {
   return { rows: rows.length ? rows : [""], bars, arrows, marks };
 }
 
+function sizeOf(parts) { return HEAD + parts.rows.length * ROW + GAP; }
+
 export class Lanes {
   constructor() {
-    this.seconds = 8;
+    this.seconds = 8; this.every = 1;
     $("window").addEventListener("change", () => this.redraw?.());
     $("verbs").replaceChildren(...VERBS.map(([kind, name]) => {
       const swatch = element("i"); swatch.style.background = `var(--${kind})`;
@@ -58,15 +60,16 @@ export class Lanes {
     this.seconds = $("window").value === "auto" ? this.fitting(state) : Number($("window").value);
     const canvas = $("lanes"), from = now - this.seconds, room = canvas.clientWidth;
     if (!room) return;
+    const alive = [...state.lanes.values()].reverse().filter((lane) => lane.t <= now && !(lane.end && lane.end.t < from));
     const shown = [];
     let height = TOP;
-    for (const lane of [...state.lanes.values()].reverse()) {
-      if (lane.t > now || (lane.end && lane.end.t < from)) continue;
-      const parts = barsOf(lane, now), size = HEAD + parts.rows.length * ROW + GAP;
+    for (const lane of this.chosenOf(alive, now)) {
+      const parts = barsOf(lane, now), size = sizeOf(parts);
       if (height + size > HIGHEST) break;
       shown.push({ lane, parts, top: height, size });
       height += size;
     }
+    setText($("lane-share"), alive.length > shown.length ? `${shown.length} of ${alive.length} in this window` : "");
     const { pen, width } = prepared(canvas, Math.max(height, 90));
     const label = width < 480 ? 70 : 104, x = (t) => label + ((t - from) / this.seconds) * (width - label - 6);
     this.hits = [];
@@ -76,12 +79,23 @@ export class Lanes {
     canvas.setAttribute("aria-label", `Requests as lanes of time: ${shown.length} of the last ${this.seconds} seconds; arrow keys tell of one after the other`);
   }
 
+  // Where not all fit, every second one, or third and so on, is left, so that a whole life is seen: a lane that is
+  // drawn stays until it leaves the window, since its number decides.
+  chosenOf(lanes, now) {
+    const sizes = new Map(lanes.map((lane) => [lane, sizeOf(barsOf(lane, now))]));
+    const fits = (kept, room) => kept.reduce((sum, lane) => sum + sizes.get(lane), TOP) <= room;
+    const thinned = (every) => lanes.filter((lane) => lane.lane % every === 0);
+    if (this.every > 1 && fits(thinned(this.every / 2), HIGHEST * 0.9)) this.every /= 2;
+    while (!fits(thinned(this.every), HIGHEST) && this.every < 64) this.every *= 2;
+    return thinned(this.every);
+  }
+
   // A window of some of the last requests' lives; as it was while it still fits, so that it does not jump.
   fitting(state) {
     const lives = [...state.lanes.values()].slice(-24).map((lane) => (lane.end?.t ?? state.t) - lane.t).sort((a, b) => a - b);
-    const wanted = 3 * (lives[Math.floor(lives.length * 0.75)] ?? 4);
+    const wanted = 1.8 * (lives[Math.floor(lives.length * 0.75)] ?? 4);
     if (wanted <= this.seconds && wanted > this.seconds / 2.2) return this.seconds;
-    return [2, 4, 8, 15, 30, 60, 120].find((seconds) => seconds >= wanted) ?? 300;
+    return [1, 2, 3, 4, 6, 8, 11, 15, 30, 60, 120].find((seconds) => seconds >= wanted) ?? 300;
   }
 
   axis(pen, from, now, x, height) {

@@ -8,6 +8,7 @@ import { Lanes } from "./lanes.js";
 import { Charts, ProgramStyles } from "./charts.js";
 import { Numbers, Slowest, Programs, drawMoves } from "./tables.js";
 import { Actions } from "./actions.js";
+import { PlannerView } from "./planner.js";
 import { Player, runsOf } from "./player.js";
 
 const KEY = "tercet-key", THEME = "tercet-theme", THEMES = ["auto", "light", "dark"];
@@ -16,6 +17,7 @@ const state = new FleetState(), styles = new ProgramStyles(), lanes = new Lanes(
 const numbers = new Numbers(), programs = new Programs(styles), slowest = new Slowest((name) => openEngine(name));
 const map = new FleetMap((name) => openEngine(name));
 const actions = new Actions({ key: () => sessionStorage.getItem(KEY), notice });
+const planner = new PlannerView((...call) => actions.call(...call), (t) => lanes.clock(t));
 const player = new Player(state, () => draw());
 let mode = "live", server = null, stream = null, paused = false, waiting = [], offset = null;
 
@@ -69,6 +71,7 @@ function connect() {
 }
 
 function allow(view) {
+  if (view === "admin" && !server.why_no_changes) planner.start(); else planner.stop();
   actions.allow(server.why_no_changes || (view === "admin" ? "" : "a client's key shows the fleet, and changes need the admin key"));
 }
 
@@ -112,7 +115,7 @@ new ResizeObserver(() => draw()).observe(document.querySelector("main"));
 
 function play(result) {
   const runs = runsOf(result);
-  stream?.stop(); stream = null; mode = "recorded"; paused = false;
+  stream?.stop(); stream = null; mode = "recorded"; paused = false; planner.stop();
   $("pause").hidden = true; $("key").hidden = true; notice("");
   actions.allow("this run is over");
   $("engine-actions").hidden = true; $("switch").hidden = true;
