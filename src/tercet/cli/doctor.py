@@ -12,6 +12,7 @@ import typer
 from tercet.cli.terminal import note, say
 from tercet.cluster.findings import Finding, findings_of
 from tercet.cluster.machine import look_at_machine
+from tercet.cluster.ray_nodes import ray_findings, ray_processes
 
 MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 
@@ -21,9 +22,9 @@ def doctor(
 ) -> None:
     """Say what this machine can do for engines and routers, what each missing part costs, and what to do.
 
-    It looks at vLLM and each place where Tercet reaches into it, devices, cores, memory, ways for KV, limits and ports.
-    It starts nothing, and takes as long as importing vLLM. The exit code is 0 if engines can be started here, also
-    where something costs, and 1 if they cannot.
+    It looks at vLLM and each place where Tercet reaches into it, devices, cores, memory, ways for KV, limits, ports,
+    and a Ray node that runs here. It starts nothing, and takes as long as importing vLLM. The exit code is 0 if engines
+    can be started here, also where something costs, and 1 if they cannot.
 
     Examples:
     - `tercet doctor`
@@ -32,9 +33,13 @@ def doctor(
     if not as_json:
         note("looking at this machine; importing vLLM takes some seconds")
     machine = look_at_machine()
-    findings = findings_of(machine)
+    ray = ray_processes()
+    findings = [*findings_of(machine), *ray_findings(ray)]
     if as_json:
-        found = {"findings": msgspec.to_builtins(findings), "machine": msgspec.to_builtins(machine)}
+        found = {
+            "findings": msgspec.to_builtins(findings), "machine": msgspec.to_builtins(machine),
+            "ray": msgspec.to_builtins(ray),
+        }  # fmt: skip
         typer.echo(json.dumps(found, indent=2))
     else:
         for line in in_words(findings):

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.long_runs import in_full
 from tests.simulated_processes import PROFILE, ask, free_ports, running, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
-LONG = pytest.mark.skipif(not os.environ.get("TERCET_LONG_TESTS"), reason="takes a minute; make test-long")
 CLIENTS = 6
 UP = (
     f"simulate: {PROFILE}\nprefill: 0\ndecode: 0\nboth: 1\nprogram: data_parallel\nserved-model-name: chat\n"
@@ -83,7 +83,7 @@ def tercet(cache: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("scales", [False, pytest.param(True, marks=LONG)])
+@pytest.mark.parametrize("scales", [False, pytest.param(True, marks=in_full)])
 def test_no_request_fails_and_no_token_is_of_the_wrong_tokenizer(tmp_path: Path, scales: bool) -> None:
     ports, cache = free_ports(3), tmp_path / "cache"
     checkpoints = {model: checkpoint(tmp_path, model) for model in STRIDES}

@@ -15,6 +15,7 @@ from tercet.decisions.rollout import RolloutPlan
 from tercet.protocol import BadRequest, EngineError
 from tests.unit.gateway.model_router.test_model_router import Router, World, world
 
+pytestmark = pytest.mark.slow
 PLAN = RolloutPlan((0.3, 1.0), hold_s=0.3)
 
 

@@ -72,6 +72,7 @@ async def serves(router: LiveRouter) -> list[bool]:
     return [member.reachable for member in router.fleet.members]
 
 
+@pytest.mark.slow
 async def test_the_router_serves_other_weights_once_all_engines_have_them(watched: LiveRouter) -> None:
     await replace(watched, "p", weights="new")
     assert await serves(watched) == [False, True]  # the old model serves until its last engine has gone

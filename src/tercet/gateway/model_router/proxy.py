@@ -39,6 +39,8 @@ LIVE = "/live"
 METRICS = frozenset({"/metrics", "/metrics/"})
 NOT_FOUND = "NotFoundError"
 """vLLM's type of the error for a model that it does not have."""
+CLIENT_LEFT = 499
+"""What proxies write for a request whose client did not wait for its answer."""
 NOT_PASSED = frozenset({b"trailer", b"expect", b"content-length"})
 
 
@@ -208,6 +210,9 @@ class ModelProxy:
             yield status
         except TercetError as error:
             status.append(error.status)
+            raise
+        except BaseException:  # the client has left, which is not its router's fault
+            status.append(CLIENT_LEFT)
             raise
         finally:
             backend.in_flight -= 1

@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Router:
-    """Serves models by name; ``go`` lets its streams end, ``breaks`` cuts them off."""
+    """Serves models by name; ``answers`` lets its streams begin, ``go`` lets them end, ``breaks`` cuts them off."""
 
     def __init__(self, *models: str) -> None:
         self.models = models
@@ -30,6 +30,8 @@ class Router:
         self.headers: list[dict[str, str]] = []
         self.go = asyncio.Event()
         self.go.set()
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.breaks = False
         self.status = 200
         self.key = ""
@@ -52,6 +54,7 @@ class Router:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        await self.answers.wait()
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
         answer = web.StreamResponse(headers={"content-type": "text/event-stream", "x-by": self.url})
@@ -183,6 +186,25 @@ async def test_a_stream_that_is_cut_off_ends_with_an_error_and_counts() -> None:
         assert [(each["requests"], each["failures"], each["in_flight"]) for each in shown] == [(1, 1, 0), (1, 1, 0)]
         metrics = (await found.get("/metrics"))[1]
         assert f'tercet_model_router_requests_total{{model="b",router="{b.url}",status="500"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_is_not_a_failure_of_its_router(begun: bool) -> None:
+    a = await Router("a").start()
+    async with world(a) as found:
+        a.go.clear()
+        a.answers.clear()
+        if begun:
+            a.answers.set()
+        asking = asyncio.create_task(found.ask("a"))
+        async with asyncio.timeout(20):
+            while not a.bodies or found.server.routes.backends[0].in_flight != 1:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            while found.server.routes.backends[0].in_flight:
+                await asyncio.sleep(0.01)
+        a.answers.set()
+        assert found.server.routes.backends[0].failures == 0
 
 
 async def test_weights_are_changed_while_streams_run() -> None:

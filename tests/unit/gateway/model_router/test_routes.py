@@ -49,11 +49,11 @@ def test_requests_are_shared_by_weight(weights: list[float], seed: int) -> None:
         with pytest.raises(EngineUnreachable):
             routes.choose("a", 0.5)
         return
-    random, draws = Random(seed), 2000
+    random, draws = Random(seed), 500
     found = Counter(routes.choose("a", random.random()).url for _ in range(draws))
     for place, weight in enumerate(weights):
         share = weight / sum(weights)
-        assert abs(found[str(place)] / draws - share) < 0.06
+        assert abs(found[str(place)] / draws - share) < 0.12
         assert weight or not found[str(place)]
 
 
