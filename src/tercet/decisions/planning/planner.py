@@ -96,6 +96,8 @@ class Planner:
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
         """The newest last."""
         self.simulations = 0
+        self.forecast: Forecast | None = None
+        """That of the last plan."""
 
     def guard(self, observed: Observed) -> WantedPlan | None:
         """What must be done at once, because queues grow that no forecast saw coming; None if nothing."""
@@ -192,7 +194,7 @@ class Planner:
     def _wanted(self, observed: Observed) -> WantedPlan:
         now, plan = observed.now, observed.plan
         completed = answers_completed(observed.arrivals, seed=round(now))
-        forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
+        self.forecast = forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
         if forecast is None:
             return WantedPlan(plan, "too little was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)
