@@ -303,24 +303,24 @@ class Planner:
             got = self._simulated(each, self._with_margin(forecast, SCALE_IN_MARGIN))
             found.append((each, got))
             if got.attainment >= share:
-                return self._confirmed(plan, fine, each, got, found)
+                margin = SCALE_IN_MARGIN * self.margin
+                reason = f"{fine}; {each} is enough with a margin of {margin:.0%}"
+                return self._confirmed(plan, reason, each, got, found)
         self._fewer.clear()
         self._too_few = TriedLoad(observed.now, forecast.rate, plan)
         return WantedPlan(plan, f"{fine}; with fewer engines and a margin it would not", expected, tuple(found))
 
     def _confirmed(
-        self, plan: FleetPlan, fine: str, fewer: FleetPlan, got: Expected, found: list[tuple[FleetPlan, Expected]]
+        self, plan: FleetPlan, reason: str, fewer: FleetPlan, got: Expected, found: list[Simulated]
     ) -> WantedPlan:
-        """Act on the largest of the fleets that looks in a row found to be enough."""
+        """Act on the largest of the fleets that looks in a row found, for that ``reason``."""
         self._fewer.append(fewer)
         looks = len(self._fewer)
         if looks < LOOKS_FOR_SCALE_IN:
-            return WantedPlan(plan, f"{fine}; {fewer} seems to be enough, look {looks} of {LOOKS_FOR_SCALE_IN}", got,
-                          tuple(found))  # fmt: skip
+            return WantedPlan(plan, f"{reason}; look {looks} of {LOOKS_FOR_SCALE_IN}", got, tuple(found))
         chosen = max(self._fewer, key=lambda each: each.engines)
         self._fewer.clear()
-        margin = SCALE_IN_MARGIN * self.margin
-        return WantedPlan(chosen, f"{fine}; {chosen} is enough with a margin of {margin:.0%}", got, tuple(found))
+        return WantedPlan(chosen, f"{reason}; {chosen} by {looks} looks", got, tuple(found))
 
     def _saw_enough(self, now: float) -> bool:
         """Whether enough load was seen to give engines up."""
