@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -94,10 +96,11 @@ class SeenRequests:
             seconds = (self._clock() - found.at) / found.output_tokens
             self._tpot += 0.01 * (seconds - self._tpot)
 
-    def arrivals(self, now: float) -> tuple[ObservedRequest, ...]:
-        """Those of the window, in order."""
+    def arrivals(self, now: float, newest_s: float = math.inf) -> tuple[ObservedRequest, ...]:
+        """Those of the window, or of its newest seconds, in order."""
         self._forget(now)
-        return tuple(each.as_arrival(now, self._tpot) for each in self._seen)
+        newest = list(itertools.takewhile(lambda each: now - each.at <= newest_s, reversed(self._seen)))
+        return tuple(each.as_arrival(now, self._tpot) for each in reversed(newest))
 
     def _forget(self, now: float) -> None:
         while self._seen and now - self._seen[0].at > self._window_s:

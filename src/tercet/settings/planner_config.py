@@ -38,6 +38,11 @@ class PlannerConfig(Settings, frozen=True):
         Setting("With `--planner-namespace`: how to reach Kubernetes.", default="the pod's service account",
                 panel=PLANNER),
     ] = msgspec.field(default=None, name="planner-kubeconfig")  # fmt: skip
+    programs: Annotated[
+        tuple[str, ...],
+        Setting("Another program to simulate for the same fleet, and to propose if it gains; repeatable.",
+                flag="--planner-program", metavar="PROGRAM[,KEY=VALUE...]", panel=PLANNER),
+    ] = msgspec.field(default=(), name="planner-programs")  # fmt: skip
     planning: PlannerSettings = PlannerSettings()
     planner_cpu: Annotated[
         CPUShare, Setting("Share of a core that plans may take: after a long one the next comes later.", panel=PLANNER)

@@ -65,6 +65,6 @@ async def test_a_planner_reports_and_the_last_report_is_shown(router: LiveRouter
         assert (await client.put("/planner", json=told)).status_code == 200
         shown = (await client.get("/planner")).json()
         refused = await client.put("/planner", json={**told, "mood": "good"})
-    assert shown["plans"] == [{**plan, "expected": None, "ttft_p99": None, "came": None}]
+    assert shown["plans"] == [{**plan, "expected": None, "ttft_p99": None, "came": None, "proposal": ""}]
     assert refused.status_code == 400
     assert "mood" in refused.json()["error"]["message"]

@@ -82,3 +82,17 @@ def candidates(now: FleetPlan, demand: EngineDemand, limits: PlanLimits, grow: b
         near = [FleetPlan(middle.prefill + by, middle.decode - by) for by in (0, 1, -1)]
         found += [plan for plan in near if limits.allow(plan) and plan != now]
     return found
+
+
+def of_few_sizes(plans: list[FleetPlan]) -> list[FleetPlan]:
+    """Of plans in order of their size, those of the smallest, the middle and the largest size: N - 1 is among them."""
+    totals = sorted({each.engines for each in plans})
+    if not totals:
+        return []
+    kept = {totals[0], totals[len(totals) // 2], totals[-1]}
+    return [each for index, each in enumerate(plans) if each.engines in kept and _place(plans, index) < 2]
+
+
+def _place(plans: list[FleetPlan], index: int) -> int:
+    """Which of the plans of its size it is."""
+    return sum(each.engines == plans[index].engines for each in plans[:index])

@@ -42,7 +42,9 @@ LEARNT_BINS = 3
 LEARNT_SHARE = 0.2
 """Power of the error by which the next forecast is corrected: most of one error is chance."""
 SIGNIFICANT = 4.0
-"""Standard deviations by which a change or a trend must exceed what chance makes of a steady load."""
+"""Standard deviations by which a trend must exceed what chance makes of a steady load."""
+CHANGED = 5.0
+"""The same of a change: it is looked for often, and in several measures."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def _differ(
         if was <= 0 and now <= 0:
             continue
         chance = math.sqrt(sum(measure(each) ** 2 for each in after)) / after_s
-        if abs(now - was) > max(CHANGE * max(was, now), SIGNIFICANT * chance):
+        if abs(now - was) > max(CHANGE * max(was, now), CHANGED * chance):
             return True
     return False
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tercet.decisions.planning.arrivals import answers_completed
-from tercet.decisions.planning.candidates import EngineCapacity, EngineDemand, candidates, demand_of
+from tercet.decisions.planning.candidates import EngineCapacity, EngineDemand, candidates, demand_of, of_few_sizes
 from tercet.decisions.planning.forecast import Forecast, Forecaster, Forecasting
 from tercet.decisions.planning.guard import QueueGuard
 from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan
+from tercet.decisions.planning.remembered import TriedLoad, Verdict
 from tercet.decisions.planning.worth import Simulated, worth_simulating, worths
 from tercet.protocol import TercetError
 
@@ -26,9 +27,13 @@ REST_S = 15.0
 """Seconds after a change without another one: what it did must be seen first."""
 SCALE_IN_REST_S = 30.0
 """The same, before engines are given up."""
-LOOKED_BACK_S = 180.0
-"""Seconds of which the largest load must be borne by fewer engines; none is given up before that much was seen. Doubles
-when engines that were given up are needed again within twice that time, and forgets it after an hour."""
+LOOKED_BACK_S = 120.0
+"""Seconds of which the largest load must be borne by fewer engines. Doubles when engines that were given up are needed
+again soon, and forgets that after an hour."""
+SEEN_S = 180.0
+"""Seconds of load that must have been seen before any engine is given up."""
+REGRETTED_STARTS = 4.0
+"""Times an engine's start that engines must have been away for, lest giving them up was in vain."""
 MOST_LOOKED_BACK_S = 1800.0
 LOOKS_FOR_SCALE_IN = 2
 """Looks in a row that must find fewer engines to be enough."""
@@ -38,47 +43,21 @@ WORTH_BY_CHANCE = 1.0
 """Standard deviations that count as chance when two fleets are compared, which were simulated with equal requests."""
 MISSED_BY_CHANCE = 2.0
 """Standard deviations by which the present fleet must miss the objectives."""
+BUSY_BY_CHANCE = 1.5
+"""Standard deviations of a steady load by which the present fleet must miss the objectives at less load, too."""
 REVERSAL_S = 120.0
-"""Seconds in which roles that were changed are changed back only for a fleet that meets the objectives."""
+"""Seconds in which roles that a plan changed are changed back only for a fleet that meets the objectives."""
 GUARD_REVERSAL_S = 60.0
 """Seconds in which the guard does not change roles back that were changed."""
 PRICED_S = 40.0
-"""Seconds after a plan found that no fleet meets the objectives, in which the guard adds no engines."""
+"""Seconds after a plan found that no fleet meets the objectives, in which the guard does nothing."""
 MOST_SIMULATIONS = 6
 """Simulations of one search in addition to that of the present fleet."""
-SAME_LOAD = 0.95
-"""Share of a load at which something was tried in vain, above which it is not tried again."""
-TRIED_AGAIN_S = 120.0
-"""Seconds after which it is."""
 REMEMBERED = 240
 """Verdicts that are kept: an hour of looks a quarter of a minute apart."""
 
 Evaluate = Callable[[FleetPlan, Forecast], Expected]
 """What a fleet would give under a load; raises :class:`~tercet.protocol.TercetError` if it cannot say."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was expected ``at`` a time for the interval after it, and what came; None while, or if, it is not known."""
-
-    at: float
-    plan: FleetPlan
-    reason: str
-    expected: Expected | None
-    came: float | None = None
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """A load at which something was tried in vain: what fewer than ``engines`` engines, or other fleets, would give."""
-
-    at: float = -math.inf
-    rate: float = 0.0
-    engines: int = 0
-
-    def holds(self, now: float, rate: float) -> bool:
-        """Whether the load is still like that, or larger, and it was lately."""
-        return now - self.at < TRIED_AGAIN_S and rate >= SAME_LOAD * self.rate
 
 
 class Planner:
@@ -107,16 +86,18 @@ class Planner:
         self._plan: FleetPlan | None = None
         self._changed_at = -math.inf
         self._fewer = list[FleetPlan]()
-        self._too_few = self._unreachable = self._settled = _Tried()
+        self._too_few = self._unreachable = self._settled = TriedLoad()
         self._priced_at = -math.inf
         self._loads: deque[tuple[float, float]] = deque()
         self._looked_back_s = LOOKED_BACK_S
         self._seen_from: float | None = None
         self._given_up_at = -math.inf
-        self._flipped = (-math.inf, 0)
+        self._flipped = self._planned_flip = (-math.inf, 0)
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
         """The newest last."""
         self.simulations = 0
+        self.forecast: Forecast | None = None
+        """That of the last plan."""
 
     def guard(self, observed: Observed) -> WantedPlan | None:
         """What must be done at once, because queues grow that no forecast saw coming; None if nothing."""
@@ -124,7 +105,7 @@ class Planner:
         if self._guard is None:
             self._guard = QueueGuard(observed.objectives)
         found = self._guard.look(observed)
-        if found is not None and (self._guard_reverses(observed, found) or self._not_worth_it(observed, found)):
+        if found is not None and self._overruled(observed, found):
             return None
         if found is not None:
             self._changes_to(observed.now, found)
@@ -137,18 +118,21 @@ class Planner:
         wanted = self._wanted(observed)
         if wanted.plan != observed.plan:
             self._changes_to(observed.now, wanted)
+            if _direction(observed.plan, wanted.plan):
+                self._planned_flip = self._flipped
         else:
             self.verdicts.append(Verdict(observed.now, wanted.plan, wanted.reason, wanted.expected))
         return wanted
 
-    def _guard_reverses(self, observed: Observed, found: WantedPlan) -> bool:
-        """Queues of a few long prompts come and go: only plans change roles back soon."""
-        soon = observed.now - self._flipped[0] < GUARD_REVERSAL_S
-        return soon and self._reverses(observed.now, observed.plan, found.plan)
+    def _overruled(self, observed: Observed, found: WantedPlan) -> bool:
+        """Whether the guard is to wait for the next plan.
 
-    def _not_worth_it(self, observed: Observed, found: WantedPlan) -> bool:
-        """Where no fleet meets the objectives, there are always queues: plans alone say what is worth its engines."""
-        return found.plan.engines > observed.plan.engines and observed.now - self._priced_at < PRICED_S
+        Queues of a few long prompts come and go: only plans change roles back soon. Where no fleet meets the
+        objectives, there are always queues, and plans alone say what is worth it.
+        """
+        if observed.now - self._priced_at < PRICED_S:
+            return True
+        return self._reverses(self._flipped, observed.now, observed.plan, found.plan, GUARD_REVERSAL_S)
 
     # ---- what came of it -------------------------------------------------------------------------------------
 
@@ -171,8 +155,12 @@ class Planner:
         self.verdicts.append(Verdict(now, wanted.plan, wanted.reason, wanted.expected))
 
     def _patience(self, now: float) -> float:
-        """For how long to look back from now on, when engines are needed: longer if some were given up lately."""
-        if now - self._given_up_at < 2 * self._looked_back_s:
+        """For how long to look back from now on, when engines are needed: longer if some were given up in vain.
+
+        That is, if they were away for less than what giving them up must save, or than the load is looked back at: a
+        day's load that rises again after longer is no reason to keep them.
+        """
+        if now - self._given_up_at < max(REGRETTED_STARTS * self._ahead_s, self._looked_back_s / 2):
             return min(MOST_LOOKED_BACK_S, 2 * self._looked_back_s)
         return LOOKED_BACK_S if now - self._given_up_at > 3600 else self._looked_back_s
 
@@ -206,7 +194,7 @@ class Planner:
     def _wanted(self, observed: Observed) -> WantedPlan:
         now, plan = observed.now, observed.plan
         completed = answers_completed(observed.arrivals, seed=round(now))
-        forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
+        self.forecast = forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
         if forecast is None:
             return WantedPlan(plan, "too little was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)
@@ -216,12 +204,20 @@ class Planner:
             return WantedPlan(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and rests for {REST_S:g} s")
         try:
             expected = self._simulated(plan, forecast)
-            missed = expected.attainment < observed.objectives.share - MISSED_BY_CHANCE * expected.chance
-            if missed or not observed.limits.allow(plan):
+            if not observed.limits.allow(plan) or self._misses(observed, forecast, expected):
                 return self._better(observed, forecast, expected)
             return self._cheaper(observed, replace(forecast, rate=largest), expected)
         except TercetError as error:
             return WantedPlan(plan, f"no simulation: {error}; the fleet stays")
+
+    def _misses(self, observed: Observed, forecast: Forecast, expected: Expected) -> bool:
+        """Whether the present fleet misses the objectives, and not only by a minute that is busier by chance."""
+        share = observed.objectives.share
+        if expected.attainment >= share - MISSED_BY_CHANCE * expected.chance:
+            return False
+        by_chance = BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))
+        calmer = self._simulated(observed.plan, replace(forecast, rate=forecast.rate * (1 - by_chance)))
+        return calmer.attainment < share - MISSED_BY_CHANCE * calmer.chance
 
     def _without_traffic(self, observed: Observed) -> WantedPlan:
         """The fewest engines allowed, in the proportion of the present ones."""
@@ -243,7 +239,7 @@ class Planner:
             return WantedPlan(best, f"{said}; {best} for {got.attainment:.1%} with a margin of {self.margin:.0%}", got,
                               tuple(found))  # fmt: skip
         if found:
-            self._unreachable = _Tried(observed.now, forecast.rate)
+            self._unreachable = TriedLoad(observed.now, forecast.rate)
         self._priced_at = observed.now
         return self._worth_most(observed, forecast, demand, expected, said)
 
@@ -264,18 +260,22 @@ class Planner:
     def _worth_most(
         self, observed: Observed, forecast: Forecast, demand: EngineDemand, expected: Expected, said: str
     ) -> WantedPlan:
-        """No fleet within the limits meets the objectives: what is worth its engines at the expected load."""
+        """No fleet within the limits meets the objectives: what is worth its engines.
+
+        All are simulated at a load that is busier by chance: a fleet at its limit does well for a minute.
+        """
         plan, now = observed.plan, observed.now
-        if self._settled.holds(now, forecast.rate):
+        if self._settled.settles(now, forecast.rate, plan):
             return WantedPlan(plan, f"{said}; no fleet meets them at this load, and none was worth more", expected)
         others = worth_simulating(plan, demand, observed.limits, MOST_SIMULATIONS)
-        found = [(plan, expected), *((each, self._simulated(each, forecast)) for each in others)]
+        busier = replace(forecast, rate=forecast.rate * (1 + BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))))
+        found = [(each, self._simulated(each, busier)) for each in (plan, *others)]
         values = worths(found)
         value, (best, got) = max(zip(values, found, strict=True), key=lambda each: each[0])
         needed = max(GAIN, WORTH_BY_CHANCE * max(expected.chance, got.chance))
-        if value < values[0] + needed or self._reverses(now, plan, best):
+        if value < values[0] + needed or self._reverses(self._planned_flip, now, plan, best, REVERSAL_S):
             self._fewer.clear()
-            self._settled = _Tried(now, forecast.rate)
+            self._settled = TriedLoad(now, forecast.rate, plan)
             return WantedPlan(plan, f"{said}; no fleet meets them, and none is worth {needed:.0%} more", expected,
                               tuple(found[1:]))  # fmt: skip
         reason = f"{said}; no fleet meets them, and {best} is worth more, with {got.attainment:.1%}"
@@ -294,44 +294,45 @@ class Planner:
         if observed.starting or observed.now - self._changed_at < SCALE_IN_REST_S:
             return WantedPlan(plan, f"{fine}; engines start, or the fleet has just changed", expected)
         if not self._saw_enough(observed.now):
-            return WantedPlan(
-                plan, f"{fine}; no engine is given up before {LOOKED_BACK_S:.0f} s of load were seen", expected
-            )
-        if self._too_few.engines == plan.engines and self._too_few.holds(observed.now, forecast.rate):
+            return WantedPlan(plan, f"{fine}; no engine is given up before {SEEN_S:.0f} s of load were seen", expected)
+        if self._too_few.plan == plan and self._too_few.holds(observed.now, forecast.rate):
             return WantedPlan(plan, f"{fine}; fewer engines did not do at this load", expected)
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
         found = list[tuple[FleetPlan, Expected]]()
-        for each in _few_totals(candidates(plan, demand, observed.limits, grow=False))[:MOST_SIMULATIONS]:
+        for each in of_few_sizes(candidates(plan, demand, observed.limits, grow=False))[:MOST_SIMULATIONS]:
             got = self._simulated(each, self._with_margin(forecast, SCALE_IN_MARGIN))
             found.append((each, got))
             if got.attainment >= share:
-                return self._confirmed(plan, fine, each, got, found)
+                margin = SCALE_IN_MARGIN * self.margin
+                reason = f"{fine}; {each} is enough with a margin of {margin:.0%}"
+                return self._confirmed(plan, reason, each, got, found)
         self._fewer.clear()
-        self._too_few = _Tried(observed.now, forecast.rate, plan.engines)
+        self._too_few = TriedLoad(observed.now, forecast.rate, plan)
         return WantedPlan(plan, f"{fine}; with fewer engines and a margin it would not", expected, tuple(found))
 
     def _confirmed(
-        self, plan: FleetPlan, fine: str, fewer: FleetPlan, got: Expected, found: list[tuple[FleetPlan, Expected]]
+        self, plan: FleetPlan, reason: str, fewer: FleetPlan, got: Expected, found: list[Simulated]
     ) -> WantedPlan:
-        """Act on the largest of the fleets that looks in a row found to be enough."""
+        """Act on the largest of the fleets that looks in a row found, for that ``reason``."""
         self._fewer.append(fewer)
         looks = len(self._fewer)
         if looks < LOOKS_FOR_SCALE_IN:
-            return WantedPlan(plan, f"{fine}; {fewer} seems to be enough, look {looks} of {LOOKS_FOR_SCALE_IN}", got,
-                          tuple(found))  # fmt: skip
+            return WantedPlan(plan, f"{reason}; look {looks} of {LOOKS_FOR_SCALE_IN}", got, tuple(found))
         chosen = max(self._fewer, key=lambda each: each.engines)
         self._fewer.clear()
-        margin = SCALE_IN_MARGIN * self.margin
-        return WantedPlan(chosen, f"{fine}; {chosen} is enough with a margin of {margin:.0%}", got, tuple(found))
+        return WantedPlan(chosen, f"{reason}; {chosen} by {looks} looks", got, tuple(found))
 
     def _saw_enough(self, now: float) -> bool:
-        """Whether load was seen for as long as is looked back at before engines are given up."""
-        return self._seen_from is not None and now - self._seen_from >= LOOKED_BACK_S
+        """Whether enough load was seen to give engines up."""
+        return self._seen_from is not None and now - self._seen_from >= SEEN_S
 
-    def _reverses(self, now: float, plan: FleetPlan, wanted: FleetPlan) -> bool:
-        """Whether roles would be changed back that were changed lately."""
+    def _reverses(
+        self, flip: tuple[float, int], now: float, plan: FleetPlan, wanted: FleetPlan, within_s: float
+    ) -> bool:
+        """Whether roles would be changed back that were changed lately, by that ``flip``."""
+        at, before = flip
         direction = _direction(plan, wanted)
-        return direction != 0 and direction == -self._flipped[1] and now - self._flipped[0] < REVERSAL_S
+        return direction != 0 and direction == -before and now - at < within_s
 
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
         """With more load: the margin, or the deviation that chance gives so many requests, the larger of the two."""
@@ -348,17 +349,3 @@ def _direction(before: FleetPlan, after: FleetPlan) -> int:
     if after.prefill > before.prefill and after.decode < before.decode:
         return 1
     return -1 if after.prefill < before.prefill and after.decode > before.decode else 0
-
-
-def _few_totals(plans: list[FleetPlan]) -> list[FleetPlan]:
-    """Of plans in order of their size, those of the smallest, the middle and the largest size: N - 1 is among them."""
-    totals = sorted({each.engines for each in plans})
-    if not totals:
-        return []
-    kept = {totals[0], totals[len(totals) // 2], totals[-1]}
-    return [each for index, each in enumerate(plans) if each.engines in kept and _place(plans, index) < 2]
-
-
-def _place(plans: list[FleetPlan], index: int) -> int:
-    """Which of the plans of its size it is."""
-    return sum(each.engines == plans[index].engines for each in plans[:index])

@@ -10,7 +10,7 @@ class ReportedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     ``expected`` and ``came`` are shares of the requests within the objectives: what the plan promised, and what was
     seen until the next one; None where that is not known. ``steps`` are the commands that make the change, without any
-    if the fleet stays.
+    if the fleet stays; ``proposal`` is one that a person should give, for another program.
     """
 
     at: float
@@ -21,6 +21,7 @@ class ReportedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ttft_p99: float | None = None
     came: float | None = None
     steps: tuple[str, ...] = ()
+    proposal: str = ""
 
 
 class PlannerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -36,6 +36,7 @@ def worth_simulating(now: FleetPlan, demand: EngineDemand, limits: PlanLimits, m
     middle = min(max(math.ceil(demand.prefill + demand.decode), limits.fewest), limits.most)
     near = sorted({*sizes, now.engines - 1, now.engines, now.engines + 1}, key=lambda size: (abs(size - middle), size))
     plans = [best_split(size, demand) for size in near if limits.fewest <= size <= limits.most]
-    beside = [FleetPlan(now.prefill + by, now.decode - by) for by in (1, -1)]
+    split = best_split(now.engines, demand)
+    beside = [FleetPlan(each.prefill + by, each.decode - by) for each in (now, split) for by in (1, -1)]
     kept = dict.fromkeys(plan for plan in (*plans[: most - 2], *beside, *plans) if limits.allow(plan) and plan != now)
     return list(kept)[:most]

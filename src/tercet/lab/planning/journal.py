@@ -26,8 +26,10 @@ class PlanJournal:
         if self._plans and share is not None:
             self._plans[-1] = msgspec.structs.replace(self._plans[-1], came=share)
 
-    def note(self, at: float, fleet: FleetPlan, wanted: WantedPlan, change: FleetChange) -> None:
-        """A plan was made at a Unix time for the ``fleet`` as it was."""
+    def note(
+        self, at: float, fleet: FleetPlan, wanted: WantedPlan, change: FleetChange, proposal: str = ""
+    ) -> None:  # fmt: skip
+        """A plan was made at a Unix time for the ``fleet`` as it was; ``proposal`` is the command for a program."""
         expected = wanted.expected
         self._plans.append(
             ReportedPlan(
@@ -38,6 +40,7 @@ class PlanJournal:
                 expected=None if expected is None else expected.attainment,
                 ttft_p99=None if expected is None else expected.ttft_p99,
                 steps=tuple(steps_of(change)),
+                proposal=proposal,
             )
         )
 

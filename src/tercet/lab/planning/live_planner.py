@@ -12,7 +12,7 @@ from typing import Any
 
 from tercet.aio import run_in_thread
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
-from tercet.decisions.planning import Observed, PlanLimits, Planner, Policy, WantedPlan
+from tercet.decisions.planning import FleetPlan, Forecast, Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
 from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
@@ -21,6 +21,7 @@ from tercet.lab.planning.journal import PlanJournal, steps_of
 from tercet.lab.planning.observing import TrafficReport, TrafficView, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.planning.policies import load_policy
+from tercet.lab.planning.program_trials import NamedProgram, ProgramTrials
 from tercet.lab.sim import EngineOptions, load_profile
 from tercet.lab.sim.step_times import StepModel
 from tercet.protocol import BadRequest, TercetError
@@ -55,6 +56,8 @@ class LivePlanner:
         self._policy: Policy | Planner | None = None
         self._plan_at = 0.0
         self._journal = PlanJournal(config)
+        self._trials = ProgramTrials(config.programs, self._simulator_of)
+        self._proposal = ""
         self._advised = ""
         self._answers = True
         self._failed_change: int = 0
@@ -92,6 +95,8 @@ class LivePlanner:
         plan = policy.plan if isinstance(policy, Planner) else policy
         cpu = time.process_time()
         wanted = await run_in_thread(plan, observed)
+        if isinstance(policy, Planner) and policy.forecast is not None:
+            await run_in_thread(self._try_program, observed.plan, policy.forecast)
         took = time.process_time() - cpu
         # The next plan waits until this one is paid for.
         self._plan_at = now + max(self._config.planning.interval_s, took / self._config.planner_cpu)
@@ -104,6 +109,20 @@ class LivePlanner:
                         100 * (before.came or 0))  # fmt: skip
         self._journal.came(observed.came)
         await self._carry_out(wanted, limits)
+
+    def _try_program(self, plan: FleetPlan, forecast: Forecast) -> None:
+        report = self._view.newest
+        found = self._trials.look(NamedProgram(report.program or "", report.args), plan, forecast)
+        self._proposal = "" if found is None else str(found[0])
+        if found is not None:
+            logger.warning("advice: %s: %s would meet the objectives for %.1f%% with the same load and engines",
+                           found[0], found[0].program, 100 * found[1].attainment)  # fmt: skip
+
+    def _simulator_of(self, named: NamedProgram) -> FleetSimulator:
+        """Of another program, with the engines and the objectives as they are now."""
+        options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
+        objectives = self._view.observed(with_arrivals=False).objectives
+        return FleetSimulator(named.program, self._config.profile, options, objectives, named.args)
 
     # ---- what is planned with --------------------------------------------------------------------------------
 
@@ -176,7 +195,7 @@ class LivePlanner:
 
     async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
         """The router shows the last plans to people."""
-        self._journal.note(time.time(), observed.plan, wanted, change)
+        self._journal.note(time.time(), observed.plan, wanted, change, self._proposal)
         margin = self._policy.margin if isinstance(self._policy, Planner) else None
         await self._ask("PUT", "/planner", self._journal.report(margin))
 

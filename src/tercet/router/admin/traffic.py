@@ -41,7 +41,7 @@ async def traffic(request: Request) -> Response:
             "objectives": objectives_shown(shared),
             "program": service.routing.current.plan.program,
             "args": dict(service.routing.current.plan.args),
-            "arrivals": [_shown(each) for each in seen.arrivals(now) if now - each.at <= window],
+            "arrivals": [_shown(each) for each in seen.arrivals(now, window)],
             "engines": [_engine(each, fleet.member(each.name).draining) for each in observed_engines(fleet, lines)],
         }
     )

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.planning import Expected, FleetPlan, Forecast, PlanLimits, Planner
+from tercet.decisions.planning import Expected, FleetPlan, Forecast, Observed, PlanLimits, Planner
 from tercet.decisions.planning.candidates import EngineDemand
 from tercet.decisions.planning.worth import worth_simulating, worths
+from tercet.decisions.roles import ObservedEngine
 
-from .planned_world import Engine, PlannedWorld, Traffic
+from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic
 
 SHARES = {2: 0.1, 3: 0.53, 4: 0.78, 5: 0.85, 6: 0.88, 7: 0.90, 8: 0.92}
 """Of a trace with prompts that no engine computes within the objective."""
@@ -57,3 +58,25 @@ def test_what_is_simulated_is_allowed_new_and_not_much(prefill: float, decode: f
     assert found
     assert now not in found
     assert all(limits.allow(each) for each in found)
+
+
+def test_where_none_meets_them_queues_alone_change_nothing() -> None:
+    world = PlannedWorld(FleetPlan(3, 1), PlanLimits(2, 8), Planner(limited, Engine()))
+    world.run(120, Traffic(rate=9, prompt=1500, output=50))
+    pressed = [
+        Observed(
+            120 + step / 2, 0.0, FleetPlan(3, 1), (), (*(queued(f"p{each}", step) for each in range(3)), DECODES),
+            OBJECTIVES, PlanLimits(2, 8),
+        )
+        for step in range(60)
+    ]  # fmt: skip
+    assert [world.planner.guard(each) for each in pressed] == [None] * 60
+    fresh = Planner(limited, Engine())
+    assert any(fresh.guard(each) is not None for each in pressed)
+
+
+DECODES = ObservedEngine("d0", "decode", running=20, contexts=20_000, step_s=0.01)
+
+
+def queued(name: str, step: int) -> ObservedEngine:
+    return ObservedEngine(name, "prefill", waiting_s=2.0 + step, busy_s=0.5 * step)

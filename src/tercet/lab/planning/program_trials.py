@@ -1,0 +1,56 @@
+"""Whether another program would serve the present fleet's load better: found by simulating both, and proposed only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tercet.decisions.planning import Expected, FleetPlan, Forecast
+from tercet.decisions.planning.planner import Evaluate
+from tercet.programs import load_program
+from tercet.protocol import BadRequest
+
+GAIN = 0.02
+"""Share of the requests that a program must bring within the objectives more, and two standard deviations."""
+
+
+@dataclass(frozen=True)
+class NamedProgram:
+    """A program with its parameters, as ``disaggregated,min_send=64``."""
+
+    program: str
+    args: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """The command that changes to it."""
+        return " ".join([f"tercet program {self.program}", *(f"--program-arg {k}={v}" for k, v in self.args.items())])
+
+
+def parse_program(text: str) -> NamedProgram:
+    """Raises :class:`~tercet.protocol.BadRequest` for a program that there is not, or for other parameters than its."""
+    program, *given = text.split(",")
+    if not all("=" in each for each in given):
+        raise BadRequest(f"planner-program: {text!r} is not PROGRAM or PROGRAM,KEY=VALUE", "planner-program")
+    args = dict(each.split("=", 1) for each in given)
+    load_program(program, args)
+    return NamedProgram(program, args)
+
+
+class ProgramTrials:
+    """Tries one program at each :meth:`look`, in turn, against the one in use."""
+
+    def __init__(self, texts: tuple[str, ...], evaluate: Callable[[NamedProgram], Evaluate]) -> None:
+        self._programs = [parse_program(each) for each in texts]
+        self._turn = itertools.cycle(range(max(1, len(self._programs))))
+        self._evaluate = evaluate
+
+    def look(self, used: NamedProgram, plan: FleetPlan, forecast: Forecast) -> tuple[NamedProgram, Expected] | None:
+        """A program that gains, with what it would give; None if the one whose turn it is does not."""
+        if not self._programs or not forecast.rate:
+            return None
+        other = self._programs[next(self._turn)]
+        if other == used:
+            return None
+        now, then = (self._evaluate(each)(plan, forecast) for each in (used, other))
+        return (other, then) if then.attainment >= now.attainment + max(GAIN, 2 * then.chance) else None
