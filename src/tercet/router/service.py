@@ -96,6 +96,22 @@ class SequenceObserver(Protocol):
         ...
 
 
+class SessionTurns(Protocol):
+    """Receives the sequences of a service as turns of their sessions."""
+
+    async def begins(self, request: Request) -> None:
+        """Return when the turn may begin."""
+        ...
+
+    def ends(self, sequence: RunningSequence) -> None:
+        """The turn is over, whatever became of it, and also if it did not begin."""
+        ...
+
+    def answered(self, request: Request, *, calls_tool: bool) -> None:
+        """Its client has the whole answer, which calls a tool or does not; also shortly before the turn is over."""
+        ...
+
+
 M = TypeVar("M", bound=ServiceMetrics)
 
 
@@ -109,7 +125,8 @@ class Service(Generic[M]):
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
     loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``;
-    ``seen`` has those of the last minutes, once a planner has asked.
+    ``seen`` has those of the last minutes, once a planner has asked. ``sessions`` are told of each sequence, if turns
+    of sessions are kept together.
     """
 
     def __init__(
@@ -145,6 +162,7 @@ class Service(Generic[M]):
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
         self.observer: SequenceObserver | None = None
+        self.sessions: SessionTurns | None = None
         self._streams: set[OutputStream] = set()
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
@@ -217,6 +235,8 @@ class Service(Generic[M]):
             self.observer.begins(sequence, trace)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
+                if self.sessions is not None:
+                    await self.sessions.begins(request)
                 while (failure := await attempts.run(program)) is not None:
                     retry = self._next_attempt(chosen, failure, sequence, tried_at)
                     if retry is None:
@@ -236,6 +256,8 @@ class Service(Generic[M]):
             self._streams.discard(stream)
             if self.observer is not None:
                 self.observer.ends(sequence, trace)
+            if self.sessions is not None:
+                self.sessions.ends(sequence)
             if seen is not None:
                 seen.over()
 
