@@ -1,6 +1,6 @@
 """The page of a recorded run, whose time stands still, looks as it did: compared with pictures in ``pictures``.
 
-TERCET_WRITE_PICTURES=1 writes them; look at them before they are committed.
+TERCET_TEST_PICTURES=1 writes them; look at them before they are committed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def version() -> str:
 def stored(name: str, taken: Image.Image) -> Image.Image:
     """The picture of that name; written first if that is wanted."""
     path = PICTURES / f"{name}.png"
-    if os.environ.get("TERCET_WRITE_PICTURES"):
+    if os.environ.get("TERCET_TEST_PICTURES"):
         by = PngImagePlugin.PngInfo()
         by.add_text(BROWSER, version())
         taken.quantize(64).save(path, pnginfo=by, optimize=True)
