@@ -87,8 +87,11 @@ class Forecaster:
             self._changed_at = changed
         recent, begin = _newest(recent, changed, now)
         watched = now - begin
+        silent = now - max(since, recent[-1].at if recent else since)
+        if silent >= NO_TRAFFIC_S:
+            return Forecast(0.0, (), "no traffic")
         if not recent:
-            return Forecast(0.0, (), "no traffic") if now - since >= NO_TRAFFIC_S else None
+            return None
         if watched < BIN_S:
             return None
         level = len(recent) / watched

@@ -71,9 +71,10 @@ def test_a_change_of_the_mix_makes_the_rest_history() -> None:
 def test_too_little_is_no_forecast_and_no_traffic_is_one() -> None:
     assert Forecaster().look(3.0, 0.0, [ObservedRequest(1.0, 10, 10, True)], 30.0) is None
     assert Forecaster().look(3.0, 0.0, [], 30.0) is None
-    found = Forecaster().look(60.0, 0.0, [], 30.0)
-    assert found is not None
-    assert found.rate == 0
+    for over in ([], [ObservedRequest(each / 10, 10, 10, True) for each in range(200)]):
+        found = Forecaster().look(80.0, 0.0, over, 30.0)
+        assert found is not None
+        assert found.rate == 0
 
 
 def test_answers_that_have_not_ended_are_as_long_as_longer_ones_of_like_prompts() -> None:
