@@ -18,6 +18,7 @@ from tercet.lab.sim.sim_server import COUNTERS, GAUGES
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
 from tercet.router.metrics import Metrics
+from tercet.router.session_metrics import SessionCounters
 from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import prefill_metrics
@@ -75,7 +76,14 @@ def metrics_page() -> str:
             HEAD.strip(),
             "## Of a router\n\nOf all its processes together, wherever one asks; those whose name begins with "
             "`tercet_engine_` are what the process that answers has heard last of engines that answer.",
-            _table([*declared_by(vars(Metrics())), *collected(EngineCollector(_fleet()).collect()), *_served()]),
+            _table(
+                [
+                    *declared_by(vars(Metrics())),
+                    *declared_by(vars(SessionCounters())),
+                    *collected(EngineCollector(_fleet()).collect()),
+                    *_served(),
+                ]
+            ),
             "## Of an engine",
             _table(
                 [

@@ -9,6 +9,7 @@ from random import Random
 
 from tercet.decisions.cost import Costs, Targets
 from tercet.decisions.scheduling import Scheduling
+from tercet.decisions.sessions import SessionTable
 from tercet.fleet.adapters import has, wanted_by
 from tercet.fleet.agreed_adapters import AgreedAdapters
 from tercet.fleet.calls_in_flight import CallsInFlight
@@ -42,6 +43,8 @@ from tercet.protocol.trace import FALLBACK, PickEvent, TraceEvent
 
 # Engines of which a trace says how they scored.
 SCORES_TOLD = 5
+# What a trace says that a pick went by, where the request's session decided.
+SESSION = "session"
 
 
 class EngineFleet:
@@ -120,6 +123,10 @@ class EngineFleet:
         """Stop or resume picking an engine; its sequences continue. Raises :class:`~tercet.protocol.UnknownEngine`."""
         self._roster.drain(name, draining)
 
+    def when_reopened(self, call: Callable[[], object]) -> None:
+        """Have it called each time that other engines may be picked than before."""
+        self._roster.when_reopened = call
+
     # ---- what engines report -------------------------------------------------------------------------------------
 
     def report(self, name: str, load: EngineLoad) -> None:
@@ -184,6 +191,15 @@ class EngineFleet:
     def without_role(self, without_role: WithoutRole) -> None:
         self._picking.without_role = without_role
 
+    @property
+    def sessions(self) -> SessionTable | None:
+        """Sessions whose turns are kept together, whatever a pick goes by; None for none."""
+        return self._picking.sessions
+
+    @sessions.setter
+    def sessions(self, sessions: SessionTable | None) -> None:
+        self._picking.sessions = sessions
+
     @contextmanager
     def pick(
         self,
@@ -205,6 +221,7 @@ class EngineFleet:
             yield engine
 
     def _note_pick(self, role: Role, by: str, name: str, request: Request | None) -> None:
+        by = SESSION if self._picking.is_by_session else by
         pick = PickEvent(self.costs.clock() - self._began, role, by, name)
         explanation = self._picking.explanation
         if explanation is not None:

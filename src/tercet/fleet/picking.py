@@ -15,6 +15,8 @@ from tercet.decisions.scheduling.hashing import block_hashes
 from tercet.decisions.scheduling.pickers import TurnPicker
 from tercet.decisions.scheduling.plugin import Integers
 from tercet.decisions.scheduling.profiles import SCHEDULED
+from tercet.decisions.scheduling.scorers import home_of
+from tercet.decisions.sessions import SessionTable, session_named
 from tercet.fleet.adapters import has, wanted_by
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import (
@@ -55,6 +57,8 @@ class Picking(Generic[ViewT]):
     it.
 
     ``explanation`` is the profile and decision of the last pick, and the row that it came to; None after one by turns.
+
+    ``sessions`` are those whose turns go to the engines that they belong to; ``is_by_session``: the last pick did.
     """
 
     knowledge: FleetKnowledge
@@ -67,6 +71,8 @@ class Picking(Generic[ViewT]):
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     leaving: Sequence[ViewT] = ()
     explanation: tuple[SchedulingProfile, Decision, int] | None = None
+    sessions: SessionTable | None = None
+    is_by_session: bool = False
     _alike: bool = False
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -98,6 +104,10 @@ class Picking(Generic[ViewT]):
         """
         turns = PICKERS.get(by)
         self.explanation = None
+        session = None if self.sessions is None else session_named(request)
+        self.is_by_session = session is not None
+        if self.sessions is not None and session is not None and request is not None:
+            return self._pick_by_session(self.sessions, session, role, without, request, partner)
         if turns is not None:
             return self._pick_by_turns(turns, role, by, without, request, partner)
         profile = self.scheduling.profile(by, role)
@@ -105,6 +115,23 @@ class Picking(Generic[ViewT]):
             known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
             raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
         return self._pick_by_profile(profile, role, without, request, partner)
+
+    def _pick_by_session(
+        self, sessions: SessionTable, session: str, role: Role, without: Sequence[str], request: Request,
+        partner: str | None,
+    ) -> ViewT:  # fmt: skip
+        """The engine that the session belongs to, if it may be picked; else one that it belongs to from now on."""
+        candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
+        if not len(candidates):
+            raise self.no_engine_error()
+        belongs = sessions.engine_of(session, role)
+        picked = next((view for view in candidates if view.name == belongs), None)
+        if picked is None:
+            picked = candidates[home_of(session, candidates)]
+            sessions.bind(session, role, picked.name)
+        if cached := sessions.cached(session, picked.name, request):
+            self.believed[request.seq_id, picked.name] = cached
+        return cast("ViewT", picked)
 
     def _pick_by_turns(
         self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.members import COUNTS, Member
@@ -13,7 +13,7 @@ from tercet.protocol import Conflict, UnknownEngine
 class Roster:
     """A fleet's members. What picks use of a member, in ``knowledge`` and ``picking``, follows its changes.
 
-    ``open`` are the members that may be picked now; the list changes in place.
+    ``open`` are the members that may be picked now; the list changes in place, and then ``when_reopened`` is called.
     """
 
     def __init__(self, members: Sequence[Member], knowledge: FleetKnowledge, picking: Picking[Member]) -> None:
@@ -21,6 +21,7 @@ class Roster:
         self._members = {member.name: member for member in members}
         self._knowledge = knowledge
         self._picking = picking
+        self.when_reopened: Callable[[], object] = lambda: None
         for member in members:
             self._follow(member)
         self.reopen()
@@ -69,6 +70,7 @@ class Roster:
         # In place: the views of a fleet share this list.
         self.open[:] = [member for member in self._members.values() if member.is_open]
         self._picking.reopen(self.open, [member for member in self._members.values() if not member.is_open])
+        self.when_reopened()
 
     def _follow(self, member: Member) -> None:
         """Update the columns that picks use when the member changes."""

@@ -38,6 +38,14 @@ def packed(tokens: Sequence[int]) -> bytes:
     return found.tobytes()
 
 
+def unpacked(tokens: bytes) -> Sequence[int]:
+    """The token ids that were packed."""
+    found = array("I", tokens)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
 def cache_key(salt: str | None, adapter: str = "", features: str = "") -> str | None:
     """Key of everything except tokens that KV depends on, as one text without ambiguity.
 

@@ -11,6 +11,10 @@ INCARNATION_HEADER = "x-tercet-incarnation"
 SESSION_HEADER = "x-session-token"
 # How clients of Dynamo and of vLLM name a session; the first one given counts, after SESSION_HEADER.
 OTHER_SESSION_HEADERS = ("x-dynamo-session-id", "x-session-id")
+# How coding agents name theirs: Claude Code, OpenCode, and Codex in two forms.
+AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+# `true` on the last request of a session.
+SESSION_FINAL_HEADER = "x-dynamo-session-final"
 REQUEST_ID_HEADER = "x-request-id"
 PREFILLER_HEADER = "x-prefiller-host-port"
 PREFILLED_HEADER = "x-tercet-prefilled"
@@ -40,11 +44,20 @@ HEADERS = (
     Header(
         SESSION_HEADER,
         "requests to a router",
-        "The session, for `session-affinity-scorer`; its parameter `header` names another one.",
+        "The session, for `--sessions` and `session-affinity-scorer`, whose parameter `header` names another one.",
     ),
     *(
         Header(name, "requests to a router", f"The same, where there is no `{SESSION_HEADER}`.")
         for name in OTHER_SESSION_HEADERS
+    ),
+    *(
+        Header(name, "requests to a router", "The same, from a coding agent; for `--sessions` only.")
+        for name in AGENT_HEADERS
+    ),
+    Header(
+        SESSION_FINAL_HEADER,
+        "requests to a router",
+        "`true`: the session ends with this request; with `--sessions` the router forgets it.",
     ),
     Header(
         REQUEST_ID_HEADER,

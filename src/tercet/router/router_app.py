@@ -45,6 +45,7 @@ from tercet.wire.serving.request_context import (
     RequestContext,
     serving,
 )
+from tercet.wire.serving.tool_calls import ToolCallsSend
 from tercet.wire.serving.trace_answers import TracingSend, wants_trace
 
 if TYPE_CHECKING:
@@ -279,6 +280,8 @@ class RouterApp:
         with serving(context):
             if self._fast is not None and await self._fast.serve(context, scope, send):
                 return
+            if context.fields and context.fields.get("tools"):
+                send = ToolCallsSend(send, context)
             context.fields = None  # vLLM reads the body by itself
             if context.wants_trace:
                 send = TracingSend(send, context.traces)

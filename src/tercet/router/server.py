@@ -44,6 +44,8 @@ from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
+from tercet.router.session_metrics import SessionCounters
+from tercet.router.sessions import Sessions
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_server import serve_small
@@ -120,6 +122,9 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                 own = OwnSequences(fleet, service.sequences, service.moves)
                 rescheduler = Rescheduler(fleet, own, policies)
                 background.spawn(rescheduler.run(), "rescheduler")
+                if config.sessions.on:
+                    service.sessions = sessions = Sessions(fleet, config.sessions, SessionCounters())
+                    background.spawn(sessions.run(), "sessions")
                 if config.missing_adapters == "load":
                     background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
                 if config.dev:

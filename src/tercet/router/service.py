@@ -85,6 +85,22 @@ class ServiceMetrics(MoveMetrics, Protocol):
         ...
 
 
+class SessionTurns(Protocol):
+    """Receives the sequences of a service as turns of their sessions."""
+
+    async def begins(self, request: Request) -> None:
+        """Return when the turn may begin."""
+        ...
+
+    def ends(self, sequence: RunningSequence) -> None:
+        """The turn is over, whatever became of it, and also if it did not begin."""
+        ...
+
+    def answered(self, request: Request, *, calls_tool: bool) -> None:
+        """Its client has the whole answer, which calls a tool or does not; also shortly before the turn is over."""
+        ...
+
+
 M = TypeVar("M", bound=ServiceMetrics)
 
 
@@ -99,6 +115,7 @@ class Service(Generic[M]):
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
     loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``;
     ``observers`` are told of every sequence; ``seen``, once a planner has asked, keeps those of the last minutes.
+    ``sessions`` are told of each sequence, if turns of sessions are kept together.
     """
 
     def __init__(
@@ -135,6 +152,7 @@ class Service(Generic[M]):
         self.metrics = metrics
         self.observers = SequenceObservers()
         self._streams: dict[OutputStream, RunningSequence] = {}
+        self.sessions: SessionTurns | None = None
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
 
@@ -216,6 +234,8 @@ class Service(Generic[M]):
         attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace, observed), self._clock)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
+                if self.sessions is not None:
+                    await self.sessions.begins(request)
                 while (failure := await attempts.run(program)) is not None:
                     retry = self._next_attempt(chosen, failure, sequence, tried_at)
                     if retry is None:
@@ -234,6 +254,8 @@ class Service(Generic[M]):
         finally:
             self._streams.pop(stream, None)
             observed.ends("left")
+            if self.sessions is not None:
+                self.sessions.ends(sequence)
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
         """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""

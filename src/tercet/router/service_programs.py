@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 
 from tercet.fleet import Trace
 from tercet.protocol import ProgramFailed, Request, TercetError, Usage
 from tercet.router.metrics import Metrics
-from tercet.router.service import Service
+from tercet.router.service import Service, SessionTurns
 from tercet.settings.log_events import REQUEST_FAILED
 from tercet.wire.serving.request_context import RequestContext
 
@@ -40,11 +41,17 @@ def _with_cause(error: TercetError) -> str:
     return error.message if cause is None else f"{error.message} ({type(cause).__name__}: {cause})"
 
 
+def _answered(sessions: SessionTurns, request: Request, context: RequestContext) -> None:
+    sessions.answered(request, calls_tool=context.calls_tool)
+
+
 class TracedRun:
     """One sequence's program; ``stream`` are its outputs."""
 
     def __init__(self, service: Service[Metrics], request: Request, context: RequestContext) -> None:
         self._trace = Trace()
+        if service.sessions is not None:
+            context.when_ended.append(partial(_answered, service.sessions, request))
         context.traces.append(self._trace)
         self.stream = service.run(
             request, self._trace, context.asked.model or "", context.began, context.sequences.append

@@ -85,6 +85,7 @@ RETRY = LogEvent("retry", INFO, "{seq_id}: {program} again after {tokens} tokens
 PREFILL_FAILED = LogEvent("prefill_failed", INFO, "{seq_id}: {engine} does not prefill: {reason}")
 REQUEST_FAILED = LogEvent("request_failed", WARNING, "{seq_id}: {code}: {reason}")
 MOVE = LogEvent("move", INFO, "{seq_id}: {engine} -> {to} ({reason}): {outcome}: {result}")
+SESSION_MOVE = LogEvent("session_move", INFO, "{session}: {engine} -> {to}: {outcome}: {reason}")
 
 # ---- this router -------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from tercet.settings.process_settings import (
     TraceRequests,
 )
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
+from tercet.settings.session_settings import SessionSettings
 from tercet.settings.urls import require_engine_url, require_url
 from tercet.settings.variables import POOLING_KEY_VARIABLE
 
@@ -175,8 +176,8 @@ class Limits(Settings, frozen=True):
 class RouterSettings(Settings, frozen=True):
     """What every router can be told.
 
-    ``retries``, ``limits``, ``moves``, ``reschedule`` and ``objectives`` are groups; limits are one worker's own.
-    ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
+    ``retries``, ``limits``, ``moves``, ``reschedule``, ``objectives`` and ``sessions`` are groups; limits are
+    one worker's own. ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
     """
 
     model: Annotated[
@@ -278,6 +279,7 @@ class RouterSettings(Settings, frozen=True):
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
     objectives: Objectives = Objectives()
+    sessions: SessionSettings = SessionSettings()
     roles_by: RolesBy = msgspec.field(default="fixed", name="roles")
     request_timeout_s: Annotated[
         Seconds | None,

@@ -23,7 +23,6 @@ from tercet.decisions.scheduling.llm_d_parameters import (
     session,
 )
 from tercet.decisions.scheduling.llm_d_plugins import (
-    AGENT_HEADERS,
     DEFAULTS,
     PARAMETERS,
     PASSED_OVER,
@@ -33,6 +32,7 @@ from tercet.decisions.scheduling.llm_d_plugins import (
     SECTIONS,
 )
 from tercet.protocol import BadRequest
+from tercet.protocol.headers import AGENT_HEADERS
 
 _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 API_GROUPS = ("inference.networking.", "llm-d.ai/")

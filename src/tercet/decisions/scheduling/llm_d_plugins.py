@@ -153,9 +153,6 @@ SECTIONS: Mapping[str, str] = {
     "requestHandler": REQUESTS,
 }
 
-# Headers of coding agents with their session: Claude Code, OpenCode, and Codex in two forms.
-AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
-
 KV_EVENTS = "block sizes and hashes are those in engines' KV events"
 DEPRECATED = "llm-d does not use it either"
 PRODUCER = "the fleet keeps the data"

@@ -17,6 +17,8 @@ from tercet.protocol import AdapterLoad, Request
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 
 UNKNOWN = 0.5
+# Times its share of the sequences that an engine may have and still get sessions that prefer it.
+MAX_LOAD = 1.25
 Header = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")]
 
 
@@ -249,18 +251,23 @@ class SessionAffinityScorer(Scorer, frozen=True):
 
     header: Header = SESSION_HEADER
     by_user: bool = True
-    max_load: Annotated[float, Meta(gt=1)] = 1.25
+    max_load: Annotated[float, Meta(gt=1)] = MAX_LOAD
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         scores = np.zeros(len(engines))
         session = session_of(decision.request, self.header, self.by_user)
         if session:
-            weights = preference(session, engines.keys)
-            # One more than its share is always allowed: otherwise with few sequences any engine would exceed it.
-            bound = np.ceil(self.max_load * (engines.in_flight.sum() + 1) / len(engines))
-            weights[engines.in_flight >= bound] = 0
-            scores[int(weights.argmax())] = 1.0
+            scores[home_of(session, engines, self.max_load)] = 1.0
         return scores
+
+
+def home_of(session: str, engines: Engines, max_load: float = MAX_LOAD) -> int:
+    """The index of the engine that the session prefers, of those with at most ``max_load`` times their share."""
+    weights = preference(session, engines.keys)
+    # One more than its share is always allowed: otherwise with few sequences any engine would exceed it.
+    bound = np.ceil(max_load * (engines.in_flight.sum() + 1) / len(engines))
+    weights[engines.in_flight >= bound] = 0
+    return int(weights.argmax())
 
 
 def session_of(request: Request | None, header: str, by_user: bool) -> str | None:

@@ -115,6 +115,11 @@ class ChoiceStream:
         """How many of its tokens were reasoning."""
         return 0 if self._parsed is None else self._parsed.reasoning_tokens
 
+    @property
+    def calls_tool(self) -> bool:
+        """Whether it has called a tool."""
+        return self._parsed is not None and self._parsed.has_tool_calls
+
     def _way_to_write(self) -> Callable[[Output], EngineCoreOutput | None] | None:
         """How outputs between the first and the last are written; None if vLLM's output processor makes their text."""
         if self._plan.is_plain:

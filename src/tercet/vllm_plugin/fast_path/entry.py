@@ -74,6 +74,7 @@ class FastPath:
         context.stream = RequestStream(connection, self._tools, plan, context.portions, self._pieces)
         answer = self._layers.around(partial(_answer, context.stream, context.add_request, connection))
         await answer(scope, _nothing, send)
+        context.calls_tool = context.stream.calls_tool
         self._metrics.observe(scope, context.path, time.monotonic() - context.began)
         return True
 

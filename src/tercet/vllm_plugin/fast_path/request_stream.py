@@ -107,6 +107,11 @@ class RequestStream:
     def _place(self) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._portions is None else self._portions.one()
 
+    @property
+    def calls_tool(self) -> bool:
+        """Whether any choice calls a tool."""
+        return any(choice.calls_tool for choice in self._choices)
+
     # ---- what choices ask of it ------------------------------------------------------------------------------
 
     @property

@@ -49,6 +49,11 @@ class FastStream(Protocol):
         """Stream these outputs: vLLM has added the sequence."""
         ...
 
+    @property
+    def calls_tool(self) -> bool:
+        """Whether what was streamed calls a tool."""
+        ...
+
 
 class Asked(msgspec.Struct, frozen=True):
     """What the router itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take."""
@@ -98,6 +103,11 @@ class RequestContext:
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: FastStream | None = None
     has_ended: bool = False
+    # Whether the answer calls a tool, and who is told when it has ended.
+    calls_tool: bool = False
+    when_ended: list[Callable[[RequestContext], object]] = field(
+        default_factory=list["Callable[[RequestContext], object]"]
+    )
 
     def prepared(self) -> None:
         """Its first sequence runs, or none will: if its body is long, the client's next long body may begin."""
@@ -110,6 +120,8 @@ class RequestContext:
         vLLM aborts what it has added. It forgets a request whose task is cancelled while it is being added.
         """
         self.has_ended = True
+        for tell in self.when_ended:
+            tell(self)
         for task in [*self.running.values()]:
             task.cancel()
 

@@ -21,7 +21,6 @@ from tercet.decisions.scheduling.filters import (
 )
 from tercet.decisions.scheduling.llm_d import CONTEXT_LENGTH, DETECTOR_SECTIONS, translated
 from tercet.decisions.scheduling.llm_d_plugins import (
-    AGENT_HEADERS,
     PARAMETERS,
     PASSED_OVER,
     READ,
@@ -32,6 +31,7 @@ from tercet.decisions.scheduling.profiles import AlwaysDisaggregate, Concurrency
 from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.decisions.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
 from tercet.protocol import BadRequest
+from tercet.protocol.headers import AGENT_HEADERS
 
 from .builders import Bench, View, request_of
 from .llm_d_files import HANDLER, made_of, scorers, written

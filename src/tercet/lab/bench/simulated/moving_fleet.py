@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tercet.decisions.sessions import Pause
 from tercet.fleet import Trace
 from tercet.lab.bench.simulated.virtual_roles import VirtualRoles
 from tercet.lab.sim import SimEngine
@@ -18,9 +19,11 @@ from tercet.router.moves import MoveRecord
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.roles import with_roles_followed
 from tercet.router.service import Service
+from tercet.router.sessions import MoveEnd, PinEnd, Ran, Sessions
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 from tercet.settings.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
+from tercet.settings.session_settings import SessionSettings
 
 # The interval of the router's watch for stuck engines.
 WATCH_SECONDS = 0.5
@@ -28,11 +31,12 @@ _UNCOUNTED = nullcontext()
 
 
 class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` for moves, objectives and roles, and those of ``tercet planner``."""
+    """The settings of ``tercet router`` for moves, sessions, objectives and roles, and those of ``tercet planner``."""
 
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
     objectives: Objectives = Objectives()
+    sessions: SessionSettings = SessionSettings()
     roles: RolesBy = "fixed"
     planner: PlannedBy = NO_PLANNER
     planning: PlannerSettings = PlannerSettings()
@@ -73,10 +77,33 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class MoveCounts:
-    """Counts moves; the rest of :class:`~tercet.router.service.ServiceMetrics` is in the traces of sequences."""
+class SessionCounts:
+    """Counts sessions: turns by where they ran, moves of contexts, and pins, by how they ended."""
 
     def __init__(self) -> None:
+        self.counts = Counter[str]()
+
+    def sizes(self, sessions: int, kept: int) -> None: ...
+
+    def turn(self, ran: Ran) -> None:
+        self.counts[f"session_turns_{ran}"] += 1
+
+    def paused(self, waited_for: Pause, seconds: float) -> None:
+        self.counts[f"session_pauses_{waited_for}"] += 1
+
+    def moved(self, end: MoveEnd, sent: int) -> None:
+        self.counts[f"session_moves_{end}"] += 1
+        self.counts["session_moved_bytes"] += sent
+
+    def unpinned(self, end: PinEnd) -> None:
+        self.counts[f"session_pins_{end}"] += 1
+
+
+class MoveCounts:
+    """Counts moves, and sessions; the rest of a service's metrics is in the traces of sequences."""
+
+    def __init__(self) -> None:
+        self.sessions = SessionCounts()
         self._outcomes = Counter[str]()
         self._pauses: list[float] = []
         self._bytes = self._recomputed = self._held_back = 0
@@ -149,7 +176,10 @@ class MovingFleet:
         self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
         if self.roles is not None:
             self._work.append(self.roles.run())
-        if policies.policies or has_faults:
+        if settings.sessions.on:
+            service.sessions = sessions = Sessions(fleet, settings.sessions, service.metrics.sessions, "session")
+            self._work.append(sessions.run())
+        if policies.policies or has_faults or settings.sessions.on:
             fleet.knowledge.needed()
             self._work += [self._report(), rescheduler.run()]
         if has_faults:

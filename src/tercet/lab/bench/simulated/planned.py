@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,8 @@ from tercet.lab.bench.workloads.hashed_words import HashedWords
 from tercet.protocol import BadRequest, Request
 
 WORDS = HashedWords()
+# Ends the names of requests that follow an answer.
+LATER = "+"
 
 
 class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +54,14 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 def _require(fine: bool, field: str, why: str) -> None:
     if not fine:
         raise BadRequest(f"{field}: {why}", field)
+
+
+class FollowUp(NamedTuple):
+    """A later turn of a conversation: ``request`` is sent after a pause of seconds, in which a tool ran or a user."""
+
+    pause: float
+    request: Request
+    is_after_tool: bool
 
 
 class PlannedTraffic:
@@ -96,18 +106,22 @@ class PlannedTraffic:
     def _request(self, name: str, conversation: Conversation, said: tuple[int, ...], turn: int) -> Request:
         asked = conversation.turns[turn]
         prompt = said + asked.tokens
+        session = name.rstrip(LATER) if len(conversation.turns) > 1 else None
         if turn + 1 < len(conversation.turns):
             self._open[name] = conversation, prompt, turn
-        return Request(seq_id=name, prompt=prompt, sampling_params={"max_tokens": asked.output_len})
+        return Request(
+            seq_id=name, prompt=prompt, sampling_params={"max_tokens": asked.output_len}, session=session
+        )  # fmt: skip
 
-    def after(self, request: Request, output: Sequence[int]) -> tuple[float, Request] | None:
-        """What follows the answer to a request: seconds to think, and the next request. None at the end."""
+    def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
+        """What follows the answer to a request; None at the end."""
         found = self._open.pop(request.seq_id, None)
         if found is None:
             return None
         conversation, said, turn = found
-        following = self._request(f"{request.seq_id}+", conversation, (*said, *output), turn + 1)
-        return conversation.turns[turn + 1].think_time, following
+        following = self._request(request.seq_id + LATER, conversation, (*said, *output), turn + 1)
+        next_turn = conversation.turns[turn + 1]
+        return FollowUp(next_turn.think_time, following, next_turn.is_after_tool)
 
     def unsent(self, request: Request) -> int:
         """Number of requests that are not sent because this one failed."""

@@ -20,7 +20,7 @@ from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
 from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalance
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MoveTotals, MovingFleet, MovingSettings, alongside
-from tercet.lab.bench.simulated.planned import PlannedTraffic, PlannedWorkload
+from tercet.lab.bench.simulated.planned import FollowUp, PlannedTraffic, PlannedWorkload
 from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.lab.bench.simulated.timeline import TimelineRecorder
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
@@ -110,8 +110,8 @@ class Outcome:
 class FollowUps(Protocol):
     """Requests after the answers: later turns of conversations."""
 
-    def after(self, request: Request, output: Sequence[int]) -> tuple[float, Request] | None:
-        """What follows the answer to a request: seconds to think, and the next request. None if there is none."""
+    def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
+        """What follows the answer to a request; None if nothing does."""
         ...
 
     def unsent(self, request: Request) -> int:
@@ -385,10 +385,12 @@ async def _converse(
                     outcome.add(now, math.nan, now, request, 0)
                 return
             following = follow_ups.after(request, sequence.tokens)
+            if built.service.sessions is not None:
+                built.service.sessions.answered(request, calls_tool=following is not None and following.is_after_tool)
             if following is None:
                 return
-            pause, request = following
-            await asyncio.sleep(pause)
+            request = following.request
+            await asyncio.sleep(following.pause)
     finally:
         on_end(asyncio.current_task())
 
@@ -442,6 +444,7 @@ def _collect(built: _Fleet, outcome: Outcome) -> None:
         totals["decode_tokens"] += counters.decode_tokens
         totals["preemptions"] += counters.preemptions
         totals["evicted_blocks"] += counters.evicted
-    outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent}
+    sessions = built.service.metrics.sessions.counts
+    outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent, **dict(sorted(sessions.items()))}
     outcome.moves = built.service.metrics.totals()
     outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []

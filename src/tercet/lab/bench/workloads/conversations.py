@@ -67,13 +67,14 @@ class ConversationTurn:
 
     ``tokens`` are the new part of its prompt: the prompt is the whole conversation before, answers included, and these.
     ``think_time`` passes between the end of the turn before and this one (seconds). ``text`` is the original of
-    ``tokens`` if the workload was text.
+    ``tokens`` if the workload was text. ``is_after_tool``: a tool ran in that time.
     """
 
     tokens: tuple[int, ...]
     output_len: int
     think_time: float = 0.0
     text: str | None = None
+    is_after_tool: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,13 +117,16 @@ class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
     """Conversations of ``turns`` requests that continue the earlier ones, with the target's answers.
 
     The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens. A
-    user thinks for ``think_time`` seconds in the mean (exponential) between an answer and the next turn.
+    user thinks for ``think_time`` seconds in the mean (exponential) between an answer and the next turn; a share
+    ``tool_share`` of the turns comes after a tool instead, which takes ``tool_time`` seconds in the mean.
     """
 
     turns: Count = 4
     system_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     input_len: Tokens = 128
     think_time: Seconds = 1.0
+    tool_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    tool_time: Seconds = 1.0
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         lines = Lines.of(draw.vocabulary)
@@ -136,5 +139,7 @@ class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
 
     def _turn(self, draw: Draw, lines: Lines, before: tuple[int, ...], turn: int) -> ConversationTurn:
         length, answer = self.lengths(draw)
-        pause = draw.shape.expovariate(1 / self.think_time) if turn and self.think_time else 0.0
-        return ConversationTurn(before + lines.draw(length, draw.content), answer, pause)
+        is_after_tool = bool(turn and self.tool_share) and draw.shape.random() < self.tool_share
+        mean = self.tool_time if is_after_tool else self.think_time
+        pause = draw.shape.expovariate(1 / mean) if turn and mean else 0.0
+        return ConversationTurn(before + lines.draw(length, draw.content), answer, pause, is_after_tool=is_after_tool)

@@ -1,0 +1,8 @@
+"""Sessions of agents: where their turns run, what moves with a drain, and whose KV stays pinned. Pure decisions."""
+
+from tercet.decisions.sessions.context import Context
+from tercet.decisions.sessions.keeping import EngineSeen
+from tercet.decisions.sessions.names import session_named
+from tercet.decisions.sessions.table import Action, GiveUp, Keep, MoveContext, Pause, SessionTable
+
+__all__ = ["Action", "Context", "EngineSeen", "GiveUp", "Keep", "MoveContext", "Pause", "SessionTable", "session_named"]

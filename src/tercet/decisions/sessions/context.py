@@ -1,0 +1,53 @@
+"""The context of a session: the tokens of one turn, prompt and answer, and the engine that has their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tercet.protocol import Request
+from tercet.protocol.content import TOKEN_BYTES, packed, unpacked
+
+
+class Context:
+    """The tokens of a turn that has ended, four bytes each, and the ``engine`` whose cache has most of their KV.
+
+    ``kept_at`` is when its KV was pinned there, None if it is not; ``to`` the engine that it is being moved to.
+    """
+
+    __slots__ = (
+        "_adapter", "_cache_salt", "_digest", "_prompt_size", "_tokens", "engine", "kept_at", "number", "session", "to",
+    )  # fmt: skip
+
+    def __init__(self, number: int, session: str, engine: str, request: Request, output: Sequence[int]) -> None:
+        self.number = number
+        self.session = session
+        self.engine = engine
+        self.kept_at: float | None = None
+        self.to: str | None = None
+        self._prompt_size = request.num_tokens * TOKEN_BYTES
+        # The last token's KV was never computed.
+        self._tokens = packed(request.prompt) + packed(output[:-1])
+        self._cache_salt, self._adapter, self._digest = request.cache_salt, request.adapter, request.adapter_digest
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV was computed."""
+        return len(self._tokens) // TOKEN_BYTES
+
+    def request(self, seq_id: str) -> Request:
+        """A request for these tokens, for verbs that name KV by its tokens."""
+        return Request(
+            seq_id=seq_id, prompt=tuple(unpacked(self._tokens)), cache_salt=self._cache_salt, adapter=self._adapter,
+            adapter_digest=self._digest,
+        )  # fmt: skip
+
+    def shared_with(self, request: Request, prompt: bytes) -> int:
+        """How many of the request's first tokens these are, all or those of the turn's prompt; ``prompt`` is packed.
+
+        A chat template may write an answer in another way than the model did, so that only the prompt is repeated.
+        """
+        if (request.cache_salt, request.adapter) != (self._cache_salt, self._adapter):
+            return 0
+        if prompt.startswith(self._tokens):
+            return self.num_tokens
+        return self._prompt_size // TOKEN_BYTES if prompt.startswith(self._tokens[: self._prompt_size]) else 0

@@ -1,0 +1,45 @@
+"""Whose KV is pinned between two turns, and whose is given up first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tercet.decisions.sessions.context import Context
+
+
+class EngineSeen(msgspec.Struct, frozen=True):
+    """An engine as sessions see it.
+
+    It ``is_open`` if it may be picked and answers, ``decodes`` by its role, and is ``leaving`` if it is to be emptied.
+    ``kv_tokens`` is the capacity of its KV cache, 0 if unknown, ``kv_usage`` the share in use, ``waiting`` its queue.
+    """
+
+    name: str
+    is_open: bool = True
+    decodes: bool = True
+    leaving: bool = False
+    kv_tokens: int = 0
+    kv_usage: float = 0.0
+    waiting: int = 0
+
+    def share(self, tokens: int) -> float:
+        """The part of its KV cache that ``tokens`` need; all of it while the capacity is unknown."""
+        return tokens / self.kv_tokens if self.kv_tokens else 1.0
+
+
+def is_within(engine: EngineSeen, kept: Iterable[Context], wanted: Context, share: float) -> bool:
+    """Whether ``wanted`` may be pinned in addition to what is."""
+    return engine.share(wanted.num_tokens + sum(each.num_tokens for each in kept)) <= share
+
+
+def given_up(engine: EngineSeen, ordered: Sequence[Context], give_up_at: float) -> list[Context]:
+    """What is given up, of ``ordered``, until usage is below ``give_up_at``; one more while requests wait."""
+    usage, found = engine.kv_usage, list[Context]()
+    for context in ordered:
+        if usage < give_up_at and not (engine.waiting and not found):
+            break
+        usage -= engine.share(context.num_tokens)
+        found.append(context)
+    return found

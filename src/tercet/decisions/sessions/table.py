@@ -1,0 +1,346 @@
+"""The sessions that a router remembers: which engine each belongs to, and what happens to their KV. Pure.
+
+Each method takes what has happened, and returns what to do about KV: to pin it, to give it up, or to move it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from tercet.decisions.scheduling.hashing import key_of, preference
+from tercet.decisions.sessions.context import Context
+from tercet.decisions.sessions.keeping import EngineSeen, given_up, is_within
+from tercet.protocol import Request, Role
+from tercet.protocol.content import packed
+from tercet.settings.session_settings import SessionSettings
+
+Pause = Literal["tool", "client"]
+"""What a session waits for between two turns: the result of a tool that it called, or its client's next words."""
+# Of model calls that a session makes at once, each has a context; more than these are not remembered.
+MOST_CONTEXTS = 4
+# Contexts that leave one engine at once.
+MOVES_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Pin a context's KV on its engine."""
+
+    context: Context
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the pin of a context's KV on ``engine``."""
+
+    context: Context
+    engine: str
+
+
+@dataclass(frozen=True)
+class MoveContext:
+    """Copy a context's KV to the engine ``to``; the session belongs to that one from now on."""
+
+    context: Context
+    to: str
+
+
+Action = Keep | GiveUp | MoveContext
+
+
+@dataclass
+class _Session:
+    engines: dict[Role, str] = field(default_factory=dict["Role", str])
+    contexts: list[Context] = field(default_factory=list[Context])
+    running: int = 0
+    last_at: float = 0.0
+    paused_at: float | None = None
+    pause: Pause = "client"
+
+
+class SessionTable:
+    """All sessions by name, in the order of their last turn. Times are seconds of one clock.
+
+    A session belongs to one engine that prefills and one that decodes. It stays there until that engine fails it, is
+    drained or leaves: it follows a moved sequence, and a moved context.
+    """
+
+    def __init__(self, settings: SessionSettings) -> None:
+        self._settings = settings
+        self._sessions: dict[str, _Session] = {}
+        self._numbers = itertools.count()
+        self._tokens = 0
+        self._kept: dict[Context, None] = {}
+        self._known: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def kept(self) -> int:
+        """How many contexts are pinned."""
+        return len(self._kept)
+
+    # ---- where turns run -----------------------------------------------------------------------------------------
+
+    def engine_of(self, session: str, role: Role) -> str | None:
+        """The engine that the session belongs to, for picks of this role; None before its first."""
+        found = self._sessions.get(session)
+        return None if found is None else found.engines.get(_side(role))
+
+    def bind(self, session: str, role: Role, engine: str) -> None:
+        """A turn of the session has picked an engine; sessions without a turn under way are not remembered."""
+        found = self._sessions.get(session)
+        if found is not None:
+            found.engines[_side(role)] = engine
+
+    def cached(self, session: str, engine: str, request: Request) -> int:
+        """How many of the request's first tokens the engine should have, by the session's turns."""
+        found = self._sessions.get(session)
+        there = () if found is None else [context for context in found.contexts if context.engine == engine]
+        prompt = packed(request.prompt) if there else b""
+        return max((context.shared_with(request, prompt) for context in there), default=0)
+
+    # ---- turns ---------------------------------------------------------------------------------------------------
+
+    def begins(self, session: str, now: float) -> tuple[list[Action], tuple[Pause, float] | None]:
+        """A turn begins: what to do, and the pause that it ends with its seconds, if it ends one."""
+        found = self._sessions.pop(session, None) or _Session()
+        self._sessions[session] = found
+        pause = None if found.paused_at is None else (found.pause, now - found.paused_at)
+        found.paused_at, found.last_at = None, now
+        found.running += 1
+        return list(self._forget_beyond(self._settings.most)), pause
+
+    def arrives(self, session: str, request: Request, engines: Mapping[str, EngineSeen]) -> list[Action]:
+        """Move what a turn that begins needs of an engine that is leaving, before others' contexts."""
+        found, prompt = self._sessions[session], packed(request.prompt)
+        leaving = [each for each in found.contexts if each.to is None and _is_leaving(engines, each.engine)]
+        needed = [context for context in leaving if context.shared_with(request, prompt)]
+        return [move for context in needed for move in self._move(context, engines)]
+
+    def moving(self, session: str) -> list[Context]:
+        """Contexts of the session that are on their way."""
+        found = self._sessions.get(session)
+        return [] if found is None else [context for context in found.contexts if context.to is not None]
+
+    def ends(
+        self, session: str, request: Request, output: Sequence[int], engine: str, now: float
+    ) -> list[Action]:  # fmt: skip
+        """A turn has ended on ``engine``; an empty name if none generated anything."""
+        found = self._sessions.get(session)
+        if found is None:
+            return []
+        found.running = max(0, found.running - 1)
+        found.last_at = now
+        if not engine:
+            return []
+        found.engines[_side("decode")] = engine
+        if request.mm_features or not output:  # what images are made of is not remembered
+            return []
+        prompt = packed(request.prompt)
+        replaced = [each for each in found.contexts if each.to is None and each.shared_with(request, prompt)]
+        left = [each for each in found.contexts if each not in replaced]
+        replaced += left[: max(0, len(left) - MOST_CONTEXTS + 1)]
+        actions = [action for context in replaced for action in self._drop(found, context)]
+        context = Context(next(self._numbers), session, engine, request, output)
+        found.contexts.append(context)
+        self._tokens += context.num_tokens
+        return [*actions, *self._drop_beyond(self._settings.tokens)]
+
+    def pauses(self, session: str, pause: Pause, engines: Mapping[str, EngineSeen], now: float) -> list[Action]:
+        """The client has the whole answer of a turn, which ended before; it comes back after a tool, or by itself."""
+        found = self._sessions.get(session)
+        if found is None or found.running or not found.contexts:
+            return []
+        found.pause, found.paused_at = pause, now
+        context, keep = found.contexts[-1], self._settings.keep
+        engine = engines.get(context.engine)
+        wanted = keep == "all" or (keep == "tools" and pause == "tool")
+        if not wanted or engine is None or engine.leaving or context.kept_at is not None:
+            return []
+        return self._keep(context, engine)
+
+    def over(self, session: str) -> list[Action]:
+        """The session has ended."""
+        return list(self._forget(session))
+
+    # ---- engines -------------------------------------------------------------------------------------------------
+
+    def look(self, engines: Mapping[str, EngineSeen], now: float) -> list[Action]:
+        """What time and engines ask for: old sessions are forgotten, drained engines emptied, pins given up."""
+        settings = self._settings
+        actions = [action for name in self._old(now) for action in self._forget(name)]
+        actions += self._drop_gone(engines)
+        for engine in engines.values():
+            if engine.leaving:
+                actions += self._emptied(engine, engines)
+                continue
+            kept = self._kept_on(engine.name)
+            late = [each for each in kept if each.kept_at is not None and now - each.kept_at >= settings.keep_s]
+            left = [each for each in kept if each not in late]
+            late += given_up(engine, self._ordered(left), settings.give_up_at)
+            actions += [action for context in late for action in self._give_up(context)]
+        return actions
+
+    def left_on(self, engine: str) -> int:
+        """How many contexts an engine has whose sessions do not run."""
+        return sum(1 for _ in self._resting_on(engine))
+
+    def moved(self, context: Context, engines: Mapping[str, EngineSeen], *, done: bool) -> list[Action]:
+        """A move is over; one that failed leaves nothing to move, and the next turn computes the context again."""
+        source, to = context.engine, context.to
+        context.to = None
+        found = self._sessions.get(context.session)
+        if found is None or context not in found.contexts or to is None:
+            return self._give_up(context)
+        was_kept = context.kept_at is not None
+        actions = self._give_up(context)
+        if not done:
+            return [*actions, *self._drop(found, context)]
+        context.engine = to
+        engine = engines.get(to)
+        if was_kept and engine is not None and source != to:
+            actions += self._keep(context, engine)
+        return actions
+
+    def not_kept(self, context: Context) -> None:
+        """An engine has ended a pin, or refused it."""
+        context.kept_at = None
+        self._kept.pop(context, None)
+
+    def kept_since(self, context: Context, now: float) -> None:
+        """An engine has pinned a context."""
+        if context.kept_at is not None:
+            context.kept_at = now
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _contexts(self) -> Iterator[Context]:
+        for session in self._sessions.values():
+            yield from session.contexts
+
+    def _old(self, now: float) -> list[str]:
+        """Sessions without a turn for too long; the order is that of their last turns."""
+        found = list[str]()
+        for name, each in self._sessions.items():
+            if each.running:
+                continue
+            if now - each.last_at <= self._settings.ttl_s:
+                break
+            found.append(name)
+        return found
+
+    def _drop_gone(self, engines: Mapping[str, EngineSeen]) -> list[Action]:
+        """Forget the contexts on engines that are no members any more."""
+        if (names := set(engines)) == self._known:
+            return []
+        self._known = names
+        gone = [context for context in self._contexts() if context.engine not in engines and context.to is None]
+        return [action for context in gone for action in self._drop(self._sessions[context.session], context)]
+
+    def _kept_on(self, engine: str) -> list[Context]:
+        return [context for context in self._kept if context.engine == engine]
+
+    def _resting_on(self, engine: str) -> Iterator[Context]:
+        for session in self._sessions.values():
+            if not session.running:
+                yield from (context for context in session.contexts if context.engine == engine)
+
+    def _ordered(self, contexts: Iterable[Context]) -> list[Context]:
+        """In the order in which they are given up: clients' pauses before those for tools, the longest first."""
+        return sorted(contexts, key=lambda each: (self._pause_of(each) == "tool", each.kept_at or 0.0))
+
+    def _pause_of(self, context: Context) -> Pause:
+        return self._sessions[context.session].pause
+
+    def _keep(self, context: Context, engine: EngineSeen) -> list[Action]:
+        """Pin it, in the place of others that are given up before it, if they take its room."""
+        kept, actions = self._kept_on(engine.name), list[Action]()
+        lower = [each for each in self._ordered(kept) if self._pause_of(each) == "client"]
+        lower = lower if self._pause_of(context) == "tool" else []
+        while not is_within(engine, kept, context, self._settings.keep_share):
+            if not lower:
+                return actions
+            kept.remove(lower[0])
+            actions += self._give_up(lower.pop(0))
+        context.kept_at = float("inf")  # its time begins when it is pinned
+        self._kept[context] = None
+        return [*actions, Keep(context)]
+
+    def _give_up(self, context: Context) -> list[Action]:
+        if context.kept_at is None:
+            return []
+        self.not_kept(context)
+        return [GiveUp(context, context.engine)]
+
+    def _emptied(self, engine: EngineSeen, engines: Mapping[str, EngineSeen]) -> list[Action]:
+        """Move what a leaving engine has, of those that come back first: for tools, then the latest."""
+        resting = list(self._resting_on(engine.name))
+        under_way = sum(1 for context in self._contexts() if context.engine == engine.name and context.to is not None)
+        waiting = [context for context in resting if context.to is None]
+        waiting.sort(key=lambda each: (self._pause_of(each) != "tool", -self._sessions[each.session].last_at))
+        begun = waiting[: max(0, MOVES_AT_ONCE - under_way)]
+        actions = [action for context in begun for action in self._move(context, engines)]
+        if not any(isinstance(action, MoveContext) for action in actions) and not under_way:
+            # Nothing can take them, and the engine would wait for its pins.
+            actions += [action for context in self._kept_on(engine.name) for action in self._give_up(context)]
+        return actions
+
+    def _move(self, context: Context, engines: Mapping[str, EngineSeen]) -> list[Action]:
+        to = _home(context.session, engines)
+        if to is None:
+            return []
+        context.to = to
+        self._sessions[context.session].engines[_side("decode")] = to
+        return [MoveContext(context, to)]
+
+    def _drop(self, session: _Session, context: Context) -> list[Action]:
+        session.contexts.remove(context)
+        self._tokens -= context.num_tokens
+        return self._give_up(context)
+
+    def _forget(self, session: str) -> Iterator[Action]:
+        found = self._sessions.pop(session, None) or _Session()
+        for context in [*found.contexts]:
+            yield from self._drop(found, context)
+
+    def _forget_beyond(self, most: int) -> Iterator[Action]:
+        while len(self._sessions) > most:
+            oldest = next((name for name, each in self._sessions.items() if not each.running), None)
+            if oldest is None:
+                return
+            yield from self._forget(oldest)
+
+    def _drop_beyond(self, tokens: int) -> Iterator[Action]:
+        for session in [*self._sessions.values()]:
+            for context in [*session.contexts]:
+                if self._tokens <= tokens:
+                    return
+                if context.to is None:
+                    yield from self._drop(session, context)
+
+
+def _side(role: Role) -> Role:
+    """The two engines of a session: one that prefills for others, and one that has its context."""
+    return "prefill" if role == "prefill" else "decode"
+
+
+def _is_leaving(engines: Mapping[str, EngineSeen], name: str) -> bool:
+    engine = engines.get(name)
+    return engine is not None and engine.leaving
+
+
+def _home(session: str, engines: Mapping[str, EngineSeen]) -> str | None:
+    """The engine that the session prefers, of those that take it: those that decode, if there are any."""
+    able = [engine for engine in engines.values() if engine.is_open]
+    able = [engine for engine in able if engine.decodes] or able
+    if not able:
+        return None
+    weights = preference(session, np.array([key_of(engine.name) for engine in able], dtype=np.uint64))
+    return able[int(weights.argmax())].name
