@@ -243,10 +243,10 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def breakable(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The shared engines and a third one, decode-1, behind a router of their own."""
+    """The shared engines and a third one, decode-1, behind a router of their own; its operator may pause that one."""
     tmp = tmp_path_factory.mktemp("breakable")
     spec = spec_of("decode-1", free_port(), *ENGINE_ARGS, model=str(small_llama()), core=1)
-    third = EnginePlace.of(spec, tmp / "decode-1.log")
+    third = EnginePlace.of(spec, tmp / "decode-1.log", VLLM_SERVER_DEV_MODE="1")
     third.start()  # it loads beside the router
     places = {**fleet.places, third.name: third}
     urls = {name: place.url for name, place in places.items()}

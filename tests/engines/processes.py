@@ -80,11 +80,10 @@ class EnginePlace:
         self._guard: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def of(cls, spec: EngineSpec, log: Path) -> Self:
+    def of(cls, spec: EngineSpec, log: Path, **environment: str) -> Self:
         """The place of an engine of that description, which is yet to be started; it writes to `log`."""
-        return cls(
-            spec.name, f"http://{spec.host}:{spec.port}", engine_argv(spec), {**os.environ, **engine_env(spec)}, log
-        )
+        environment = {**os.environ, **engine_env(spec), **environment}
+        return cls(spec.name, f"http://{spec.host}:{spec.port}", engine_argv(spec), environment, log)
 
     @classmethod
     def taken(cls, spec: EngineSpec, log: Path) -> Self:

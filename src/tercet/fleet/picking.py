@@ -71,6 +71,8 @@ class Picking(Generic[ViewT]):
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     leaving: Sequence[ViewT] = ()
     explanation: tuple[SchedulingProfile, Decision, int] | None = None
+    sessions: SessionTable | None = None
+    is_by_session: bool = False
     _alike: bool = False
     sessions: SessionTable | None = None
     is_by_session: bool = False

@@ -153,6 +153,7 @@ class Service(Generic[M]):
         self.observers = SequenceObservers()
         self.sessions: SessionTurns | None = None
         self._streams: dict[OutputStream, RunningSequence] = {}
+        self.sessions: SessionTurns | None = None
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
 

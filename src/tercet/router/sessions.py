@@ -83,6 +83,7 @@ class LiveEngines(Mapping[str, EngineSeen]):
         return EngineSeen(
             member.name, member.is_open and member.reachable, member.can("decode"), member.leaving, member.kv_tokens,
             0.0 if load is None else load.kv_usage, 0 if load is None else load.waiting,
+            member.revision,
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -36,14 +36,16 @@ class World:
         self.service.sessions = self.sessions = Sessions(self.fleet, wanted, self.counts, "test")
         self.said: dict[str, tuple[int, ...]] = {}
 
-    async def turn(self, session: str, *, calls_tool: bool = False, **headers: str) -> tuple[str, int]:
+    async def turn(
+        self, session: str, *, calls_tool: bool = False, headers: Mapping[str, str] | None = None
+    ) -> tuple[str, int]:
         """The engine that served it, and how many tokens it found in its cache."""
         number = len(self.said.get(session, ()))
         first = sum(map(ord, session)) * 10_000
         prompt = (*self.said.get(session, ()), *range(first + number, first + number + TURN))
         request = Request(
             seq_id=f"{session}-{number}", prompt=prompt, sampling_params={"max_tokens": ANSWER},
-            headers={"x-dynamo-session-id": session, **headers},
+            headers={"x-dynamo-session-id": session, **(headers or {})},
         )  # fmt: skip
         trace = Trace()
         tokens = [token async for output in self.service.run(request, trace) for token in output.token_ids]
@@ -250,7 +252,7 @@ def test_the_last_turn_ends_its_session(metrics: Metrics) -> None:
     async def check() -> None:
         async with world(metrics, "ab", **{"session-keep": "all"}) as made:
             await made.turn("s")
-            await made.turn("s", **{"x-dynamo-session-final": "true"})
+            await made.turn("s", headers={"x-dynamo-session-final": "true"})
             assert len(made.sessions.table) == 0
             assert made.sessions.table.kept == 0
 

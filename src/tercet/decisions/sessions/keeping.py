@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from tercet.decisions.sessions.context import Context
+from tercet.protocol.revision import UNKNOWN_REVISION, Revision
 
 
 class EngineSeen(msgspec.Struct, frozen=True):
@@ -14,6 +15,7 @@ class EngineSeen(msgspec.Struct, frozen=True):
 
     It ``is_open`` if it may be picked and answers, ``decodes`` by its role, and is ``leaving`` if it is to be emptied.
     ``kv_tokens`` is the capacity of its KV cache, 0 if unknown, ``kv_usage`` the share in use, ``waiting`` its queue.
+    KV goes to engines whose ``revision`` allows it.
     """
 
     name: str
@@ -23,6 +25,7 @@ class EngineSeen(msgspec.Struct, frozen=True):
     kv_tokens: int = 0
     kv_usage: float = 0.0
     waiting: int = 0
+    revision: Revision = UNKNOWN_REVISION
 
     def share(self, tokens: int) -> float:
         """The part of its KV cache that ``tokens`` need; all of it while the capacity is unknown."""

@@ -17,6 +17,7 @@ from tercet.decisions.sessions.context import Context
 from tercet.decisions.sessions.keeping import EngineSeen, given_up, is_within
 from tercet.protocol import Request, Role
 from tercet.protocol.content import packed
+from tercet.protocol.revision import may_exchange_kv
 from tercet.settings.session_settings import SessionSettings
 
 Pause = Literal["tool", "client"]
@@ -293,7 +294,9 @@ class SessionTable:
         return actions
 
     def _move(self, context: Context, engines: Mapping[str, EngineSeen]) -> list[Action]:
-        to = _home(context.session, engines)
+        source = engines[context.engine].revision
+        able = [each for each in engines.values() if each.is_open and may_exchange_kv(each.revision, source)]
+        to = _home(context.session, able)
         if to is None:
             return []
         context.to = to
@@ -336,10 +339,9 @@ def _is_leaving(engines: Mapping[str, EngineSeen], name: str) -> bool:
     return engine is not None and engine.leaving
 
 
-def _home(session: str, engines: Mapping[str, EngineSeen]) -> str | None:
-    """The engine that the session prefers, of those that take it: those that decode, if there are any."""
-    able = [engine for engine in engines.values() if engine.is_open]
-    able = [engine for engine in able if engine.decodes] or able
+def _home(session: str, engines: Sequence[EngineSeen]) -> str | None:
+    """The engine that the session prefers, of those that decode, if there are any."""
+    able = [engine for engine in engines if engine.decodes] or engines
     if not able:
         return None
     weights = preference(session, np.array([key_of(engine.name) for engine in able], dtype=np.uint64))

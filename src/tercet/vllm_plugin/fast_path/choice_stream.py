@@ -93,6 +93,7 @@ class ChoiceStream:
         # Chunks hide what reasoning consists of where they hide the reasoning.
         self._hides = plan.parsing is not None and plan.parsing.hides_reasoning
         self._sends_ids = plan.token_ids and not self._hides
+        self._has_extras = self._sends_ids or plan.usage_each
         detokenizer = self._state.detokenizer
         decode_next = look_up(detokenizer, tools.texts, self._state.prompt_token_ids or ())
         # Returns the text of the next token if the detokenizer does nothing else with it.
@@ -227,6 +228,9 @@ class ChoiceStream:
             if shown is NULL and not self._sends_ids:
                 return
             said = EMPTY
+        if shown is NULL and prompt is NULL and not self._has_extras:
+            self._answer.write(self._chunks.only(said))
+            return
         self._answer.write(framed(self._chunks.more(said, self._extras(token_ids, shown, prompt))))
 
     def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:

@@ -104,8 +104,10 @@ class ChoiceChunks:
         self._before = head + form.opening % index
         self._text_before = self._before + form.said[0]
         nothing = {b"logprobs": NULL, b"ids": NULL, b"prompt": NULL}
-        self._text_after = form.said[1] + form.closing % nothing + b"}\n\n"
+        self._said_after = form.closing % nothing + b"}\n\n"
+        self._text_after = form.said[1] + self._said_after
         self._around = len(self._text_before) + len(self._text_after)
+        self._around_said = len(self._before) + len(self._said_after)
 
     def text(self, text: str) -> bytes:
         """More text and nothing else, framed for HTTP/1.1's chunked encoding."""
@@ -116,6 +118,10 @@ class ChoiceChunks:
         """A text as what the choice says."""
         before, after = self._form.said
         return before + encode(text) + after
+
+    def only(self, said: bytes) -> bytes:
+        """What the choice says and nothing else, framed for HTTP/1.1's chunked encoding."""
+        return b"%x\r\n%b%b%b\r\n" % (self._around_said + len(said), self._before, said, self._said_after)
 
     def more(self, said: bytes, extras: Extras) -> bytes:
         """A chunk that does not end the choice."""

@@ -21,9 +21,11 @@ from tercet.decisions.sessions import (
 )
 from tercet.decisions.sessions.table import MOST_CONTEXTS
 from tercet.protocol import Request
+from tercet.protocol.revision import Revision
 from tercet.settings.session_settings import SessionSettings
 
 CAPACITY = 1000
+ONE, OTHER = Revision(vllm="0.31.0"), Revision(vllm="0.32.0")
 ALL = SessionSettings(together="on", keep="all", keep_share=0.5, keep_s=30.0, give_up_at=0.9)
 
 
@@ -170,6 +172,16 @@ def test_a_drained_engine_is_emptied_of_those_first_that_wait_for_tools() -> Non
     assert table.left_on("a") == 3
     assert [action.context.session for action in table.look(leaving, 9.2)] == ["s2"]
     assert table.cached("s0", "b", asked((0, 1, 2, 3, 9))) == 4
+
+
+def test_a_context_goes_only_where_its_kv_is_understood() -> None:
+    table = SessionTable(SessionSettings(together="on", keep="none"))
+    turn(table, "s", range(10), (1, 2), "a")
+    leaving = EngineSeen("a", is_open=False, leaving=True, revision=ONE)
+    other = EngineSeen("b", revision=OTHER)
+    assert table.look({"a": leaving, "b": other}, 1.0) == []
+    move = only(table.look({"a": leaving, "b": other, "c": EngineSeen("c", revision=ONE)}, 2.0), MoveContext)
+    assert move.to == "c"
 
 
 def test_a_move_that_failed_leaves_a_context_that_is_computed_again() -> None:
