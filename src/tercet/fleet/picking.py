@@ -74,8 +74,6 @@ class Picking(Generic[ViewT]):
     sessions: SessionTable | None = None
     is_by_session: bool = False
     _alike: bool = False
-    sessions: SessionTable | None = None
-    is_by_session: bool = False
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])

@@ -151,7 +151,6 @@ class Service(Generic[M]):
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
         self.observers = SequenceObservers()
-        self.sessions: SessionTurns | None = None
         self._streams: dict[OutputStream, RunningSequence] = {}
         self.sessions: SessionTurns | None = None
         self._given_up_by: TercetError | None = None
