@@ -59,12 +59,24 @@ def test_a_conversation_goes_on_with_what_was_said() -> None:
     _, first = arrivals[0]
     following = traffic.after(first, (7, 8, 9))
     assert following is not None
-    pause, second = following
-    assert pause > 0
+    pause, second, is_after_tool = following
+    assert (pause > 0, is_after_tool) == (True, False)
+    assert first.session == second.session is not None
     assert second.prompt[: first.num_tokens + 3] == (*first.prompt, 7, 8, 9)
     assert traffic.unsent(second) == 1
     assert traffic.after(second, ()) is None, "it failed"
     assert traffic.after(arrivals[2][1], ()) is None, "it has one turn"
+
+
+def test_a_share_of_the_turns_comes_after_a_tool() -> None:
+    text = "sessions,turns=40,think_time=100,tool_share=0.75,tool_time=1,output_len=4"
+    traffic = PlannedTraffic(PlannedWorkload(workload=(text,), rate=1.0, requests=40), 0)
+    request, pauses = next(iter(traffic.arrivals()))[1], {True: list[float](), False: list[float]()}
+    while (following := traffic.after(request, (1,))) is not None:
+        pauses[following.is_after_tool].append(following.pause)
+        request = following.request
+    assert 20 <= len(pauses[True]) < 39
+    assert sum(pauses[True]) / len(pauses[True]) < 10 < sum(pauses[False]) / len(pauses[False])
 
 
 def test_turns_wait_for_the_answers_before_them_and_find_them_cached() -> None:
