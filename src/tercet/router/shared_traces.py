@@ -12,10 +12,11 @@ import os
 import socket
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import msgspec
 
+from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.request_traces import RequestTrace, RequestTraces
 
@@ -28,11 +29,15 @@ _PEER = struct.Struct("3i")
 
 
 class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which traces are wanted: those with an id, or else the ``newest``, or the ``slowest``, as many as that."""
+    """Which traces are wanted: those with an id, or else the ``newest``, or the ``slowest``, as many as that.
+
+    ``watch`` asks for what happens from now on instead, as frames of the page.
+    """
 
     id: str = ""
     newest: int = 0
     slowest: int = 0
+    watch: bool = False
 
     def answer(self, traces: RequestTraces) -> list[RequestTrace]:
         """What this process knows."""
@@ -53,7 +58,10 @@ _questions = msgspec.json.Decoder(TraceQuestion)
 
 
 class SharedTraces:
-    """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``."""
+    """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``.
+
+    ``frames`` are those of its page, each a line, while somebody reads them.
+    """
 
     def __init__(
         self, traces: RequestTraces, name: str = "", others: Callable[[], Awaitable[Sequence[str]]] | None = None
@@ -61,6 +69,7 @@ class SharedTraces:
         self.own = traces
         self._name = name
         self._others = others
+        self.frames: Callable[[], AsyncGenerator[bytes]] | None = None
 
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[None]:
@@ -76,9 +85,23 @@ class SharedTraces:
 
     async def find(self, question: TraceQuestion) -> list[RequestTrace]:
         """What all processes know; one that does not answer in time is left out, and logged."""
-        names: Sequence[str] = () if self._others is None else await self._others()
-        found = await asyncio.gather(*(self._ask(name, question) for name in names))
+        found = await asyncio.gather(*(self._ask(name, question) for name in await self.others()))
         return question.best([*question.answer(self.own), *(trace for each in found for trace in each)])
+
+    async def others(self) -> Sequence[str]:
+        """Names of the others that live."""
+        return () if self._others is None else await self._others()
+
+    async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
+        """Frames of another one, each a line, until it ends. Raises ``OSError`` and ``ValueError``."""
+        reader, writer = await asyncio.open_unix_connection(_address(name), limit=LONGEST_ANSWER)
+        try:
+            _require_own(writer)
+            writer.write(msgspec.json.encode(TraceQuestion(watch=True)) + b"\n")
+            while line := await reader.readline():
+                yield line
+        finally:
+            writer.close()
 
     async def _ask(self, name: str, question: TraceQuestion) -> Sequence[RequestTrace]:
         try:
@@ -96,14 +119,27 @@ class SharedTraces:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with suppress(OSError, ValueError, TimeoutError, *UNREADABLE):
+            with suppress(OSError, ValueError, TimeoutError, TercetError, *UNREADABLE):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     _require_own(writer)
                     question = _questions.decode(await reader.readline())
-                    writer.write(msgspec.json.encode(question.answer(self.own)) + b"\n")
-                    await writer.drain()
+                    if not question.watch:
+                        writer.write(msgspec.json.encode(question.answer(self.own)) + b"\n")
+                        await writer.drain()
+                        return
+                await self._tell_frames(writer)
         finally:
             writer.close()
+
+    async def _tell_frames(self, writer: asyncio.StreamWriter) -> None:
+        """Until this process ends, or the other one reads no more."""
+        if self.frames is None:
+            return
+        async with aclosing(self.frames()) as frames:
+            async for line in frames:
+                writer.write(line)
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await writer.drain()
 
 
 def _address(name: str) -> str:

@@ -136,6 +136,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_objective: float | None = None
     tpot_objective: float | None = None
     process: int = 0
+    workers: int = 1
 
 
 class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):

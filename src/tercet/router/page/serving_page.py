@@ -9,6 +9,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tercet.router.page.engine_rows import ReportedLoads
+from tercet.router.page.other_workers import OtherWorkers
 from tercet.router.page.page_app import PageApp
 from tercet.router.page.records import About
 from tercet.router.page.viewers import Viewers
@@ -29,11 +30,13 @@ def with_page(
         refusal = state.refusal()
         roles = "fixed" if state.role_keeper is None else "auto"
         found = about_service(service, model, roles, "" if refusal is None else refusal.message)
-        return msgspec.structs.replace(found, process=os.getpid())
+        return msgspec.structs.replace(found, process=os.getpid(), workers=1 + len(others))
 
     def watch() -> FleetWatch:
         epoch = time.time() - fleet.costs.clock()
         return FleetWatch(service, ReportedLoads(fleet), about, epoch)
 
-    viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun)
+    others = OtherWorkers(state.traces.others, state.traces.frames_of)
+    viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun, others)
+    state.traces.frames = lambda: viewers.stream(viewers.enter_worker())
     return PageApp(app, viewers, keys.access, keys.clients, admin_apart)

@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from functools import cached_property
 
+import msgspec
+
 from tercet.aio import TaskSet
 from tercet.protocol import NoSpace, ShuttingDown
+from tercet.router.page.other_workers import OtherWorkers
 from tercet.router.page.records import Frame, encoded, for_clients
 from tercet.router.page.watch import FleetWatch
 
@@ -32,6 +35,11 @@ class EncodedFrame:
     @cached_property
     def _for_clients(self) -> bytes:
         return encoded([for_clients(self._frame)])
+
+    @cached_property
+    def line(self) -> bytes:
+        """For another worker."""
+        return msgspec.json.encode(self._frame) + b"\n"
 
     def bytes_for(self, admin: bool) -> bytes:
         """As events of a stream."""
@@ -57,6 +65,10 @@ class Viewer:
             self._pending.append(frame)
         self._woken.set()
 
+    def encoded(self, frame: EncodedFrame) -> bytes:
+        """A frame as this viewer gets it."""
+        return frame.bytes_for(self.admin)
+
     def leave(self) -> None:
         """Its stream ends."""
         self.has_left = True
@@ -72,23 +84,36 @@ class Viewer:
             if self.is_behind:
                 self.is_behind = False
                 self._pending.clear()
-                return whole().bytes_for(self.admin)
+                return self.encoded(whole())
             if self._pending:
-                found = b"".join(frame.bytes_for(self.admin) for frame in self._pending)
+                found = b"".join(map(self.encoded, self._pending))
                 self._pending.clear()
                 return found
         return None
 
 
+class Worker(Viewer):
+    """Another worker of this router that shows a page: it gets what this one does."""
+
+    def __init__(self) -> None:
+        super().__init__(admin=True)
+
+    def encoded(self, frame: EncodedFrame) -> bytes:
+        return frame.line
+
+
 class Viewers:
     """All viewers of this process. ``watch`` makes what they see, ``engines`` says how many engines there are.
 
-    ``is_over`` is asked at each frame; once it is, every stream ends.
+    ``is_over`` is asked at each frame; once it is, every stream ends. ``others`` are other workers of the router.
     """
 
     def __init__(
-        self, watch: Callable[[], FleetWatch], engines: Callable[[], int], is_over: Callable[[], bool] = lambda: False
-    ) -> None:
+        self, watch: Callable[[], FleetWatch], engines: Callable[[], int], is_over: Callable[[], bool] = lambda: False,
+        others: OtherWorkers | None = None,
+    ) -> None:  # fmt: skip
+        self._others = others
+        self._follows = False
         self._new_watch = watch
         self._engines = engines
         self._is_over = is_over
@@ -110,8 +135,19 @@ class Viewers:
             raise ShuttingDown("this router is shutting down, and shows no more")
         if len(self._viewers) >= MOST_VIEWERS:
             raise NoSpace(f"{MOST_VIEWERS} pages watch this router process already; close one of them")
-        viewer = Viewer(admin)
+        return self._enter(Viewer(admin))
+
+    def enter_worker(self) -> Viewer:
+        """Another worker, as :meth:`enter` does for a page."""
+        if self._is_over():
+            raise ShuttingDown("this router is shutting down, and shows no more")
+        return self._enter(Worker())
+
+    def _enter(self, viewer: Viewer) -> Viewer:
         self._viewers.add(viewer)
+        if self._others is not None and not self._follows and not isinstance(viewer, Worker):
+            self._follows = True
+            self._others.begin()
         if not self._is_producing:
             self._is_producing = True
             self._tasks.spawn(self._produce(), "page")
@@ -125,7 +161,8 @@ class Viewers:
     async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
         """What a viewer that has entered is sent, until it leaves."""
         try:
-            while (found := await viewer.next(self._current)) is not None:
+            whole = self._own_whole if isinstance(viewer, Worker) else self._current
+            while (found := await viewer.next(whole)) is not None:
                 yield found
         finally:
             self.leave(viewer)
@@ -140,22 +177,37 @@ class Viewers:
         """All that there was at the last frame; asked for by a viewer that a frame has woken."""
         if self._whole is None:
             assert self._watch is not None
-            self._whole = EncodedFrame(self._watch.whole())
+            whole = self._watch.whole()
+            self._whole = EncodedFrame(self._others.join_whole(whole) if self._others and self._follows else whole)
         return self._whole
+
+    def _own_whole(self) -> EncodedFrame:
+        assert self._watch is not None
+        return EncodedFrame(self._watch.whole())
+
+    def _follow_no_more(self) -> None:
+        """Unless a page is open."""
+        if self._others is not None and self._follows and all(isinstance(each, Worker) for each in self._viewers):
+            self._follows = False
+            self._others.end()
 
     async def _produce(self) -> None:
         """Frames for as long as there are viewers; then nothing is observed."""
         try:
             watch = self._watch = self._new_watch()
             while self._viewers and not self._is_over():
-                frame = EncodedFrame(watch.frame())
+                own = watch.frame()
+                mine = EncodedFrame(own)
+                joined = EncodedFrame(self._others.join(own)) if self._others and self._follows else mine
                 self._whole = None
                 for viewer in self._viewers:
-                    viewer.give(frame)
+                    viewer.give(mine if isinstance(viewer, Worker) else joined)
+                self._follow_no_more()
                 await asyncio.sleep(LARGE_INTERVAL_S if self._engines() > LARGE else INTERVAL_S)
         finally:
             self._is_producing = False  # before anything else may enter: the next viewer starts another one
             if self._watch is not None:
                 self._watch.close()
+            self._follow_no_more()
             for viewer in self._viewers:
                 viewer.leave()

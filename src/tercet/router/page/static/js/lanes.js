@@ -38,6 +38,9 @@ export function barsOf(lane, now) {
   return { rows: rows.length ? rows : [""], bars, arrows, marks };
 }
 
+// Of other workers the numbers begin at multiples of ten million.
+function nameOf({ lane }) { return lane < 1e7 ? String(lane) : `${lane % 1e7}·${Math.floor(lane / 1e7)}`; }
+
 function sizeOf(parts) { return HEAD + parts.rows.length * ROW + GAP; }
 
 export class Lanes {
@@ -116,7 +119,7 @@ export class Lanes {
   lane(pen, { lane, parts, top, size }, from, now, x, label, width) {
     const end = lane.end, left = x(from);
     pen.fillStyle = color("ink"); pen.font = '600 11.5px system-ui, "DejaVu Sans", sans-serif';
-    const head = `#${lane.lane} ${lane.program}`;
+    const head = `#${nameOf(lane)} ${lane.program}`;
     pen.fillText(head, 2, top + 11, width / 2);
     const after = Math.min(width / 2, pen.measureText(head).width) + 12;
     pen.font = '11.5px system-ui, "DejaVu Sans", sans-serif'; pen.fillStyle = end && !end.done ? color("bad") : color("soft");
@@ -143,7 +146,7 @@ export class Lanes {
       pen.strokeStyle = color("bad"); pen.lineWidth = 2.2; pen.beginPath();
       pen.moveTo(at - 4, middle - 4); pen.lineTo(at + 4, middle + 4); pen.moveTo(at + 4, middle - 4); pen.lineTo(at - 4, middle + 4);
       pen.stroke(); pen.lineWidth = 1;
-      this.hits.push({ x0: at - 5, x1: at + 5, y0: middle - 6, y1: middle + 6, said: `#${lane.lane}: ${mark.said}` });
+      this.hits.push({ x0: at - 5, x1: at + 5, y0: middle - 6, y1: middle + 6, said: `#${nameOf(lane)}: ${mark.said}` });
     }
     pen.restore();
   }
@@ -164,7 +167,7 @@ export class Lanes {
   }
 
   words(lane, bar) {
-    const long = ms((bar.end - bar.begin) * 1000), who = `#${lane.lane}${lane.seq ? ` (${lane.seq})` : ""}`;
+    const long = ms((bar.end - bar.begin) * 1000), who = `#${nameOf(lane)}${lane.seq ? ` (${lane.seq})` : ""}`;
     if (bar.kind === "decode") return `${who}: decode on ${bar.engine}, ${long}`;
     if (bar.kind === "wait") return `${who}: waits, ${long}`;
     const s = bar.span, name = bar.kind === "prefill" ? "start_generate, until its first token," : s.verb;
@@ -193,7 +196,7 @@ export class Lanes {
     const rows = [...state.lanes.values()].filter((lane) => lane.t <= now).slice(-20).reverse().map((lane) => {
       const way = lane.spans.map((s) => `${s.verb} ${s.engine}${s.to ? `→${s.to}` : ""} ${ms((s.end - s.begin) * 1000)}`).join(", ");
       const end = lane.end;
-      return element("tr", {}, ...[`#${lane.lane} ${lane.seq}`, lane.program, way || "waits"].map((text) => element("td", {}, text)),
+      return element("tr", {}, ...[`#${nameOf(lane)} ${lane.seq}`, lane.program, way || "waits"].map((text) => element("td", {}, text)),
         ...[ms(end?.ttft), ms(end?.tpot), end ? count(end.tokens) : "…"].map((text) => element("td", { class: "n" }, text)));
     });
     $("lane-table").replaceChildren(...rows);

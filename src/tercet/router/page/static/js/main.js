@@ -39,7 +39,7 @@ function draw() {
   charts.draw(state, now, recorded ? [player.begin, player.end] : null, recorded ? player.points : state.points);
   if ($("engine-dialog").open) actions.draw(state);
   const { about: of } = state;
-  if (of) setText($("subject"), [of.model, `programs v${of.version}`, of.roles === "auto" && "roles follow the load", of.process && `process ${of.process}`].filter(Boolean).join(" · "));
+  if (of) setText($("subject"), [of.model, `programs v${of.version}`, of.roles === "auto" && "roles follow the load", (of.workers ?? 1) > 1 ? `${of.workers} workers` : of.process && `process ${of.process}`].filter(Boolean).join(" · "));
   if (!recorded && stream && !paused) status(of?.why ? `not serving: ${of.why}` : "live", of?.why ? "bad" : "good");
 }
 

@@ -94,7 +94,7 @@ export class Programs {
 }
 
 export function drawMoves(state, clock) {
-  const moves = [...state.moves.values()].filter((move) => move.t <= state.t + 1).sort((a, b) => b.number - a.number);
+  const moves = [...state.moves.values()].filter((move) => move.t <= state.t + 1).sort((a, b) => b.t - a.t);
   setText($("move-count"), moves.length ? `${moves.filter((move) => move.outcome === "moved").length} of the last ${moves.length} moved` : "");
   const rows = moves.slice(0, MOVES).map((move) => {
     const bad = move.outcome === "failed" || move.outcome === "dropped";
