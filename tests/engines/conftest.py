@@ -30,6 +30,7 @@ import pytest
 from tercet.cluster.ports import free_ports
 from tercet.protocol import EngineStatus
 from tercet.wire.client import HttpEngine
+from tests.otlp import Receiver
 from tests.small_llama import small_llama
 from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_import(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def one_import(receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All processes that these tests start are forked from one that has imported vLLM."""
     with warm_parent(tmp_path_factory.mktemp("warm") / "imports.log"):
         yield
@@ -215,6 +216,16 @@ def answers(url: str) -> bool:
             return response.status == 200
     except OSError:
         return False
+
+
+@pytest.fixture(scope="session")
+def receiver() -> Iterator[Receiver]:
+    """Where the shared engines and their routers export spans to, of traces that a client samples and of no others."""
+    with Receiver() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+        patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        yield made
 
 
 @pytest.fixture(scope="session")
