@@ -60,7 +60,7 @@ _questions = msgspec.json.Decoder(TraceQuestion)
 class SharedTraces:
     """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``.
 
-    ``frames`` are those of its page, each a line, while somebody reads them.
+    ``frames`` are those of its page, each a line, for another process that shows a page.
     """
 
     def __init__(
