@@ -30,6 +30,7 @@ import pytest
 from tercet.cluster.ports import free_ports
 from tercet.protocol import EngineStatus
 from tercet.wire.client import HttpEngine
+from tests.otlp import Receiver
 from tests.small_llama import small_llama
 from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_import(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def one_import(receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All processes that these tests start are forked from one that has imported vLLM."""
     with warm_parent(tmp_path_factory.mktemp("warm") / "imports.log"):
         yield
@@ -91,18 +92,30 @@ class Fleet:
 
     def mend(self) -> None:
         """Start dead engines anew, and wait until every one answers and the router picks it."""
-        for place in self.places.values():
-            if place.is_dead:
-                place.start()
+        started = set[str]()
         deadline = time.monotonic() + START_SECONDS
         while lost := [name for name in self.places if not self._serves(name)]:
-            died = [name for name in lost if self.places[name].is_dead]
-            if died or time.monotonic() > deadline:
-                pytest.fail(f"{', '.join(died or lost)} did not come back")
+            died = {name for name in lost if self.places[name].is_dead}  # a killed process may take a while to end
+            if died & started or time.monotonic() > deadline:
+                pytest.fail(f"{', '.join((died & started) or lost)} did not come back")
+            for name in died:
+                self.places[name].start()
+            started |= died
             time.sleep(0.2)
 
     def _serves(self, name: str) -> bool:
-        return answers(f"{self.places[name].url}/health") and self.engine(name)["reachable"]
+        if not answers(f"{self.places[name].url}/health"):
+            return False
+        listed = {each["name"]: each for each in get_json(f"{self.url}/tercet/v1/engines")}
+        if name not in listed:  # `tercet up` has had its router forget it: it starts none anew here
+            self._list(name)
+        return name in listed and listed[name]["reachable"]
+
+    def _list(self, name: str) -> None:
+        body = {"name": name, "url": self.places[name].url, "role": name.partition("-")[0]}
+        url, headers = f"{self.url}/tercet/v1/engines", {"content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, msgspec.json.encode(body), headers), timeout=30):
+            pass
 
     def stop(self) -> None:
         for place in self.places.values():
@@ -215,6 +228,16 @@ def answers(url: str) -> bool:
             return response.status == 200
     except OSError:
         return False
+
+
+@pytest.fixture(scope="session")
+def receiver() -> Iterator[Receiver]:
+    """Where the shared engines and their routers export spans to, of traces that a client samples and of no others."""
+    with Receiver() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+        patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        yield made
 
 
 @pytest.fixture(scope="session")

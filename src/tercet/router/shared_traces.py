@@ -60,7 +60,11 @@ _questions = msgspec.json.Decoder(TraceQuestion)
 class SharedTraces:
     """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``.
 
+<<<<<<< HEAD
     ``frames`` are those of its page, each a line, while a page reads them.
+=======
+    ``frames`` are those of its page, each a line, for another process that shows a page.
+>>>>>>> h_seen
     """
 
     def __init__(
@@ -94,7 +98,11 @@ class SharedTraces:
 
     async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
         """Frames of another one, each a line, until it ends. Raises ``OSError`` and ``ValueError``."""
+<<<<<<< HEAD
         reader, writer = await asyncio.open_unix_connection(_address(name), limit=LONGEST_ANSWER)
+=======
+        reader, writer = await _connected(name)
+>>>>>>> h_seen
         try:
             _require_own(writer)
             writer.write(msgspec.json.encode(TraceQuestion(watch=True)) + b"\n")
@@ -106,7 +114,7 @@ class SharedTraces:
     async def _ask(self, name: str, question: TraceQuestion) -> Sequence[RequestTrace]:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(_address(name), limit=LONGEST_ANSWER)
+                reader, writer = await _connected(name)
                 try:
                     _require_own(writer)
                     writer.write(msgspec.json.encode(question) + b"\n")
@@ -141,6 +149,24 @@ class SharedTraces:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await writer.drain()
 
+<<<<<<< HEAD
+=======
+
+async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to another process. Raises ``OSError``.
+
+    uvloop, on which routers run, connects to no names without files; a socket that is connected it takes.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        sock.connect(_address(name))  # it is done at once, or refused
+        return await asyncio.open_unix_connection(sock=sock, limit=LONGEST_ANSWER)
+    except BaseException:
+        sock.close()
+        raise
+
+>>>>>>> h_seen
 
 def _address(name: str) -> str:
     return f"\0tercet-traces-{os.getuid()}-{name}"

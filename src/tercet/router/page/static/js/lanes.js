@@ -102,19 +102,23 @@ export class Lanes {
   }
 
   axis(pen, from, now, x, height) {
-    const every = this.seconds / (x(now) - x(from) < 380 ? 2 : 5);
+    const fewest = this.seconds / (x(now) - x(from) < 380 ? 2 : 5);
+    const every = [0.2, 0.5, 1, 2, 5, 10, 15, 30].find((seconds) => seconds >= fewest) ?? 60;
     pen.textBaseline = "alphabetic";
     for (let t = Math.ceil(from / every) * every; t <= now; t += every) {
       const at = Math.round(x(t)) + 0.5;
       pen.strokeStyle = color("line"); pen.beginPath(); pen.moveTo(at, 15); pen.lineTo(at, height); pen.stroke();
       pen.fillStyle = color("soft");
-      const text = this.clock(t);
+      const text = this.clock(t, every < 1);
       pen.textAlign = "center"; pen.fillText(text, Math.min(at, x(now) - pen.measureText(text).width / 2), 11);
     }
     pen.textAlign = "left";
   }
 
-  clock(t) { return t > 1e8 ? new Date(t * 1000).toTimeString().slice(0, 8) : `${Number(t.toFixed(2))} s`; }
+  clock(t, tenths = false) {
+    if (t <= 1e8) return `${Number(t.toFixed(2))} s`;
+    return new Date(t * 1000).toTimeString().slice(0, 8) + (tenths ? `.${Math.floor(t * 10 + 1e-6) % 10}` : "");
+  }
 
   lane(pen, { lane, parts, top, size }, from, now, x, label, width) {
     const end = lane.end, left = x(from);
