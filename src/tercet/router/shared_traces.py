@@ -60,11 +60,7 @@ _questions = msgspec.json.Decoder(TraceQuestion)
 class SharedTraces:
     """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``.
 
-<<<<<<< HEAD
-    ``frames`` are those of its page, each a line, while a page reads them.
-=======
     ``frames`` are those of its page, each a line, for another process that shows a page.
->>>>>>> h_seen
     """
 
     def __init__(
@@ -98,11 +94,7 @@ class SharedTraces:
 
     async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
         """Frames of another one, each a line, until it ends. Raises ``OSError`` and ``ValueError``."""
-<<<<<<< HEAD
-        reader, writer = await asyncio.open_unix_connection(_address(name), limit=LONGEST_ANSWER)
-=======
         reader, writer = await _connected(name)
->>>>>>> h_seen
         try:
             _require_own(writer)
             writer.write(msgspec.json.encode(TraceQuestion(watch=True)) + b"\n")
@@ -149,8 +141,6 @@ class SharedTraces:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await writer.drain()
 
-<<<<<<< HEAD
-=======
 
 async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection to another process. Raises ``OSError``.
@@ -166,7 +156,6 @@ async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
         sock.close()
         raise
 
->>>>>>> h_seen
 
 def _address(name: str) -> str:
     return f"\0tercet-traces-{os.getuid()}-{name}"

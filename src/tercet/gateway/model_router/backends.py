@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from tercet.aio import TaskSet, repeat
-from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
@@ -25,7 +25,7 @@ SILENT_POLLS = 3
 KEEPALIVE_SECONDS, CONNECT_SECONDS, MOST_ANSWER_HEAD = 2.0, 5.0, 1024 * 1024
 
 
-class _Models(msgspec.Struct):
+class _ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
@@ -65,7 +65,7 @@ class BackendPolls:
             logger.info("%s is not asked any more", backend.url)
         await self._begin(new)
 
-    async def _begin(self, backends: Sequence[Backend]) -> None:
+    async def _begin(self, backends: Sequence[WeightedRouter]) -> None:
         for backend in backends:
             self.origins[backend.url] = Origin(
                 backend.url, None, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
@@ -76,7 +76,7 @@ class BackendPolls:
                 repeat(lambda backend=backend: self.poll(backend), self._interval_s), f"polls of {backend.url}"
             )
 
-    async def poll(self, backend: Backend) -> None:
+    async def poll(self, backend: WeightedRouter) -> None:
         """Ask one router for its models."""
         assert self._session is not None
         try:
@@ -84,7 +84,7 @@ class BackendPolls:
                 f"{backend.url}/v1/models", headers=self._headers, timeout=POLL_TIMEOUT, allow_redirects=False
             ) as response:
                 response.raise_for_status()
-                found = msgspec.json.decode(await read_answer(response), type=_Models)
+                found = msgspec.json.decode(await read_answer(response), type=_ModelList)
                 models = {str(each["id"]): each for each in found.data}
         except TimeoutError as error:
             backend.silent += 1
@@ -101,7 +101,7 @@ class BackendPolls:
                 logger.info("%s serves %s", backend.url, ", ".join(models) or "no model")
             backend.models, backend.answers, backend.silent, backend.lost = models, True, 0, False
 
-    def lost(self, backend: Backend, reason: str) -> None:
+    def lost(self, backend: WeightedRouter, reason: str) -> None:
         """It gets nothing before it answers a poll."""
         if not backend.lost:
             logger.warning("%s does not answer: %s", backend.url, reason)

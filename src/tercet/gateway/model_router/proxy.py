@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.model_router.backends import BackendPolls
-from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.gateway.proxied_answer import JSON, ProxiedAnswer
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.protocol import (
@@ -152,7 +152,7 @@ class ModelProxy:
 
     async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: bytes) -> None:
         """A router that cannot be connected to has seen nothing of the request, so another one is asked."""
-        failed = set[Backend]()
+        failed = set[WeightedRouter]()
         while True:
             backend = self._routes.choose(model, self._draw(), failed)
             with self._counted(backend, model) as status:
@@ -172,7 +172,7 @@ class ModelProxy:
                     response.close()
             return
 
-    async def _asked(self, http: ClientCall, backend: Backend, body: bytes) -> OriginAnswer:
+    async def _asked(self, http: ClientCall, backend: WeightedRouter, body: bytes) -> OriginAnswer:
         origin = self._polls.origins[backend.url]
         fields = end_to_end(http.fields, NOT_PASSED)
         if not any(name.lower() == b"host" for name, _ in fields):
@@ -201,7 +201,7 @@ class ModelProxy:
         await answer.end(passed_trailers(response.trailers))
 
     @contextmanager
-    def _counted(self, backend: Backend, model: str) -> Any:
+    def _counted(self, backend: WeightedRouter, model: str) -> Any:
         """Count one request of a router; what is added to the yielded list last is its status."""
         status = list[int]()
         backend.in_flight += 1

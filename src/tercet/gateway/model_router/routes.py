@@ -10,7 +10,7 @@ from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
 
 
 @dataclass(eq=False)
-class Backend:
+class WeightedRouter:
     """One router and its fleet, at ``url``.
 
     ``models`` are the entries of its ``/v1/models`` by name, as it last listed them; None before that. It ``answers``
@@ -38,9 +38,9 @@ class Backend:
 class ModelRoutes:
     """The routers, and the choice among them."""
 
-    backends: Sequence[Backend] = field(default_factory=list[Backend])
+    backends: Sequence[WeightedRouter] = field(default_factory=list[WeightedRouter])
 
-    def choose(self, model: str, draw: float, but: Collection[Backend] = ()) -> Backend:
+    def choose(self, model: str, draw: float, but: Collection[WeightedRouter] = ()) -> WeightedRouter:
         """The router for a request of ``model``: of those with a weight that answer, by ``draw`` in ``[0, 1)``.
 
         Routers in ``but`` are left out. Raises :class:`~tercet.protocol.UnknownModel` for a name that no router serves,
@@ -91,15 +91,15 @@ class ModelRoutes:
         if not any(each.answers and each.weight > 0 for each in self.backends):
             raise EngineUnreachable("no router answers")
 
-    def replaced(self, wanted: Iterable[tuple[str, float]]) -> tuple[list[Backend], list[Backend]]:
+    def replaced(self, wanted: Iterable[tuple[str, float]]) -> tuple[list[WeightedRouter], list[WeightedRouter]]:
         """Have these routers, by URL and weight; those that stay keep what is known of them.
 
         Returns those that are new and those that have left, whose requests go on.
         """
         before = {each.url: each for each in self.backends}
-        after = list[Backend]()
+        after = list[WeightedRouter]()
         for url, weight in wanted:
-            backend = before.get(url) or Backend(url)
+            backend = before.get(url) or WeightedRouter(url)
             backend.weight = weight
             after.append(backend)
         new = [each for each in after if each.url not in before]

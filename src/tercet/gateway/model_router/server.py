@@ -16,7 +16,7 @@ from msgspec import Meta
 from tercet.aio import signals_to
 from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.proxy import ModelProxy
-from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.gateway.proxied_answer import JSON
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.listener import ClientCall, Listener
@@ -53,7 +53,7 @@ class BackendReport(msgspec.Struct, frozen=True):
     failures: int
 
     @classmethod
-    def of(cls, each: Backend) -> BackendReport:
+    def of(cls, each: WeightedRouter) -> BackendReport:
         """What is known of a router."""
         names = tuple(each.models or ())
         return cls(each.url, each.weight, each.answers, names, each.in_flight, each.requests, each.failures)
@@ -116,7 +116,7 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
 
     Raises :class:`~tercet.protocol.BadRequest` for a port or certificate that cannot be used.
     """
-    routes = ModelRoutes([Backend(each.url.rstrip("/"), each.weight) for each in config.routers])
+    routes = ModelRoutes([WeightedRouter(each.url.rstrip("/"), each.weight) for each in config.routers])
     async with AsyncExitStack() as stack:
         polls = await stack.enter_async_context(BackendPolls(routes, config.poll_s, config.router_key))
         proxy = ModelProxy(routes, polls, config.max_request_bytes)

@@ -33,7 +33,7 @@ class HandsState:
     failure: str = ""
 
 
-class Hands(Protocol):
+class PlannerHands(Protocol):
     """Makes a fleet what a plan says; ``resizes`` says whether it can start and stop engines."""
 
     resizes: bool
@@ -48,7 +48,7 @@ class Hands(Protocol):
 
 
 class RoleHands:
-    """Changes roles by the router; implements :class:`Hands`."""
+    """Changes roles by the router; implements :class:`PlannerHands`."""
 
     resizes = False
 
@@ -68,7 +68,7 @@ class RoleHands:
 
 
 class ScaleHands:
-    """Has the owner of a fleet of ``tercet up``, here or on Ray, scale it; implements :class:`Hands`."""
+    """Has the owner of a fleet of ``tercet up``, here or on Ray, scale it; implements :class:`PlannerHands`."""
 
     resizes = True
 
@@ -86,7 +86,7 @@ class ScaleHands:
 
 
 class KubernetesHands:
-    """Sets how many pods there are of each role; implements :class:`Hands`."""
+    """Sets how many pods there are of each role; implements :class:`PlannerHands`."""
 
     resizes = True
 

@@ -16,7 +16,7 @@ from tercet.decisions.planning import FleetPlan, Forecast, Observed, PlanLimits,
 from tercet.decisions.planning.acting import FleetChange, change_to
 from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
-from tercet.lab.planning.hands import Ask, Hands, KubernetesHands, RoleHands, ScaleHands, fleet_of_router
+from tercet.lab.planning.hands import Ask, KubernetesHands, PlannerHands, RoleHands, ScaleHands, fleet_of_router
 from tercet.lab.planning.journal import PlanJournal, steps_of
 from tercet.lab.planning.observing import TrafficReport, TrafficView, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
@@ -47,7 +47,7 @@ class LivePlanner:
     Without ``hands`` it advises.
     """
 
-    def __init__(self, config: PlannerConfig, ask: Ask, hands: Hands | None, metrics: PlannerMetrics) -> None:
+    def __init__(self, config: PlannerConfig, ask: Ask, hands: PlannerHands | None, metrics: PlannerMetrics) -> None:
         self._config, self._ask, self._hands, self._metrics = config, ask, hands, metrics
         self._view = TrafficView()
         profile = load_profile(config.profile)
@@ -165,7 +165,7 @@ class LivePlanner:
         fewest = min(planning.fewest or engines, most)
         return PlanLimits(max(2, fewest), max(2, fewest, most))
 
-    async def _is_changing(self, hands: Hands, now: float) -> bool:
+    async def _is_changing(self, hands: PlannerHands, now: float) -> bool:
         """Whether the last change is still under way; one that failed is said once, and nothing grows for a while."""
         state = await hands.state()
         if state.failure and state.number != self._failed_change:
@@ -235,7 +235,7 @@ async def _serve(config: PlannerConfig) -> None:
     await planner.run()
 
 
-def _hands_of(config: PlannerConfig, ask: Ask) -> Hands | None:
+def _hands_of(config: PlannerConfig, ask: Ask) -> PlannerHands | None:
     if config.act == "advise":
         return None
     if config.act == "roles":

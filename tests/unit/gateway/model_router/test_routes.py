@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.gateway.model_router.routes import Backend, ModelRoutes
+from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
 
 
-def backend(url: str, *models: str, weight: float = 1.0, answers: bool = True) -> Backend:
-    return Backend(url, weight, {name: {"id": name} for name in models} if models else None, answers)
+def backend(url: str, *models: str, weight: float = 1.0, answers: bool = True) -> WeightedRouter:
+    return WeightedRouter(url, weight, {name: {"id": name} for name in models} if models else None, answers)
 
 
 def test_each_model_has_its_router() -> None:

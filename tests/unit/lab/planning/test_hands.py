@@ -29,7 +29,7 @@ def wanted(seen: Observed) -> WantedPlan:
 """
 
 
-class Hands:
+class PlannerHands:
     resizes = True
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ async def test_a_change_is_waited_for_and_one_that_failed_is_not_repeated_at_onc
     (tmp_path / "mine.py").write_text(LARGEST)
     planning = PlannerSettings(interval_s=1.0, fewest=2, most=8)
     config = PlannerConfig(act="scale", planner=f"{tmp_path / 'mine.py'}:wanted", planning=planning)
-    hands, router = Hands(), Router(prompt=100)
+    hands, router = PlannerHands(), Router(prompt=100)
     planner = LivePlanner(config, router.ask, hands, PlannerMetrics())
     await planner.look(0.0)
     assert hands.wanted == ["2P6D"]
