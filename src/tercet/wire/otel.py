@@ -36,7 +36,7 @@ class OneResource(Resource):
     """
 
     __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
 
 
 class OtelSpans:
