@@ -12,6 +12,7 @@ import pytest
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.on_ray.ray_fleet import ray_fleet
 from tercet.cluster.up_config import UpConfig
+from tests.long_runs import in_full
 from tests.unit.cluster.whole_streams import read_whole
 
 from .ray_cluster import ray_cluster
@@ -20,6 +21,7 @@ from .test_ray_fleet import SIMULATED, World, engines, one_engine
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(600),
+    in_full,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
 ]
 
