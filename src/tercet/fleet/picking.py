@@ -252,7 +252,7 @@ class Picking(Generic[ViewT]):
         return others if len(others) else able if len(able) else everyone
 
     def _pairs_with(self, partner: str | None) -> Revision | None:
-        """The revision that candidates must exchange KV with; None if every engine may, or there is no partner."""
+        """The revision that candidates must exchange KV with; None without a partner, or if all engines are alike."""
         if partner is None or self._alike:
             return None
         everyone = [*self.views, *self.leaving]

@@ -157,8 +157,8 @@ class Planner:
     def _patience(self, now: float) -> float:
         """For how long to look back from now on, when engines are needed: longer if some were given up in vain.
 
-        That is, if they were away for less than what giving them up must save, or than the load is looked back at: a
-        day's load that rises again after longer is no reason to keep them.
+        That is, if they were away for less than a few of their starts, or for less than half of the time that is looked
+        back. A load that rises again later, as each day, does not lengthen it.
         """
         if now - self._given_up_at < max(REGRETTED_STARTS * self._ahead_s, self._looked_back_s / 2):
             return min(MOST_LOOKED_BACK_S, 2 * self._looked_back_s)
