@@ -9,9 +9,18 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
-from tercet.settings.declaration import AtLeastOne, Seconds, Setting, Settings, key_values
-from tercet.settings.process_settings import AdminKey, LeastLogged, LogLines, TLSCertificate, TLSKey, require_pair
-from tercet.settings.router_config import MAX_REQUEST_BYTES, Port
+from tercet.settings.declaration import Seconds, Setting, Settings, key_values
+from tercet.settings.process_settings import (
+    MAX_REQUEST_BYTES,
+    AdminKey,
+    LeastLogged,
+    LogLines,
+    MostRequestBytes,
+    TLSCertificate,
+    TLSKey,
+    require_pair,
+)
+from tercet.settings.router_config import Port
 from tercet.settings.urls import require_engine_url
 from tercet.settings.variables import API_KEY_VARIABLE
 
@@ -67,9 +76,7 @@ class ModelRouterConfig(Settings, frozen=True, kw_only=True):
     poll_s: Annotated[
         Seconds, Setting("Interval at which each router is asked for its models.", unit="seconds")
     ] = msgspec.field(default=1.0, name="poll-interval")  # fmt: skip
-    max_request_bytes: Annotated[
-        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
-    ] = MAX_REQUEST_BYTES
+    max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting("Longest time that running requests may continue after a signal to stop.", unit="seconds"),

@@ -13,15 +13,17 @@ from tercet.protocol import BadRequest, WithoutRole
 from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.process_settings import (
+    MAX_REQUEST_BYTES,
     EngineSecret,
     EngineTLS,
     LeastLogged,
     LogLines,
+    MostRequestBytes,
     TLSCertificate,
     TLSKey,
     require_pair,
 )
-from tercet.settings.router_config import MAX_REQUEST_BYTES, EngineAddress, Port, engine_fields, require_unlike
+from tercet.settings.router_config import EngineAddress, Port, engine_fields, require_unlike
 
 FLOW = "Flow control"
 
@@ -111,9 +113,7 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     stuck_after_s: Annotated[
         Seconds, Setting("Time without progress after which an engine is not picked.", unit="seconds")
     ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
-    max_request_bytes: Annotated[
-        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
-    ] = MAX_REQUEST_BYTES
+    max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting("Time that it continues to pick, not ready, after a signal to stop.", unit="seconds"),

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.settings.declaration import SECRET_VARIABLE, Setting, Settings
+from tercet.settings.declaration import SECRET_VARIABLE, AtLeastOne, Setting, Settings
 from tercet.settings.log_lines import LogFormat, LogLevel
 from tercet.settings.panels import ACCESS, OBSERVABILITY
 from tercet.settings.variables import ADMIN_KEY_VARIABLE
@@ -37,6 +37,10 @@ AdminKeyFile = Annotated[
     Setting(
         "A file of admin keys, one a line, read again when it changes.", metavar="FILE", default="none", panel=ACCESS
     ),
+]
+MAX_REQUEST_BYTES = 64 * 1024 * 1024
+MostRequestBytes = Annotated[
+    AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
 ]
 LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.", panel=OBSERVABILITY)]
 TLSCertificate = Annotated[

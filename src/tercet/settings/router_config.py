@@ -24,6 +24,7 @@ from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.panels import ACCESS, ENGINES, FAILURES, LIMITS, MODEL, PLACEMENT, SERVER
 from tercet.settings.process_settings import (
+    MAX_REQUEST_BYTES,
     AccessLog,
     AdminKey,
     AdminKeyFile,
@@ -42,7 +43,6 @@ from tercet.settings.variables import POOLING_KEY_VARIABLE
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LABEL = "label."
 # Prompts of a million tokens are a few megabytes of JSON.
-MAX_REQUEST_BYTES = 64 * 1024 * 1024
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.settings.declaration import AtLeastOne, Seconds, Setting, Settings
+from tercet.settings.declaration import Seconds, Setting, Settings
 from tercet.settings.prefill_settings import (
     STUCK_AFTER_S,
     TIMEOUT_S,
@@ -17,15 +17,17 @@ from tercet.settings.prefill_settings import (
     PrefillTimeout,
 )
 from tercet.settings.process_settings import (
+    MAX_REQUEST_BYTES,
     EngineSecret,
     EngineTLS,
     LeastLogged,
     LogLines,
+    MostRequestBytes,
     TLSCertificate,
     TLSKey,
     require_pair,
 )
-from tercet.settings.router_config import MAX_REQUEST_BYTES, Port
+from tercet.settings.router_config import Port
 from tercet.settings.urls import require_engine_url
 
 Connector = Literal["tercet", "nixl"]
@@ -54,9 +56,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
     idle_timeout_s: Annotated[
         Seconds, Setting("Longest gap in an answer of an engine that sends heartbeats.", unit="seconds")
     ] = msgspec.field(default=300.0, name="idle-timeout")
-    max_request_bytes: Annotated[
-        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
-    ] = MAX_REQUEST_BYTES
+    max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
     tls_cert: TLSCertificate = None
     tls_key: TLSKey = None
     secret: EngineSecret = ""
