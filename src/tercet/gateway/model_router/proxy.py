@@ -11,17 +11,16 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.gateway.proxied_answer import JSON, ProxiedAnswer
+from tercet.gateway.request_bodies import RequestBodies
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.protocol import (
     BadRequest,
     EngineError,
     EngineUnreachable,
-    RequestTooLarge,
     TercetError,
     UnknownModel,
     UnknownPath,
@@ -62,13 +61,13 @@ class ModelProxy:
     """All requests to the routers of ``routes``; ``draw`` returns a number in ``[0, 1)`` for each choice."""
 
     def __init__(
-        self, routes: ModelRoutes, polls: BackendPolls, max_bytes: int, draw: Callable[[], float] = random.random
-    ) -> None:
+        self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies,
+        draw: Callable[[], float] = random.random,
+    ) -> None:  # fmt: skip
         self.metrics = ModelMetrics()
         self._routes = routes
         self._polls = polls
-        self._max_bytes = max_bytes
-        self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
+        self._bodies = bodies
         self._draw = draw
         self._under_way = CallsInFlight()
 
@@ -105,7 +104,7 @@ class ModelProxy:
         elif http.path == MODELS and reads:
             await self._models(http, answer)
         else:
-            body = await self._body(http)
+            body = await self._bodies.whole(http)
             await self._pass_on(http, answer, self._model_in(body), body)
 
     async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
@@ -132,23 +131,6 @@ class ModelProxy:
         if model is not None and not isinstance(model, str):
             raise BadRequest("model: is not a text", "model")
         return model or self._routes.only_model()
-
-    async def _body(self, http: ClientCall) -> bytes:
-        too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes (--max-request-bytes)")
-        announced = http.header("content-length") or ""
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            raise too_large
-        await http.expected()
-        chunks, size = list[bytes](), 0
-        with self._bodies.one() as kept:
-            async with kept.until_let_go():
-                async for chunk in http.parts():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > self._max_bytes:
-                        raise too_large
-                    kept.add(len(chunk))
-        return b"".join(chunks)
 
     async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: bytes) -> None:
         """A router that cannot be connected to has seen nothing of the request, so another one is asked."""

@@ -18,6 +18,7 @@ from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.proxy import ModelProxy
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.gateway.proxied_answer import JSON
+from tercet.gateway.request_bodies import RequestBodies
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.listener import ClientCall, Listener
 from tercet.protocol import BadRequest, Forbidden, ShuttingDown, TercetError
@@ -119,8 +120,9 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
     routes = ModelRoutes([WeightedRouter(each.url.rstrip("/"), each.weight) for each in config.routers])
     async with AsyncExitStack() as stack:
         polls = await stack.enter_async_context(BackendPolls(routes, config.poll_s, config.router_key))
-        proxy = ModelProxy(routes, polls, config.max_request_bytes)
-        admin = _BackendsRoute(routes, polls, BearerKeys((config.admin_key,)))
+        bodies = RequestBodies(config.max_request_bytes)
+        proxy = ModelProxy(routes, polls, bodies)
+        admin = _BackendsRoute(routes, polls, bodies, BearerKeys((config.admin_key,)))
 
         async def handle(http: ClientCall) -> None:
             await (admin.handle if http.path == BACKENDS else proxy.handle)(http)
@@ -140,9 +142,10 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
 class _BackendsRoute:
     """Shows the routers and replaces them, for callers with a key of ``keys``; without keys, of this machine."""
 
-    def __init__(self, routes: ModelRoutes, polls: BackendPolls, keys: BearerKeys) -> None:
+    def __init__(self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies, keys: BearerKeys) -> None:
         self._routes = routes
         self._polls = polls
+        self._bodies = bodies
         self._keys = keys
         self._turn = asyncio.Lock()
 
@@ -151,7 +154,7 @@ class _BackendsRoute:
         try:
             self._require(http)
             if http.method == b"PUT":
-                await self._replace(b"".join([part async for part in http.parts()]))
+                await self._replace(await self._bodies.whole(http))
             elif http.method != b"GET":
                 raise BadRequest("this route has GET and PUT")
             body = msgspec.json.encode([BackendReport.of(each) for each in self._routes.backends])

@@ -12,14 +12,14 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.proxied_answer import ProxiedAnswer, is_stream
+from tercet.gateway.request_bodies import RequestBodies
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.gateway.sidecar.opening import Opening
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
-from tercet.protocol import BadRequest, EngineError, EngineUnreachable, RequestTooLarge, TercetError, Unauthorized
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
@@ -80,8 +80,7 @@ class Proxy:
         self._prover = Prover(config.secret)
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
-        self._max_bytes = config.max_request_bytes
-        self._bodies = BodiesHeld(LARGEST_AT_ONCE * config.max_request_bytes)
+        self._bodies = RequestBodies(config.max_request_bytes)
         self._stuck_s = config.stuck_after_s
         self._idle_s = config.idle_timeout_s
 
@@ -183,24 +182,10 @@ class Proxy:
 
     async def _body(self, http: ClientCall, is_known: bool = False) -> bytes:
         """Return the whole body; a long one only from a known client, or if the engine accepts its key."""
-        too_large = RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes")
-        announced = http.header("content-length") or ""
-        length = int(announced) if announced.isdecimal() else None
-        if length is not None and length > self._max_bytes:
-            raise too_large
+        length = self._bodies.announced(http)
         if not is_known and http.has_body and (length is None or length > UNASKED_BYTES):
             await self._require_key(http)
-        await http.expected()
-        chunks, size = list[bytes](), 0
-        with self._bodies.one() as kept:
-            async with kept.until_let_go():
-                async for chunk in http.parts():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > self._max_bytes:
-                        raise too_large
-                    kept.add(len(chunk))
-        return b"".join(chunks)
+        return await self._bodies.whole(http)
 
     async def _require_key(self, http: ClientCall) -> None:
         """Raise :class:`~tercet.protocol.Unauthorized` if the engine does not accept the request's key."""

@@ -240,6 +240,15 @@ async def test_routers_that_cannot_be(routers: Any, field: str) -> None:
         assert [each["url"] for each in (await found.get("/tercet/v1/backends"))[1]] == [a.url]
 
 
+async def test_a_list_of_routers_is_no_longer_than_any_body() -> None:
+    a = await Router("a").start()
+    async with world(a, max_request_bytes=1000) as found:
+        status, said = await found.put([{"url": a.url}, {"url": "http://b/" + "x" * 1000}])
+        assert status == 413
+        assert "--max-request-bytes" in said["error"]["message"]
+        assert [each["url"] for each in (await found.get("/tercet/v1/backends"))[1]] == [a.url]
+
+
 async def test_the_admin_key_opens_the_list_and_nothing_else_does() -> None:
     a = await Router("a").start()
     async with world(a, admin_key="key") as found:

@@ -1,0 +1,48 @@
+"""Bodies of requests that a proxy reads whole: each of a limited size, and all together within a limit."""
+
+from __future__ import annotations
+
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
+from tercet.gateway.sidecar.listener import ClientCall
+from tercet.protocol import RequestTooLarge
+
+
+class RequestBodies:
+    """All buffered bodies of one process, each of at most ``most`` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = BodiesHeld(LARGEST_AT_ONCE * most)
+
+    def announced(self, http: ClientCall) -> int | None:
+        """The length that a request announces, None if it announces none.
+
+        Raises :class:`~tercet.protocol.RequestTooLarge`.
+        """
+        announced = http.header("content-length") or ""
+        length = int(announced) if announced.isdecimal() else None
+        if length is not None and length > self._most:
+            raise self._too_large()
+        return length
+
+    async def whole(self, http: ClientCall) -> bytes:
+        """Read the body.
+
+        Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together
+        exceed their limit, and what :meth:`~tercet.gateway.sidecar.listener.ClientCall.parts` raises.
+        """
+        self.announced(http)
+        await http.expected()
+        chunks, size = list[bytes](), 0
+        with self._held.one() as kept:
+            async with kept.until_let_go():
+                async for chunk in http.parts():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._most:
+                        raise self._too_large()
+                    kept.add(len(chunk))
+        return b"".join(chunks)
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request's body has more than {self._most} bytes (--max-request-bytes)")
