@@ -60,8 +60,13 @@ class FileThread:
         async with asyncio.timeout(self._bound_s):
             return await result
 
-    def close(self) -> None:
-        """Finish the calls that were requested, and accept no others."""
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Finish the calls that were requested, then ``last``, and accept no others.
+
+        ``last`` gives back what calls have taken whose callers did not wait for them.
+        """
+        if last is not None:
+            self._calls.put(last)
         self._calls.put(None)
 
     def _work(self) -> None:

@@ -61,34 +61,27 @@ class RoleKeeper:
     def __init__(self, shared: SharedState, path: Path, objectives: Objectives) -> None:
         self._shared = shared
         self._said = Path(f"{path}.roles.json")
-        self._lock = Path(f"{path}.roles.lock")
+        self._lock = _FileLock(Path(f"{path}.roles.lock"))
         self._objectives = objectives
         self._files = FileThread()
 
     async def run(self) -> None:
         """Wait for the turn of this process, then decide, until cancelled."""
         try:
-            held = await self._turn()
-        except BaseException:
-            self._files.close()
-            raise
-        try:
+            await self._turn()
             roles = FleetRoles(self._shared.service.fleet, self._objectives, self._flip, self._lines)
             await repeat(partial(self._look, roles), INTERVAL_S)
         finally:
-            self._files.close()
-            os.close(held)
+            self._files.close(self._lock.release)
 
-    async def _turn(self) -> int:
-        """The descriptor that holds the lock."""
+    async def _turn(self) -> None:
+        """Return once this process holds the lock."""
         while True:
             try:
-                held = await self._files.run(_locked, self._lock)
+                if await self._files.run(self._lock.take):
+                    return
             except OSError as error:  # a file system that hangs, among others; it may recover
-                logger.error("roles: %s: %s", self._lock, error.strerror or "its file system does not answer")
-                held = None
-            if held is not None:
-                return held
+                logger.error("roles: %s: %s", self._lock.path, error.strerror or "its file system does not answer")
             await asyncio.sleep(INTERVAL_S)
 
     async def _look(self, roles: FleetRoles) -> None:
@@ -145,17 +138,32 @@ class RoleKeeper:
         write_whole(self._said, msgspec.json.encode(said))
 
 
-def _locked(path: Path) -> int | None:
-    """The descriptor that holds the lock; None while another process has it."""
-    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
-        os.close(held)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return held
+class _FileLock:
+    """The lock on a file. Its methods are called by one thread, also for callers that have stopped waiting."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._held: int | None = None
+
+    def take(self) -> bool:
+        """Whether this process holds it from now on, or did so before; False while another process has it."""
+        if self._held is None:
+            found = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException as error:
+                os.close(found)
+                if isinstance(error, BlockingIOError):
+                    return False
+                raise
+            self._held = found
+        return True
+
+    def release(self) -> None:
+        """Give it back, if it was taken."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
 def read_decision(path: Path) -> RoleDecision | None:

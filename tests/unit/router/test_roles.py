@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import threading
 from typing import Any
 
 import pytest
@@ -95,6 +97,40 @@ async def test_one_process_decides_and_the_next_takes_over(router: LiveRouter, m
         for task in keepers:
             task.cancel()
         await asyncio.wait(keepers)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_lock_that_came_too_late_for_its_caller_is_given_back(
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hangs lets the lock be taken after the keeper was cancelled."""
+    taking, goes_on = threading.Event(), threading.Event()
+    flock = fcntl.flock
+
+    def slow(held: int, how: int) -> None:
+        taking.set()
+        goes_on.wait(60)
+        flock(held, how)
+
+    monkeypatch.setattr("tercet.router.role_keeper.fcntl.flock", slow)
+    first = asyncio.ensure_future(keeper_of(router).run())
+    await until(taking.is_set)
+    first.cancel()
+    await asyncio.wait([first])
+    goes_on.set()
+    began: list[Decides] = []
+
+    def policy(objectives: Objectives) -> Decides:
+        began.append(Decides())
+        return began[-1]
+
+    monkeypatch.setattr("tercet.router.roles.RolePolicy", policy)
+    second = asyncio.ensure_future(keeper_of(router).run())
+    try:
+        await until(lambda: len(began) == 1)
+    finally:
+        second.cancel()
+        await asyncio.wait([second])
 
 
 async def test_an_operators_later_change_stands(router: LiveRouter) -> None:
