@@ -56,7 +56,7 @@ def chat(request_id: str, created: int, model: str, delta: DeltaMessage, **choic
     made = ChatCompletionResponseStreamChoice(index=0, delta=delta, logprobs=None, **choice, **more)
     return ChatCompletionStreamResponse(
         id=request_id, object="chat.completion.chunk", created=created, model=model, choices=[made],
-        **({} if delta.role else TRANSFER),
+        **(TRANSFER if delta.role is None else {}),
     )  # fmt: skip
 
 
