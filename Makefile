@@ -93,9 +93,14 @@ test-gpu: ## tests that need a CUDA device, with the Python at hand (PYTHON=...)
 fuzz: setup ## a million wrong frames and ten thousand wrong calls; ARGS="--seed 7 --only kv_sender" and others
 	$(BIN)/python -m tests.fuzz.run $(ARGS)
 
-test-vllm: setup ## the plugin's own tests with the other vLLMs that it carries
-	scripts/with-vllm 0.31.0
-	scripts/with-vllm 0.33.0 pytest -q tests/unit/vllm_plugin --ignore tests/unit/vllm_plugin/frontend
+VLLM_VERSIONS := 0.31.0 0.32.0 0.33.0
+VLLM_ENGINES := tests/engines/test_equality.py tests/engines/test_openai.py
+test-vllm: setup ## the plugin's tests, and then real engines, with each vLLM that it supports
+	@for version in $(VLLM_VERSIONS); do \
+		for ring in tests/unit/vllm_plugin "$(VLLM_ENGINES)"; do \
+			echo "vLLM $$version: $$ring"; scripts/with-vllm $$version pytest -q $$ring; \
+		done; \
+	done
 
 clean: ## remove caches and build products
 	rm -rf build docs/_build .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tercet.vllm_plugin.differences import CLI_ARGS, FORMER_CLI_ARGS
 from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
 from tercet.vllm_plugin.hooks import Hook
 
@@ -89,8 +90,13 @@ FRONTEND_HOOKS = (
                 "await server_task",
             ),
             Takes(f"{LAUNCHERS}.launcher:setup_server", "args", "reuse_port"),
-            Takes(f"{LAUNCHERS}.cli_args:make_arg_parser", "parser"),
-            Takes(f"{LAUNCHERS}.cli_args:validate_parsed_serve_args", "args"),
+            OneOf(
+                Takes(f"{CLI_ARGS}:validate_parsed_serve_args", "args"),
+                Takes(f"{FORMER_CLI_ARGS}:validate_parsed_serve_args", "args"),
+            ),
+            OneOf(
+                Takes(f"{CLI_ARGS}:make_arg_parser", "parser"), Takes(f"{FORMER_CLI_ARGS}:make_arg_parser", "parser")
+            ),
             Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_model_config"),
             OneOf(
                 Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_structured_outputs_config"),
@@ -112,11 +118,23 @@ FRONTEND_HOOKS = (
     Hook(
         name="converted streams",
         what="An error in the chat stream that Anthropic's events are made from ends them with its message",
-        why="vLLM reports instead that it could not convert it, in pydantic's words",
-        until="vLLM converts errors, too",
-        replaces=("AnthropicServingMessages.chat_completion_stream_generator",),
+        why="vLLM tells its words alone, and up to 0.32 that it could not convert it; the status is lost",
+        until="vLLM's event of an error has its status",
+        replaces=(
+            "AnthropicServingMessages.chat_completion_stream_generator_raw",
+            "AnthropicServingMessages.chat_completion_stream_generator",
+        ),
         relies_on=(
-            Says(f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")', "Invalid data format received"),
+            OneOf(
+                Says(
+                    MESSAGES,
+                    "self.message_stream_converter(self.chat_completion_stream_generator_raw(",
+                    "isinstance(origin_chunk, ErrorResponse)",
+                ),
+                Says(
+                    f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")', "Invalid data format received"
+                ),
+            ),
             Takes(f"{CHATS}.chat_completion_stream_generator", "request"),
             Says(CHATS, "return self.chat_completion_stream_generator("),
         ),

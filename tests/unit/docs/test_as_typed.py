@@ -123,9 +123,9 @@ def test_calls_are_of_routes_that_there_are(block: Block) -> None:
 
 @pytest.mark.slow
 def test_vllms_own_command_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from tercet.vllm_plugin.differences import cli_args
     from tercet.vllm_plugin.start.start_checks import require_flags
 
     assert importlib.util.find_spec(VLLM_SERVER) is not None
@@ -135,7 +135,7 @@ def test_vllms_own_command_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for block in BLOCKS:
         for variables, words in programs_of(block.code):
             if words[:3] == ["python", "-m", VLLM_SERVER]:
-                args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])
+                args = cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])
                 assert args is not None
                 monkeypatch.setenv("VLLM_PLUGINS", variables["VLLM_PLUGINS"])
                 require_flags(args)

@@ -31,6 +31,9 @@ OTHERS = {
     "halfLife", "UCX_NET_DEVICES", "VLLM_ENABLE_RESPONSES_API_STORE", "buffer_steps", "cpuset", "cudaEventQuery",
     "enableEviction", "generated_texts", "nvidia_peermem", "p99_tpot_ms", "profile_export_raw", "sglang",
     "validation_context", "ResponsesRequest",
+    # vLLM 0.33's, which the installed version does not have.
+    "FIRST_REQ", "RequestError", "finalize_step", "kv_hints", "lookahead_token_ids", "restore_kv_caches",
+    "unregister_kv_caches", "validation_error",
 }  # fmt: skip
 
 
@@ -135,10 +138,11 @@ def options(command: Any = COMMAND_LINE) -> Iterator[str]:
 @cache
 def flags() -> frozenset[str]:
     """Tercet's, vLLM's server's, and those that stand in the code: scripts', benchmarks', and what goes to others."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser())
+    from tercet.vllm_plugin.differences import cli_args
+
+    parser = cli_args().make_arg_parser(FlexibleArgumentParser())
     of_vllm = {name for action in parser._actions for name in action.option_strings}
     return frozenset({*options(), *of_vllm, *re.findall(r"--[a-z][a-z0-9-]+", code())})
 

@@ -15,8 +15,9 @@ from vllm.v1.request import Request
 
 from tercet.transport import Push
 from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.cache_groups import NO_BLOCK, ZEROING_IS_SKIPPED_BY_GROUP
+from tercet.vllm_plugin.core.cache_groups import NO_BLOCK
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.start import requirements
 
 from .tiny_engine import BLOCK, FULL, TinyEngine, send_of
@@ -54,7 +55,7 @@ MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
     "a window of one token more": (FULL, window(BLOCK + 1)),
     "chunks": (FULL, chunk(2 * BLOCK)),
 }
-if ZEROING_IS_SKIPPED_BY_GROUP:  # else models with states are refused
+if not ZEROED_BY_BLOCK.is_here:  # else models with states are refused
     MODELS["states"] = FULL, state()
     MODELS["states first"] = state(), state(), FULL
     MODELS["states with checkpoints"] = FULL, state(1)

@@ -27,11 +27,11 @@ from tercet.protocol import CacheGroup, UnknownSequence, packed
 from tercet.transport import ExtendLease
 from tercet.vllm_plugin.core.cache_groups import (
     NO_BLOCK,
-    ZEROING_IS_SKIPPED_BY_GROUP,
     described,
     require_movable_groups,
 )
 from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
+from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.start.requirements import (
     require_generation,
@@ -44,7 +44,7 @@ from tercet.vllm_plugin.worker.drafters import require_drafter
 from .moving_kv import MODELS, WINDOW, A, NewPair, Pair, state, window
 from .tiny_engine import BLOCK, FULL, TinyEngine, tokens_of
 
-with_states = pytest.mark.skipif(not ZEROING_IS_SKIPPED_BY_GROUP, reason="this vLLM's models with states are refused")
+with_states = pytest.mark.skipif(ZEROED_BY_BLOCK.is_here, reason="this vLLM's models with states are refused")
 
 
 @pytest.fixture(params=MODELS)

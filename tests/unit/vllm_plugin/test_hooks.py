@@ -107,14 +107,15 @@ def test_other_versions_are_refused_with_the_list(version: str, monkeypatch: pyt
         require_hooks("engine")
 
 
-def test_a_router_refuses_what_an_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_may_refuse_what_an_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setitem(SUPPORTED, "frontend", ("0.31", "0.32"))
     with pytest.raises(UnsupportedVLLM, match=r"0.33.0 is not supported; a router supports 0.31.x, 0.32.x\."):
         require_hooks("frontend")
 
 
 def test_a_fast_path_that_does_not_fit_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.34.0")
     with pytest.raises(UnsupportedVLLM, match=r"the streaming fast path supports .*, or start with --fast-path off"):
         require_hooks("fast path")
 

@@ -24,7 +24,8 @@ from vllm.v1.kv_cache_interface import (
 from tercet.protocol import KVLayout, LayoutMismatch
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.routes import RankRoute, routes
-from tercet.vllm_plugin.core.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, require_movable_groups, state_layers
+from tercet.vllm_plugin.core.cache_groups import require_movable_groups, state_layers
+from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.start import requirements
 from tercet.vllm_plugin.worker.kv_layout import layout_of, packing_of
@@ -154,7 +155,7 @@ STATES = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not ZEROING_IS_SKIPPED_BY_GROUP, reason="this vLLM's models with states are refused")
+@pytest.mark.skipif(ZEROED_BY_BLOCK.is_here, reason="this vLLM's models with states are refused")
 @pytest.mark.parametrize(("kind", "shapes", "dtypes"), STATES.values(), ids=STATES)
 def test_families_that_cpus_do_not_run_are_mapped(kind: Any, shapes: Any, dtypes: Any) -> None:
     """With the states that vLLM says they have, of several precisions in one block."""

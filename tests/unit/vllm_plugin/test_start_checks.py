@@ -7,8 +7,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,11 +16,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.vllm_plugin.differences import cli_args
 from tercet.vllm_plugin.start.start_checks import check_before_loading
 
-# vLLM 0.33 has moved it.
-LAUNCHERS, COMMON = "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args"
-make_arg_parser = import_module(LAUNCHERS if find_spec(LAUNCHERS) else COMMON).make_arg_parser
+make_arg_parser = cli_args().make_arg_parser
 
 CONNECTOR = {
     "kv_connector": "TercetConnector",

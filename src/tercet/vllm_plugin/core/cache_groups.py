@@ -11,12 +11,10 @@ state at its end, and the last block the state now (vLLM's mode "align").
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
@@ -28,15 +26,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tercet.protocol import CacheGroup
+from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK, has_mixed_precision
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 NO_BLOCK = -1
-# A block that a peer writes must not be zeroed at the same time. vLLM 0.31 needs that for each block.
-ZEROING_IS_SKIPPED_BY_GROUP = "skip_zeroing_group_ids" in inspect.signature(KVCacheManager.allocate_slots).parameters
 FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
 SUPPORTED = (
     *FULL, KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION, KVCacheSpecKind.MAMBA
@@ -61,9 +59,7 @@ def require_movable_groups(config: KVCacheConfig) -> None:
     for group in config.kv_cache_groups:
         if isinstance(group.kv_cache_spec, MambaSpec):
             _require_movable_state(group.kv_cache_spec)
-    # vLLM 0.31 has only this flag for it; models with states, which are zeroed for another reason, were refused above.
-    mixed = getattr(config, "has_mixed_precision_kv_cache", config.needs_kv_cache_zeroing)
-    if len(kinds) > 1 and mixed:
+    if len(kinds) > 1 and has_mixed_precision(config):
         raise UnsupportedVLLM("this model's layers keep KV in several precisions; Tercet supports one")
     sizes = sorted({group.kv_cache_spec.block_size for group in config.kv_cache_groups})
     if len(sizes) > 1:
@@ -84,7 +80,7 @@ def _require_movable_state(spec: MambaSpec) -> None:
             "this model's layers keep states, and vLLM holds several of them for speculative decoding; Tercet "
             "moves only one: start the engine without --speculative-config"
         )
-    if not ZEROING_IS_SKIPPED_BY_GROUP:
+    if ZEROED_BY_BLOCK.is_here:
         raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on")
 
 

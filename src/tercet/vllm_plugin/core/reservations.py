@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence
-from tercet.vllm_plugin.core.cache_groups import ZEROING_IS_SKIPPED_BY_GROUP, GroupTables
+from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.worker.drafters import tokens_of_a_step
 
 if TYPE_CHECKING:
@@ -119,9 +120,9 @@ class Reservations:
             num_new_computed_tokens=matched,
             new_computed_blocks=computed,
             num_external_computed_tokens=loaded - matched,
-            **({"skip_zeroing_group_ids": (0,)} if ZEROING_IS_SKIPPED_BY_GROUP else {}),
+            **({} if ZEROED_BY_BLOCK.is_here else {"skip_zeroing_group_ids": (0,)}),
         )
-        if not ZEROING_IS_SKIPPED_BY_GROUP and scheduler.needs_kv_cache_zeroing:
+        if ZEROED_BY_BLOCK.is_here and scheduler.needs_kv_cache_zeroing:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
             scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
         return matched

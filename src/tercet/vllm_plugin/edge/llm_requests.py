@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from vllm import TokensPrompt
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -97,7 +97,7 @@ class LLMRequest:
         """
 
         def put(item: Any) -> None:
-            take(EngineError(f"the engine failed: {item}") if isinstance(item, Exception) else self._output_of(item))
+            take(_as_ours(item) if isinstance(item, Exception) else self._output_of(item))
 
         self._submitting = True
         try:
@@ -177,10 +177,18 @@ class LLMRequest:
 def _vllms_errors_as_ours() -> Generator[None]:
     try:
         yield
-    except (VLLMClientError, ValueError) as error:
-        raise BadRequest(str(error)) from error
-    except (EngineDeadError, EngineGenerateError) as error:
-        raise EngineError(f"the engine failed: {error}") from error
+    except (VLLMClientError, ValueError, EngineDeadError, EngineGenerateError, GenerationError) as error:
+        raise _as_ours(error) from error
+
+
+def _as_ours(error: Exception) -> TercetError:
+    """An error of vLLM's as ours: another engine can serve the request, if the request is not wrong.
+
+    From 0.33 on vLLM ends a request with the error that it has, such as that of a paused engine or of a wrong grammar.
+    """
+    if isinstance(error, (VLLMClientError, ValueError)):
+        return BadRequest(str(error))
+    return EngineError(f"the engine failed: {error}")
 
 
 def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:

@@ -20,6 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output, ProgramFailed
+from tercet.vllm_plugin.differences import SILENT_ENDS
 from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks, TokenPieces
 from tercet.vllm_plugin.fast_path.parsed_deltas import EMPTY, ParsedDeltas
 from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras, encode, framed, usage_of
@@ -261,7 +262,7 @@ class ChoiceStream:
         prompt, logprobs = self._prompt_ids(), None
         if plan.role is not None and self._logprobs is not None:
             logprobs = self._logprobs.of_result(completion)
-        if not (completion.text or completion.token_ids or self.num_tokens):
+        if self._has_said_nothing(completion) and (not self._is_finished or SILENT_ENDS.is_here):
             return
         if plan.role is None and self._logprobs is not None:
             logprobs = self._logprobs.of_result(completion)
@@ -272,6 +273,10 @@ class ChoiceStream:
         else:
             self._write_last(completion, token_ids, logprobs, prompt)
 
+    def _has_said_nothing(self, completion: Any) -> bool:
+        """Whether there is neither a token nor text up to this result."""
+        return not (completion.text or completion.token_ids or self.num_tokens)
+
     def _prompt_ids(self) -> bytes:
         """The prompt's tokens, which the first chunk of a completion has if they are asked for."""
         if not self._plan.token_ids or self._plan.role is not None or self._has_told_prompt:
@@ -281,7 +286,10 @@ class ChoiceStream:
 
     def _write_last(self, completion: Any, token_ids: list[int], logprobs: bytes | None, prompt: bytes) -> None:
         plan = self._plan
-        said = self._said(completion.text, token_ids, finished=True) or EMPTY
+        if plan.role is not None and self._has_said_nothing(completion):
+            said = EMPTY  # no parser sees it
+        else:
+            said = self._said(completion.text, token_ids, finished=True) or EMPTY
         reason = (
             completion.finish_reason if self._parsed is None else self._parsed.finish_reason(completion.finish_reason)
         )

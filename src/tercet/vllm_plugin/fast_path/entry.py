@@ -24,11 +24,12 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
 from tercet.vllm_plugin.fast_path.header_layers import HeaderLayers
-from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces, text_offsets_follow_tokens
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
 from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
-from tercet.vllm_plugin.fast_path.sse_chunks import CHAT, COMPLETION, ChunkWriter
+from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter, chat_format, completion_format
 from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools, chat_plan, completion_plan
 from tercet.vllm_plugin.fast_path.token_texts import texts_of
@@ -143,7 +144,7 @@ def is_fast_completion(request: Any) -> bool:
         _is_one_prompt(request.prompt)
         and _is_fast(request)
         and request.prompt_embeds is None
-        and (request.logprobs is None or text_offsets_follow_tokens())
+        and (request.logprobs is None or not OFFSETS_OF_SENT_TEXT.is_here)
     )
 
 
@@ -153,7 +154,12 @@ def is_fast_chat(request: Any) -> bool:
 
 
 def _is_fast(request: Any) -> bool:
-    return bool(request.stream) and not (request.echo or request.prompt_logprobs is not None or request.use_beam_search)
+    return bool(request.stream) and not (
+        request.echo
+        or request.prompt_logprobs is not None
+        or request.use_beam_search
+        or getattr(request, "return_weight_versions", False)  # not in vLLM before 0.33
+    )
 
 
 def _is_one_prompt(prompt: Any) -> bool:
@@ -186,7 +192,7 @@ def completion_route(serving: Any, engine_client: Any) -> FastRoute:
     def plan(
         request: Any, _inputs: Any, _results: Any, request_id: str, created: int, model: str, **_: Any
     ) -> StreamPlan:
-        return completion_plan(serving, request, ChunkWriter(COMPLETION, request_id, created, model))
+        return completion_plan(serving, request, ChunkWriter(completion_format(), request_id, created, model))
 
     preparing = copy.copy(serving)
     preparing.engine_client, preparing.completion_stream_generator = PreparingClient(engine_client), plan
@@ -201,7 +207,7 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
         request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
         chat_template_kwargs: Any = None, mm_token_counts: Any = None,
     ) -> StreamPlan:  # fmt: skip
-        chunks = ChunkWriter(CHAT, request_id, int(time.time()), model)
+        chunks = ChunkWriter(chat_format(), request_id, int(time.time()), model)
         return chat_plan(serving, request, chunks, tokenizer, chat_template_kwargs, mm_token_counts)
 
     preparing = copy.copy(serving)

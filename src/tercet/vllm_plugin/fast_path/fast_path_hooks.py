@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tercet.vllm_plugin.expectations import Has, Says, Takes
+from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
 from tercet.vllm_plugin.hooks import Hook
 
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
@@ -13,6 +13,7 @@ RENDERER = "vllm.renderers.base:BaseRenderer"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 PARSERS = "vllm.parser.abstract_parser"
+STREAM_PROCESSOR = "vllm.entrypoints.openai.chat_completion.stream_processor"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 
 FAST_PATH_HOOKS = (
@@ -71,13 +72,24 @@ FAST_PATH_HOOKS = (
                 "chunk.model_dump_json(exclude_unset=True)",
                 "exclude_unset=False, exclude_none=True",
             ),
-            Says(
-                CHATS,
-                "finish_reason=finish_reason_",
-                "stop_reason=output.stop_reason",
-                "chunk.model_dump_json(exclude_unset=True)",
-                "self._include_reasoning_tokens_details",
-                "exclude_unset=True, exclude_none=True",
+            OneOf(
+                Says(
+                    CHATS,
+                    "exclude_unset=True, exclude_none=not chunk.choices",
+                    "finish_reason=finish_reason,",
+                    "stop_reason=output.stop_reason",
+                    "weight_versions=(output.weight_versions if request.return_weight_versions else None)",
+                    "kv_transfer_params=(res.kv_transfer_params if finish_reason_sent[i] else None)",
+                    "self._include_reasoning_tokens_details",
+                ),
+                Says(
+                    CHATS,
+                    "finish_reason=finish_reason_",
+                    "stop_reason=output.stop_reason",
+                    "chunk.model_dump_json(exclude_unset=True)",
+                    "self._include_reasoning_tokens_details",
+                    "exclude_unset=True, exclude_none=True",
+                ),
             ),
             Has(f"{CHAT_PROTOCOL}:ChatCompletionStreamResponse", "model_fields"),
             Says(
@@ -104,14 +116,27 @@ FAST_PATH_HOOKS = (
         until="vLLM's own chunks cost as little",
         relies_on=(
             Takes(f"{CHATS}._make_parser", "request", "tokenizer", "chat_template_kwargs"),
-            Says(
-                CHATS,
-                "delta_message = parser.parse_delta(",
-                "tools_streamed[i] = True",
-                "not request.include_reasoning and parser is not None",
-                "delta_message = DeltaMessage()",
-                'finish_reason_ = "tool_calls"',
-                "maybe_filter_parallel_tool_calls(choice_data, request)",
+            OneOf(
+                Says(
+                    f"{STREAM_PROCESSOR}:ChatStreamProcessor",
+                    "self.keep_tool_calls = keeps_tool_calls(",
+                    "parser is not None and not request.include_reasoning",
+                    "if not delta_text and not delta_token_ids and not self.num_output_tokens:",
+                    "self.parser.parse_delta(",
+                    "self.tools_streamed = True",
+                    "delta.tool_calls = [] if not delta.content and not delta.reasoning: delta = None",
+                    "maybe_filter_parallel_tool_calls(delta, self.request)",
+                    "resolve_finish_reason(",
+                ),
+                Says(
+                    CHATS,
+                    "delta_message = parser.parse_delta(",
+                    "tools_streamed[i] = True",
+                    "not request.include_reasoning and parser is not None",
+                    "delta_message = DeltaMessage()",
+                    'finish_reason_ = "tool_calls"',
+                    "maybe_filter_parallel_tool_calls(choice_data, request)",
+                ),
             ),
             Takes(f"{PARSERS}:Parser.parse_delta", "delta_text", "delta_token_ids", "request", "prompt_token_ids"),
             Takes(f"{PARSERS}:Parser.parse_delta", "finished"),

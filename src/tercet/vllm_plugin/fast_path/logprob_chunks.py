@@ -15,14 +15,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from tercet.protocol import Output, TokenLogprob
-from tercet.vllm_plugin.expectations import Says
 from tercet.vllm_plugin.fast_path.sse_chunks import encode
 from tercet.vllm_plugin.fast_path.stream_plan import Logprobs
 
@@ -59,13 +57,6 @@ class TokenPieces(dict[int, Piece | None]):
         text = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
         found = self[token_id] = None if text.endswith(REPLACEMENT) else piece_of(text)
         return found
-
-
-@cache
-def text_offsets_follow_tokens() -> bool:
-    """Whether a completion's text offsets are those of its tokens; those of vLLM 0.31 are of what was sent."""
-    generator = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator"
-    return not Says(generator, "next_text_offsets[i] = logprobs.text_offset[-1]").unmet()
 
 
 class LogprobChunks:

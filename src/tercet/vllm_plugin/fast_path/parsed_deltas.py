@@ -42,6 +42,10 @@ class ParsedDeltas:
             self._token_ids.extend(token_ids)
         if delta is None:
             return None
+        if delta.tool_calls and not self._parsing.keeps_tool_calls:
+            delta.tool_calls = []
+            if not (delta.content or delta.reasoning):
+                return None
         if delta.tool_calls:
             self.has_tool_calls = True
             if self._parsing.one_call_only:

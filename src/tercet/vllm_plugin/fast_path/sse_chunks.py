@@ -7,10 +7,12 @@ a chunk has just those, and on their order; so on those of ``DeltaMessage`` and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+
+from tercet.vllm_plugin.differences import CHUNKS_WITHOUT_TRANSFER
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"
@@ -22,7 +24,7 @@ class ChunkFormat:
     """Format of one route's chunks.
 
     ``opening`` comes before what a choice says, ``closing`` after it; ``last_closing`` ends a choice. ``said``
-    surrounds a text that is not the answer of a parser.
+    surrounds a text that is not the answer of a parser. ``ending`` is what every chunk with a choice ends with.
     """
 
     object: bytes
@@ -30,6 +32,7 @@ class ChunkFormat:
     said: tuple[bytes, bytes]
     closing: bytes
     last_closing: bytes
+    ending: bytes
 
 
 COMPLETION = ChunkFormat(
@@ -37,17 +40,37 @@ COMPLETION = ChunkFormat(
     opening=b'{"index":%d,"text":',
     said=(b"", b""),
     closing=b',"logprobs":%(logprobs)b,"finish_reason":null,"stop_reason":null,"prompt_token_ids":%(prompt)b,'
-    b'"token_ids":%(ids)b}]',
+    b'"token_ids":%(ids)b,"weight_versions":null}]',
     last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,'
-    b'"prompt_token_ids":%(prompt)b,"token_ids":%(ids)b}]',
+    b'"prompt_token_ids":%(prompt)b,"token_ids":%(ids)b,"weight_versions":null}]',
+    ending=b',"kv_transfer_params":null',
 )
 CHAT = ChunkFormat(
     object=b"chat.completion.chunk",
     opening=b'{"index":%d,"delta":',
     said=(b'{"content":', b"}"),
     closing=b',"logprobs":%(logprobs)b,"finish_reason":null,"token_ids":%(ids)b}]',
-    last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,"token_ids":%(ids)b}]',
+    last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,"token_ids":%(ids)b,'
+    b'"weight_versions":null}]',
+    ending=b',"kv_transfer_params":null',
 )
+
+
+def completion_format() -> ChunkFormat:
+    """That of completions in the installed vLLM."""
+    return _former(COMPLETION) if CHUNKS_WITHOUT_TRANSFER.is_here else COMPLETION
+
+
+def chat_format() -> ChunkFormat:
+    """That of chat answers in the installed vLLM."""
+    return _former(CHAT) if CHUNKS_WITHOUT_TRANSFER.is_here else CHAT
+
+
+def _former(form: ChunkFormat) -> ChunkFormat:
+    closing, last_closing = (
+        each.replace(b',"weight_versions":null', b"") for each in (form.closing, form.last_closing)
+    )
+    return replace(form, closing=closing, last_closing=last_closing, ending=b"")
 
 
 @dataclass(frozen=True)
@@ -104,7 +127,7 @@ class ChoiceChunks:
         self._before = head + form.opening % index
         self._text_before = self._before + form.said[0]
         nothing = {b"logprobs": NULL, b"ids": NULL, b"prompt": NULL}
-        self._said_after = form.closing % nothing + b"}\n\n"
+        self._said_after = form.closing % nothing + form.ending + b"}\n\n"
         self._text_after = form.said[1] + self._said_after
         self._around = len(self._text_before) + len(self._text_after)
         self._around_said = len(self._before) + len(self._said_after)
@@ -125,7 +148,8 @@ class ChoiceChunks:
 
     def more(self, said: bytes, extras: Extras) -> bytes:
         """A chunk that does not end the choice."""
-        return b"%b%b%b%b}\n\n" % (self._before, said, self._form.closing % _values(extras), extras.usage)
+        closing = self._form.closing % _values(extras)
+        return b"%b%b%b%b%b}\n\n" % (self._before, said, closing, extras.usage, self._form.ending)
 
     def last(
         self, said: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None,
@@ -133,7 +157,8 @@ class ChoiceChunks:
     ) -> bytes:  # fmt: skip
         """The chunk that ends the choice; ``fingerprint`` is the system's, where no usage follows."""
         values = {**_values(extras), b"reason": encode(finish_reason), b"stop": encode(stop_reason)}
-        return self._before + said + self._form.last_closing % values + extras.usage + _end(fingerprint)
+        closing = self._form.last_closing % values + extras.usage
+        return self._before + said + closing + _end(fingerprint, self._form.ending)
 
 
 def usage_of(prompt: int, completion: int, reasoning: int | None, *, is_chat: bool) -> bytes:
@@ -155,5 +180,6 @@ def _values(extras: Extras) -> dict[bytes, bytes]:
     return {b"logprobs": extras.logprobs, b"ids": extras.token_ids, b"prompt": extras.prompt_token_ids}
 
 
-def _end(fingerprint: str | None) -> bytes:
-    return b"}\n\n" if fingerprint is None else b',"system_fingerprint":%b}\n\n' % encode(fingerprint)
+def _end(fingerprint: str | None, ending: bytes = b"") -> bytes:
+    own = b"" if fingerprint is None else b',"system_fingerprint":%b' % encode(fingerprint)
+    return b"%b%b}\n\n" % (own, ending)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
+from tercet.vllm_plugin.differences import keeps_tool_calls
 from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter
 from tercet.vllm_plugin.fast_path.stream_metrics import StreamStats
 from tercet.vllm_plugin.fast_path.token_texts import TokenTexts
@@ -55,6 +56,7 @@ class Parsing:
     is_named: bool
     one_call_only: bool
     hides_reasoning: bool
+    keeps_tool_calls: bool
 
 
 @dataclass(frozen=True)
@@ -136,4 +138,5 @@ def _parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: Any) -
         is_named,
         request.parallel_tool_calls is False,
         not request.include_reasoning,
+        keeps_tool_calls(serving, request),
     )

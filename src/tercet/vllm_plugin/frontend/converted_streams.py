@@ -1,7 +1,9 @@
 """Streams that vLLM converts from its chat streams (Anthropic's API): passes errors of the chat stream on.
 
-Relies on ``AnthropicServingMessages`` making its events from the items of its ``chat_completion_stream_generator``, and
-on ``message_stream_converter`` yielding ``error`` for an item that does not begin with ``data:``.
+Relies on ``AnthropicServingMessages`` making its events from what its ``chat_completion_stream_generator_raw`` yields,
+of which an ``ErrorResponse`` ends the stream with an error. Up to vLLM 0.32 it makes them from the text of its
+``chat_completion_stream_generator``, and ``message_stream_converter`` yields ``error`` for what does not begin with
+``data:``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 from tercet.protocol.sse import object_of
+from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT
 from tercet.wire.serving.request_context import current
 
 ERROR_ITEM = 'data: {"error"'
@@ -18,7 +21,28 @@ NO_CHUNK = "error"
 
 
 def tell_errors_of(serving: Any) -> None:
-    """Make the serving object's streams end with the error of the chat stream, instead of failing to convert it."""
+    """Make the serving object's streams end with the error of the chat stream, with its status and its words."""
+    if CONVERTED_AS_TEXT.is_here:
+        _tell_as_text(serving)
+    else:
+        _tell(serving)
+
+
+def _tell(serving: Any) -> None:
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    generate = serving.chat_completion_stream_generator_raw
+
+    async def telling(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async for chunk in generate(*args, **kwargs):
+            if isinstance(chunk, ErrorResponse):
+                current().stream_error = chunk.error.model_dump()
+            yield chunk
+
+    serving.chat_completion_stream_generator_raw = telling
+
+
+def _tell_as_text(serving: Any) -> None:
     generate = serving.chat_completion_stream_generator
 
     async def telling(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import gc
 import importlib
-import inspect
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp
 
 from tercet.protocol import BadRequest
 from tercet.protocol.revision import TextFingerprint
+from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path, render_short_prompts_here
 from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
@@ -115,14 +115,12 @@ def server_args(
     model: str, names: Sequence[str], host: str, port: int, max_model_len: int, more: Sequence[str]
 ) -> argparse.Namespace:
     """vLLM's options, parsed and checked by vLLM; ``more`` are the user's."""
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
-
     argv = [
         "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
         "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *more,
     ]  # fmt: skip
     args = _parsed(argv)
-    validate_parsed_serve_args(args)
+    cli_args().validate_parsed_serve_args(args)
     return args
 
 
@@ -136,10 +134,10 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser())
+    parser: argparse.ArgumentParser = cli_args().make_arg_parser(FlexibleArgumentParser())
+    return parser
 
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
@@ -162,7 +160,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     config = VllmConfig(
         model_config=model_config,
         logging_config=engine_args.create_logging_config(),
-        structured_outputs_config=_structured_outputs_config(engine_args),
+        structured_outputs_config=structured_outputs_config(engine_args),
     )
     client = ProgramClient(programs)
     original = EngineCoreClient.make_async_mp_client
@@ -178,19 +176,6 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     start_one_by_one(engine_client)
     bound_texts(engine_client.renderer, model_config.max_model_len)
     return engine_client
-
-
-def _structured_outputs_config(engine_args: Any) -> Any:
-    """The structured outputs' config with the parsers' options, which vLLM 0.31 leaves out."""
-    create = getattr(engine_args, "create_structured_outputs_config", None)
-    if create is not None:
-        return create()
-    config = engine_args.structured_outputs_config
-    if engine_args.reasoning_parser:
-        config.reasoning_parser = engine_args.reasoning_parser
-    if engine_args.reasoning_parser_plugin:
-        config.reasoning_parser_plugin = engine_args.reasoning_parser_plugin
-    return config
 
 
 def listening_socket(args: argparse.Namespace, shared: socket.socket | None = None) -> socket.socket:
@@ -241,14 +226,14 @@ async def accept(
 
     Of several workers the one with the fewest connections takes the next.
 
-    ``peer_loads`` are the numbers of connections of all workers, and this one's index. vLLM 0.31 does not use them:
-    there the system chooses.
+    ``peer_loads`` are the numbers of connections of all workers, and this one's index. Where
+    :data:`~tercet.vllm_plugin.differences.SYSTEM_BALANCES` is here, vLLM does not use them.
     """
     from vllm.entrypoints.launchers.launcher import serve_http
 
     _settle()
     by_load: dict[str, Any] = {}
-    if peer_loads is not None and "peer_loads" in inspect.signature(serve_http).parameters:
+    if peer_loads is not None and not SYSTEM_BALANCES.is_here:
         by_load["peer_loads"] = peer_loads
     serving = asyncio.ensure_future(serve_http(
         app, sock=sock, http=StreamingProtocol, host=args.host, port=args.port,

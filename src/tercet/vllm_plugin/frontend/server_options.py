@@ -25,7 +25,7 @@ SERVED_BY_VLLM = frozenset(
      "enable_force_include_usage", "enable_offline_docs", "enable_per_request_metrics", "enable_prompt_tokens_details",
      "enable_request_id_headers", "enable_scale_out", "enable_server_load_tracking", "enable_tokenizer_info_endpoint",
      "exclude_tools_when_tool_choice_none", "fingerprint_mode", "fingerprint_value", "log_error_stack", "middleware",
-     "response_role", "return_tokens_as_token_ids", "root_path", "sse_keep_alive_interval",
+     "reasoning_effort_map", "response_role", "return_tokens_as_token_ids", "root_path", "sse_keep_alive_interval",
      "structured_outputs_config", "tokens_only", "tool_call_parser", "tool_parser_plugin", "tool_server",
      "tool_strict_level", "trust_request_chat_template", "trust_request_mm_kwargs"}
 )  # fmt: skip

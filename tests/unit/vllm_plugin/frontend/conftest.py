@@ -278,7 +278,7 @@ def live_routers(model: str) -> Generator[LiveRouters]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait(120)
+    assert ready.wait(600), "the routers do not start"
     if failed:
         raise failed[0]
     yield routers

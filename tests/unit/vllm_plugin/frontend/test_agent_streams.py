@@ -256,7 +256,7 @@ def reasoning_parsers() -> list[str]:
 
 
 # They need a package, or a template in the tokenizer, which are not here.
-UNTRIED = {"cohere_command3", "cohere_command4", "hf"}
+UNTRIED = {"beam", "cohere_command3", "cohere_command4", "hf"}
 
 
 def try_parser(parsing: LiveRouters, script: Sequence[Step], **names: str) -> str:

@@ -15,12 +15,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.completion.protocol import CompletionResponseStreamChoice, CompletionStreamResponse
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 
+from tercet.vllm_plugin.differences import CHUNKS_WITHOUT_TRANSFER
 from tercet.vllm_plugin.fast_path.sse_chunks import (
-    CHAT,
-    COMPLETION,
     ChunkFormat,
     ChunkWriter,
     Extras,
+    chat_format,
+    completion_format,
     encode,
     framed,
     usage_of,
@@ -30,6 +31,11 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(['"te
 REASON = st.sampled_from(["stop", "length", "abort"])
 STOP = st.none() | st.integers(0, 2**31) | TEXT
 FINGERPRINT = st.none() | TEXT
+CHAT, COMPLETION = chat_format(), completion_format()
+# What generators set from vLLM 0.33 on; `make test-vllm` has the tests that say which generator sets what.
+HAS_TRANSFER = not CHUNKS_WITHOUT_TRANSFER.is_here
+TRANSFER: dict[str, Any] = {"kv_transfer_params": None} if HAS_TRANSFER else {}
+WEIGHTS: dict[str, Any] = {"weight_versions": None} if HAS_TRANSFER else {}
 
 
 def event(chunk: Any, **options: bool) -> bytes:
@@ -37,17 +43,21 @@ def event(chunk: Any, **options: bool) -> bytes:
 
 
 def completion(request_id: str, created: int, model: str, **choice: Any) -> CompletionStreamResponse:
-    made = CompletionResponseStreamChoice(index=0, logprobs=None, prompt_token_ids=None, token_ids=None, **choice)
+    made = CompletionResponseStreamChoice(
+        index=0, logprobs=None, prompt_token_ids=None, token_ids=None, **WEIGHTS, **choice
+    )
     return CompletionStreamResponse(
-        id=request_id, object="text_completion", created=created, model=model, choices=[made]
+        id=request_id, object="text_completion", created=created, model=model, choices=[made], **TRANSFER
     )
 
 
 def chat(request_id: str, created: int, model: str, delta: DeltaMessage, **choice: Any) -> Any:
-    made = ChatCompletionResponseStreamChoice(index=0, delta=delta, logprobs=None, **choice)
+    more = WEIGHTS if choice.get("finish_reason") else {}
+    made = ChatCompletionResponseStreamChoice(index=0, delta=delta, logprobs=None, **choice, **more)
     return ChatCompletionStreamResponse(
-        id=request_id, object="chat.completion.chunk", created=created, model=model, choices=[made]
-    )
+        id=request_id, object="chat.completion.chunk", created=created, model=model, choices=[made],
+        **(TRANSFER if delta.role is None else {}),
+    )  # fmt: skip
 
 
 def last(

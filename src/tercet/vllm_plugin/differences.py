@@ -1,0 +1,126 @@
+"""What differs between the supported versions of vLLM. All else in this package is the same for each of them.
+
+A vLLM has a difference as long as it lacks the change that ``ended_by`` describes. Its code is read for it, as for the
+registry of hooks, so that builds between two versions are told apart, too. ``last`` is the last minor version that has
+the difference. When that one is no longer supported, a test fails, and the difference and its branch are deleted.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+from tercet.vllm_plugin.expectations import Expectation, Has, Says, Takes
+
+COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
+MESSAGE_ASSEMBLY = "vllm.entrypoints.openai.chat_completion.message_assembly"
+CLI_ARGS = "vllm.entrypoints.common.cli_args"
+FORMER_CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What older versions do, up to ``last``, until a change that can be seen in vLLM's code."""
+
+    what: str
+    last: str
+    ended_by: Expectation
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether the installed vLLM has it."""
+        return bool(self.ended_by.unmet())
+
+
+# ---- up to 0.31 ----------------------------------------------------------------------------------------------
+
+PARSERS_LEFT_OUT = Difference(
+    "the structured outputs' config of an engine's arguments does not name the parsers",
+    last="0.31",
+    ended_by=Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_structured_outputs_config"),
+)
+SYSTEM_BALANCES = Difference(
+    "serve_http does not choose among workers by their connections",
+    last="0.31",
+    ended_by=Takes("vllm.entrypoints.launchers.launcher:serve_http", "peer_loads"),
+)
+OFFSETS_OF_SENT_TEXT = Difference(
+    "a streamed completion's text offsets are those of what was sent, not of its tokens",
+    last="0.31",
+    ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "next_text_offsets[i] = logprobs.text_offset[-1]"),
+)
+ZEROED_BY_BLOCK = Difference(
+    "blocks are kept from being zeroed one by one, and one flag tells of mixed precisions and of states",
+    last="0.31",
+    ended_by=Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "skip_zeroing_group_ids"),
+)
+
+# ---- up to 0.32 ----------------------------------------------------------------------------------------------
+
+OPTIONS_OF_LAUNCHERS = Difference(
+    f"a server's options are in {FORMER_CLI_ARGS}",
+    last="0.32",
+    ended_by=Takes(f"{CLI_ARGS}:make_arg_parser", "parser"),
+)
+CHUNKS_WITHOUT_TRANSFER = Difference(
+    "chunks of streams have neither kv_transfer_params nor weight_versions",
+    last="0.32",
+    ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "weight_versions=", "kv_transfer_params="),
+)
+SILENT_ENDS = Difference(
+    "a choice that ends without any token has no chunk, so that its client is not told its finish reason",
+    last="0.32",
+    ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "not previous_num_tokens[i] and finish_reason is None"),
+)
+UNASKED_CALLS = Difference(
+    "a chat stream has all tool calls that its parser finds, even with tool_choice none",
+    last="0.32",
+    ended_by=Takes(f"{MESSAGE_ASSEMBLY}:keeps_tool_calls", "request"),
+)
+CONVERTED_AS_TEXT = Difference(
+    "streams of Anthropic's API are made from the text of chat streams, whose errors they cannot read",
+    last="0.32",
+    ended_by=Has(CHATS, "chat_completion_stream_generator_raw"),
+)
+
+DIFFERENCES = (
+    PARSERS_LEFT_OUT, SYSTEM_BALANCES, OFFSETS_OF_SENT_TEXT, ZEROED_BY_BLOCK,
+    OPTIONS_OF_LAUNCHERS, CHUNKS_WITHOUT_TRANSFER, SILENT_ENDS, UNASKED_CALLS, CONVERTED_AS_TEXT,
+)  # fmt: skip
+
+
+# ---- what they amount to -------------------------------------------------------------------------------------
+
+
+def cli_args() -> ModuleType:
+    """vLLM's module of a server's options."""
+    return importlib.import_module(FORMER_CLI_ARGS if OPTIONS_OF_LAUNCHERS.is_here else CLI_ARGS)
+
+
+def structured_outputs_config(engine_args: Any) -> Any:
+    """The structured outputs' config of an engine's arguments, with the parsers' options."""
+    if not PARSERS_LEFT_OUT.is_here:
+        return engine_args.create_structured_outputs_config()
+    config = engine_args.structured_outputs_config
+    if engine_args.reasoning_parser:
+        config.reasoning_parser = engine_args.reasoning_parser
+    if engine_args.reasoning_parser_plugin:
+        config.reasoning_parser_plugin = engine_args.reasoning_parser_plugin
+    return config
+
+
+def has_mixed_precision(config: Any) -> bool:
+    """Whether a KV cache's groups have several precisions; ``config`` is one without states where they share a flag."""
+    return bool(config.needs_kv_cache_zeroing if ZEROED_BY_BLOCK.is_here else config.has_mixed_precision_kv_cache)
+
+
+def keeps_tool_calls(serving: Any, request: Any) -> bool:
+    """Whether a chat stream has the tool calls that its parser finds."""
+    if UNASKED_CALLS.is_here:
+        return True
+    keeps = importlib.import_module(MESSAGE_ASSEMBLY).keeps_tool_calls
+    return bool(keeps(request, enable_auto_tools=serving.enable_auto_tools, parser_cls=serving.parser_cls))
