@@ -3,7 +3,7 @@
 It copies by each way that KV takes, beside plain copies; starts plain vLLM, one engine, one engine behind a router,
 and two, one after the other; and prints a table. With one GPU both engines share it. A row that cannot be measured says
 why, and the others are measured all the same. It ends with 1 if something is not as it ought to be. `smollm2`, the
-model if none is named, comes out of a wheel; ``--model random`` needs nothing. Nobody has run it on a GPU yet.
+model if none is named, comes out of a wheel; ``--model random`` and ``--model random-8b`` need nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 def main() -> None:
     """Measure, and print the table."""
     options = argparse.ArgumentParser(prog="python -m scripts.gpu_report", description=__doc__)
-    options.add_argument("--model", default="smollm2", help="as `tercet up` takes it; random: a small one, made here")
+    options.add_argument("--model", default="smollm2", help="as `tercet up` takes it; random, random-8b: made here")
     options.add_argument("--input-len", type=int, default=1200, help="words of each prompt, about")
     options.add_argument("--only", choices=("copies", "engines"), help="one half of the report")
     options.add_argument("flags", nargs="*", help="after --: vLLM's flags, for every engine and for plain vLLM")
@@ -51,11 +51,19 @@ def main() -> None:
         rows += _copies()
     if given.only != "copies":
         with tempfile.TemporaryDirectory() as made:
-            model = str(random_model.make(Path(made))) if given.model == "random" else given.model
-            rows += _engines(model, given.input_len, given.flags)
+            rows += _engines(*_model(given.model, Path(made), given.flags), given.input_len)
     for line in lines(rows):
         print(line)
     sys.exit(int(any(row.holds is False for row in rows)))
+
+
+def _model(name: str, made: Path, flags: list[str]) -> tuple[str, list[str]]:
+    """What servers load, and vLLM's flags for it."""
+    if name == "random":
+        return str(random_model.make(made)), flags
+    if name == "random-8b":
+        return str(random_model.make_large(made)), [*random_model.MADE_BY_VLLM, *flags]
+    return name, flags
 
 
 def _machine(devices: tuple[Device, ...]) -> Iterator[Row]:
@@ -76,7 +84,7 @@ def _copies() -> Iterator[Row]:
     yield nixl._replace(holds=None) if isinstance(found["nixl"], Failed) else nixl
 
 
-def _engines(model: str, words: int, flags: list[str]) -> Iterator[Row]:
+def _engines(model: str, flags: list[str], words: int) -> Iterator[Row]:
     plain = _asked("plain vLLM", servers.plain_vllm(model, flags), words)
     engine = _asked("one engine", servers.engine(model, flags), words)
     alone = _asked("one engine behind a router", servers.fleet(model, ALONE, flags), words)
@@ -93,7 +101,9 @@ def _asked(what: str, server: AbstractContextManager[str], words: int) -> Asked:
     def ask() -> Asked:
         with server as url:
             said = attempt(f"{what}: its answers", lambda: answers(url))
-            return Asked(attempt(f"{what}: how soon it answers", lambda: latencies(url, words)), said)
+            soon = attempt(f"{what}: how soon it answers", lambda: latencies(url, words))
+            print(f"{what}: {soon}", file=sys.stderr, flush=True)
+            return Asked(soon, said)
 
     found = attempt(f"{what}, which starts now", ask)
     return Asked(found, found) if isinstance(found, Failed) else found

@@ -37,11 +37,11 @@ def attempt(what: str, measure: Callable[[], T]) -> T | Failed:
 
 
 def ratio(name: str, of: float | Failed, to: float | Failed, most: float) -> Row:
-    """One figure beside another, which it may exceed by little."""
+    """Seconds divided by other seconds, which they may exceed by little."""
     wanted = f"{most:g} or less"
     if isinstance(of, Failed) or isinstance(to, Failed):
         return Row(name, why_not(of, to), wanted, holds=False)
-    return Row(name, f"{of / to:.3f}", wanted, of / to <= most)
+    return Row(name, f"{of / to:.3f} ({of * 1e3:.2f} / {to * 1e3:.2f} ms)", wanted, of / to <= most)
 
 
 def why_not(*figures: object) -> str:

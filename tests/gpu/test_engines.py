@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import shlex
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -22,6 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 TOKENS = 40
 # Little of the device for each, so that both have room on one.
 FLAGS = ("--gpu-memory-utilization", "0.3", "--max-model-len", "4096", "--max-num-seqs", "16")
+# More of vLLM's flags, for a machine on which it does not run without (`--enforce-eager`).
+MORE = tuple(shlex.split(os.environ.get("TEST_VLLM_FLAGS", "")))
 STAGED = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": {"kv_memory": "staged"}}))
 # Within a block, at its end, behind it, over many, and in several steps (chunked).
 LENGTHS = (3, 16, 17, 300, 3000)
@@ -34,7 +38,9 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, str]]:
     kinds = {"sender": (), "receiver": (), "staged": STAGED}
     with ExitStack() as running:
         yield {
-            name: running.enter_context(servers.engine(model, [*FLAGS, "--max-num-batched-tokens", "1024", *more]))
+            name: running.enter_context(
+                servers.engine(model, [*FLAGS, *MORE, "--max-num-batched-tokens", "1024", *more])
+            )
             for name, more in kinds.items()
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.servers import served_in_thread
 
 
 def test_a_ratio_is_held_against_what_it_ought_to_be() -> None:
-    assert ratio("r", 0.104, 0.1, 1.05) == Row("r", "1.040", "1.05 or less", True)
+    assert ratio("r", 0.104, 0.1, 1.05) == Row("r", "1.040 (104.00 / 100.00 ms)", "1.05 or less", True)
     assert ratio("r", 0.106, 0.1, 1.05).holds is False
     assert ratio("r", 1.0, Failed("failed: no memory"), 1.05) == Row("r", "failed: no memory", "1.05 or less", False)
     assert share("s", 20e9, 25e9, "") == Row("s", "20.0 GB/s, 0.80 of it")
@@ -189,10 +189,11 @@ def test_a_server_that_does_not_start_is_an_error_and_is_gone() -> None:
 
 
 @pytest.mark.slow
-def test_a_random_model_is_a_checkpoint_that_knows_all_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [random_model.make, random_model.make_large])
+def test_a_random_model_is_a_checkpoint_that_knows_all_text(make: Callable[[Path], Path], tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    made = random_model.make(tmp_path)
+    made = make(tmp_path)
     config: Any = AutoConfig.from_pretrained(made)
     tokenizer: Any = AutoTokenizer.from_pretrained(made)
     assert config.architectures == ["LlamaForCausalLM"]
