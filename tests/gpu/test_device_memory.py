@@ -19,7 +19,8 @@ from tercet.transport import DeviceHandles, KVRegion, RankTransport, RegionShape
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.memory.staged import StagedMemory, wait_until
 from tercet.transport.memory.torch_blocks import ComputedEvents, PeerBlocks, TorchBlocks, device_planes
-from tercet.transport.memory.torch_devices import CudaDevice
+from tercet.transport.memory.torch_devices import CudaDevice, HostDevice
+from tercet.transport.memory.torch_planes import Planes, Side
 from tercet.vllm_plugin.worker.device_export import DeviceExport
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
 from tests.unit.transport.ranks import FINGERPRINT, transfer
@@ -87,6 +88,21 @@ def test_copies_do_not_wait_for_the_streams_that_compute() -> None:
         computed.record()
     wait_until(blocks.begin_out(range(1), np.array([3]), 0, planes.block_bytes, into), SECONDS)
     assert not computed.query(), "the copy waited for it"
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "stride"), [(64, 0, 64), (24, 8, 72), (6, 2, 50), (5, 1, 37), (8192, 0, 9000)]
+)
+def test_the_kernel_copies_what_pytorch_copies(size: int, offset: int, stride: int) -> None:
+    """Items of each width, aligned and not, within blocks that lie apart; one block is left out."""
+    planes = [torch.randint(0, 255, (40, stride), dtype=torch.uint8) for _ in range(6)]
+    source, (expected, found) = planes[:3], ([each.clone() for each in planes[3:]] for _ in range(2))
+    blocks, places = np.array([5, 0, 39, 7]), np.array([1, -1, 2, 30])
+    HostDevice().copy(Side(Planes(source), range(3), blocks, offset), Side(Planes(expected), range(3), places), size)
+    there, here = ([each.cuda() for each in some] for some in (source, found))
+    device = CudaDevice(0)
+    device.copy(Side(Planes(there), range(3), blocks, offset), Side(Planes(here), range(3), places), size)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(here, expected, strict=True))
 
 
 def test_each_thread_stays_on_its_device() -> None:

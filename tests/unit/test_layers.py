@@ -31,8 +31,10 @@ ENGINE_LIBRARIES = {"torch", "vllm"}
 # One converts a checkpoint in a process of its own, the other copies KV of accelerators.
 OUTSIDE_OF_THE_PLUGIN = {
     "cluster/model.py",
+    "transport/memory/cuda_copies.py",
     "transport/memory/torch_blocks.py",
     "transport/memory/torch_devices.py",
+    "transport/memory/torch_planes.py",
 }
 
 

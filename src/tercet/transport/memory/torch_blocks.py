@@ -8,7 +8,6 @@ stream and room for one chunk on the device. Host tensors in the device's role g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,10 +19,9 @@ from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles, MemoryKind, RdmaHandles
 from tercet.transport.memory.staged import DeviceBlocks, IsOver, Landing, Places, wait_until
 from tercet.transport.memory.torch_devices import CopyDevice, CudaDevice, Direction, answers, device_of
+from tercet.transport.memory.torch_planes import Planes, Side
 from tercet.transport.region import KVRegion, Numbers, RegionShape
 
-# The widest item first: gathering moves one item at a time.
-ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Longer than any forward pass: after it the device has failed.
 FORWARD_SECONDS = 600.0
 
@@ -77,11 +75,11 @@ def open_device_planes(offer: bytes, shape: RegionShape, device: CopyDevice) -> 
     return device_planes(handles, shape, device.where.index)
 
 
-@dataclass(frozen=True)
 class PeerBlocks:
     """Another rank's planes, mapped here; only a source of copies."""
 
-    planes: Sequence[torch.Tensor]
+    def __init__(self, planes: Sequence[torch.Tensor]) -> None:
+        self.planes = Planes(planes)
 
 
 class TorchBlocks(DeviceBlocks):
@@ -101,7 +99,7 @@ class TorchBlocks(DeviceBlocks):
         rdma: RdmaHandles | None = None,
         device: CopyDevice | None = None,
     ) -> None:
-        self._planes, self._order, self.rdma = planes, order, rdma
+        self._planes, self._order, self.rdma = Planes(planes), order, rdma
         self.offer, self._open_planes = offer, open_planes
         self._device = device or device_of(planes[0].device)
         self._out, self._in = (Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
@@ -130,14 +128,14 @@ class TorchBlocks(DeviceBlocks):
     ) -> IsOver:
         if not isinstance(theirs, PeerBlocks):
             raise TransferFailed("ipc: these blocks were not opened here")
-        (their_layers, sources, begin), (layers, blocks, offset) = there, here
+        source = Side(theirs.planes, *there)
         with self._in.next() as room:
-            gathered = room[: len(layers) * len(sources) * size].view(len(layers), len(sources), size)
-            numbers = self._device.numbers(sources)
-            for layer, rows in zip(their_layers, gathered, strict=True):
-                items, found = _items(theirs.planes[layer][:, begin : begin + size], rows)
-                torch.index_select(items, 0, numbers, out=found)
-            self._scatter(gathered, layers, blocks, offset, order)
+            if self._is_other(order):
+                gathered = Side.of_chunk(room, len(source.layers), len(source.blocks), size)
+                self._device.copy(source, gathered, size)
+                self._scatter(room, here, size, order)
+            else:
+                self._device.copy(source, Side(self._planes, *here), size)
             return self._in.mark()
 
     def landing(self, nbytes: int) -> Landing:
@@ -148,21 +146,16 @@ class TorchBlocks(DeviceBlocks):
         return Landing(memory.data_ptr(), nbytes, kind, where.index or 0, memory)
 
     def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
-        layers, blocks, offset = here
         if not isinstance(landing.memory, torch.Tensor):
             raise TransferFailed("nixl: this is not a landing of this rank")
         with self._in.next():
-            arrived = landing.memory[: len(layers) * len(blocks) * size].view(len(layers), len(blocks), size)
-            self._scatter(arrived, layers, blocks, offset, order)
+            self._scatter(landing.memory, here, size, order)
             return self._in.mark()
 
     def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:
         with self._out.next() as room:
-            numbers = self._device.numbers(blocks)
-            gathered = room[: len(into)].view(len(layers), len(blocks), size)
-            for layer, rows in zip(layers, gathered, strict=True):
-                items, found = _items(self._planes[layer][:, offset : offset + size], rows)
-                torch.index_select(items, 0, numbers, out=found)
+            gathered = Side.of_chunk(room, len(layers), len(blocks), size)
+            self._device.copy(Side(self._planes, layers, blocks, offset), gathered, size)
             torch.frombuffer(into, dtype=torch.uint8).copy_(room[: len(into)], non_blocking=True)
             return self._out.mark()
 
@@ -171,36 +164,23 @@ class TorchBlocks(DeviceBlocks):
     ) -> IsOver:
         with self._in.next() as room:
             room[: len(source)].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
-            arrived = room[: len(source)].view(len(layers), len(blocks), size)
-            self._scatter(arrived, layers, blocks, offset, order)
+            self._scatter(room, (layers, blocks, offset), size, order)
             return self._in.mark()
 
-    def _scatter(
-        self, arrived: torch.Tensor, layers: range, blocks: Numbers, offset: int, order: BlockOrder | None
-    ) -> None:
-        """Copy a chunk's blocks, which are on the device, to their places."""
-        wanted, size = (blocks >= 0).nonzero()[0], arrived.shape[2]
-        numbers, rows_of = self._device.numbers(blocks[wanted]), self._device.numbers(wanted)
-        if order is not None and self._order is not None:
-            arrived = _in_order(arrived, order, self._order)
-        for layer, rows in zip(layers, arrived, strict=True):
-            items, found = _items(self._planes[layer][:, offset : offset + size], rows)
-            items.index_copy_(0, numbers, found if len(wanted) == len(blocks) else found[rows_of])
+    def _is_other(self, order: BlockOrder | None) -> bool:
+        """Whether items that arrive in ``order`` have to be put into ours."""
+        return order is not None and self._order is not None and order.order != self._order.order
 
-
-def _in_order(blocks: torch.Tensor, theirs: BlockOrder, ours: BlockOrder) -> torch.Tensor:
-    """Blocks of ``(layers, blocks, bytes)`` with their items in our order."""
-    if theirs.order == ours.order:
-        return blocks
-    items = blocks.view(*blocks.shape[:2], *theirs.sizes, theirs.item_bytes)
-    return items.transpose(2, 3).reshape(blocks.shape)
-
-
-def _items(plane: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as the widest items that they consist of."""
-    sizes = (plane.shape[1], plane.stride(0), plane.data_ptr(), rows.data_ptr())
-    item = next(each for each in ITEMS if all(size % each == 0 for size in sizes))
-    return plane.view(ITEMS[item]), rows.view(ITEMS[item])
+    def _scatter(self, memory: torch.Tensor, here: Places, size: int, order: BlockOrder | None) -> None:
+        """Copy a chunk's blocks, which are at the beginning of memory of the device, to their places."""
+        layers, blocks, offset = here
+        if order is not None and self._is_other(order):
+            arrived = memory[: len(layers) * len(blocks) * size].view(
+                len(layers), len(blocks), *order.sizes, order.item_bytes
+            )
+            memory = arrived.transpose(2, 3).reshape(-1)
+        chunk = Side.of_chunk(memory, len(layers), len(blocks), size)
+        self._device.copy(chunk, Side(self._planes, layers, blocks, offset), size)
 
 
 class ComputedEvents:

@@ -16,6 +16,7 @@ import torch
 
 from tercet.protocol import TransferFailed
 from tercet.transport.memory.staged import DeviceLost, IsOver, wait_until
+from tercet.transport.memory.torch_planes import Side, as_items
 from tercet.transport.region import Numbers
 
 
@@ -55,6 +56,14 @@ class CopyDevice(Protocol):
     def numbers(self, found: Numbers) -> torch.Tensor:
         """Numbers for the entered stream, copied without waiting for it."""
         ...
+
+    def copy(self, source: Side, target: Side, size: int) -> None:
+        """Begin to copy ``size`` bytes of each block on the entered stream, by PyTorch's kernels."""
+        wanted = (target.blocks >= 0).nonzero()[0]
+        there, here = self.numbers(source.blocks[wanted]), self.numbers(target.blocks[wanted])
+        for their_layer, layer in zip(source.layers, target.layers, strict=True):
+            found, place = as_items(source.rows(their_layer, size), target.rows(layer, size))
+            place.index_copy_(0, here, found.index_select(0, there))
 
 
 class HostStream(Stream):
@@ -106,6 +115,12 @@ class CudaDevice(CopyDevice):
         # From pinned memory, which PyTorch does not reuse before the copy has ended. From other memory the copy would
         # wait for all earlier work of the stream.
         return torch.as_tensor(found.astype(np.int64)).pin_memory().to(self.where, non_blocking=True)
+
+    def copy(self, source: Side, target: Side, size: int) -> None:
+        """Begin the copy by one kernel of our own."""
+        from tercet.transport.memory.cuda_copies import begin_copy
+
+        begin_copy(source, target, size, self.numbers)
 
 
 class CudaStream(Stream):
