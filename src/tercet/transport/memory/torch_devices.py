@@ -117,7 +117,7 @@ class CudaDevice(CopyDevice):
         return torch.as_tensor(found.astype(np.int64)).pin_memory().to(self.where, non_blocking=True)
 
     def copy(self, source: Side, target: Side, size: int) -> None:
-        """Begin the copy by one kernel of our own."""
+        """Begin the copy by one kernel for all layers (:mod:`.cuda_copies`)."""
         from tercet.transport.memory.cuda_copies import begin_copy
 
         begin_copy(source, target, size, self.numbers)
