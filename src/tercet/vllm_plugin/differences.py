@@ -58,6 +58,11 @@ ZEROED_BY_BLOCK = Difference(
     last="0.31",
     ended_by=Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "skip_zeroing_group_ids"),
 )
+DRAWS_FOR_THE_VOCABULARY = Difference(
+    "on a CPU a sampling step draws from a seeded request's generator once for each entry of the vocabulary",
+    last="0.31",
+    ended_by=Says("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", "seeds[i] = torch.randint("),
+)
 
 # ---- up to 0.32 ----------------------------------------------------------------------------------------------
 
@@ -88,7 +93,7 @@ CONVERTED_AS_TEXT = Difference(
 )
 
 DIFFERENCES = (
-    PARSERS_LEFT_OUT, SYSTEM_BALANCES, OFFSETS_OF_SENT_TEXT, ZEROED_BY_BLOCK,
+    PARSERS_LEFT_OUT, SYSTEM_BALANCES, OFFSETS_OF_SENT_TEXT, ZEROED_BY_BLOCK, DRAWS_FOR_THE_VOCABULARY,
     OPTIONS_OF_LAUNCHERS, CHUNKS_WITHOUT_TRANSFER, SILENT_ENDS, UNASKED_CALLS, CONVERTED_AS_TEXT,
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
+from tercet.vllm_plugin.differences import DRAWS_FOR_THE_VOCABULARY
 from tercet.vllm_plugin.start.patching import Method, wrap
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> N
         return
     import torch
 
+    one_of_a_token = generator.device.type == "cpu" and not DRAWS_FOR_THE_VOCABULARY.is_here
     for _ in range(steps):
-        if generator.device.type == "cpu":  # TopKTopPSampler.forward_cpu draws one integer per token
+        if one_of_a_token:  # TopKTopPSampler.forward_cpu draws one integer
             torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
-        else:  # elsewhere random_sample draws one exponential per entry of the vocabulary
+        else:  # random_sample draws one exponential per entry of the vocabulary
             torch.empty(vocab_size, device=generator.device).exponential_(generator=generator)
 
 
