@@ -123,13 +123,12 @@ def ipc() -> float:
         memory, scattered = staged_memory("cuda", COPIED_BYTES)
         together = memory.buffer_bytes // BLOCK_BYTES
 
-        def copy() -> None:
-            for first in range(0, len(scattered), together):
-                there, here = scattered[first : first + together], scattered[::-1][first : first + together]
-                places = (range(1), there, 0), (range(1), here, 0)
-                memory.copy_across(planes, *places, BLOCK_BYTES, None)
-
-        return COPIED_BYTES / timed(copy)
+        parts = [
+            (scattered[first : first + together], scattered[::-1][first : first + together])
+            for first in range(0, len(scattered), together)
+        ]
+        chunks = [((range(1), there, 0), (range(1), here, 0), BLOCK_BYTES) for there, here in parts]
+        return COPIED_BYTES / timed(lambda: memory.copy_across(planes, chunks, None))
     finally:
         owner.kill()
         owner.join()

@@ -157,7 +157,7 @@ def _across(theirs: list[torch.Tensor], shape: RegionShape, number: int) -> byte
     memory = StagedMemory(TorchBlocks(ours, MAX_CHUNK_BYTES), shape, MAX_CHUNK_BYTES)
     layer, here = range(LAYERS - 1, LAYERS), np.array([5])
     places = (layer, np.array([number]), 0), (layer, here, 0)
-    memory.copy_across(PeerBlocks(theirs), *places, shape.block_bytes, None)
+    memory.copy_across(PeerBlocks(theirs), [(*places, shape.block_bytes)], None)
     return ours[LAYERS - 1][5].cpu().numpy().tobytes()
 
 

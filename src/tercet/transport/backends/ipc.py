@@ -12,9 +12,9 @@ import numpy as np
 
 from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.reading import Batch, Fence, Reader, SendingPeer
-from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.peer_messages import BLOCK_NUMBER
-from tercet.transport.region import KVRegion
+from tercet.transport.memory.staged import Places, StagedMemory
+from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
+from tercet.transport.region import KVRegion, Numbers
 
 
 class IpcBackend(HostBackend):
@@ -47,13 +47,9 @@ class IpcReader(Reader):
         self._theirs: object | None = theirs
 
     def read(self, batch: Batch, fence: Fence) -> bool:
-        for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True):
-            sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
-            layers = range(chunk.layer, chunk.layer + chunk.layers)
-            places = (chunk.sources, sources, chunk.offset), (layers, blocks, chunk.part * chunk.size)
-            fence(
-                lambda places=places, size=chunk.size: self._ours.copy_across(self._theirs, *places, size, batch.order)
-            )
+        chunks = [_places(chunk, blocks) for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True)]
+        if chunks:
+            fence(lambda: self._ours.copy_across(self._theirs, chunks, batch.order))
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 
     def close(self) -> None:
@@ -61,3 +57,10 @@ class IpcReader(Reader):
         # replacement finds too little.
         self._theirs = None
         self._words.close()
+
+
+def _places(chunk: ReadDescriptors, blocks: Numbers) -> tuple[Places, Places, int]:
+    """Where a chunk is, where its bytes belong, and how many each block has."""
+    sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
+    layers = range(chunk.layer, chunk.layer + chunk.layers)
+    return (chunk.sources, sources, chunk.offset), (layers, blocks, chunk.part * chunk.size), chunk.size

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -233,22 +233,25 @@ class StagedMemory(KVMemory):
         return nbytes
 
     def copy_across(
-        self,
-        theirs: object,
-        there: Places,
-        here: Places,
-        size: int,
-        order: BlockOrder | None,
+        self, theirs: object, chunks: Sequence[tuple[Places, Places, int]], order: BlockOrder | None
     ) -> int:
-        """Copy a chunk of a rank that is mapped here into our blocks; returns its bytes, once the device has them.
+        """Copy chunks of a rank that is mapped here into our blocks; returns their bytes, once the device has them.
 
-        Call this while our blocks cannot get another owner.
+        A chunk is a place there, a place here, and the bytes of each block. All copies begin before the first has to
+        end, so that the device does not wait between them. Call this while our blocks cannot get another owner.
         """
-        layers, blocks, offset = here
-        nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+        sizes = [
+            self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+            for _, (layers, blocks, offset), size in chunks
+        ]
         with ending_where_a_device_hangs():
-            wait_until(self.device.begin_across(theirs, there, here, size, order))
-        return nbytes
+            is_over: IsOver = lambda: True  # noqa: E731  as long as nothing has begun
+            try:
+                for there, here, size in chunks:
+                    is_over = self.device.begin_across(theirs, there, here, size, order)
+            finally:
+                wait_until(is_over)
+        return sum(sizes)
 
     def put_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> int:
         """As :meth:`copy_across`, for a chunk that has arrived."""

@@ -167,6 +167,34 @@ def test_copies_of_one_direction_may_be_begun_one_behind_the_other(seed: int, jo
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fails", [False, True])
+def test_chunks_that_are_copied_together_have_all_ended(seed: int, fails: bool) -> None:
+    """Also if the device cannot begin one of them: nothing is written after that is raised."""
+    source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
+    before, device = content(target), LazyDevice(seed)
+    memory, peer = memory_of(target, device), PeerBlocks(host_planes(source))
+    chunks = [
+        ((range(LAYERS), np.array([number]), 0), (range(LAYERS), np.array([number + 8]), 0), BYTES)
+        for number in range(8)
+    ]
+    if fails:
+        begun = iter(range(1_000))
+        device.fails = lambda: RuntimeError("out of memory") if next(begun) == 20 else None
+        with pytest.raises(TransferFailed, match="out of memory"):
+            memory.copy_across(peer, chunks, None)
+        now = content(target)
+        assert now not in (before, expected_after(before, source, list(range(8)), list(range(8, 16))))
+        for _ in range(100):
+            device.work()
+        assert content(target) == now
+    else:
+        assert memory.copy_across(peer, chunks, None) == 8 * LAYERS * BYTES
+        assert content(target) == expected_after(before, source, list(range(8)), list(range(8, 16)))
+    source.close()
+    target.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_items_are_put_into_another_order(seed: int) -> None:
     theirs, ours = BlockOrder("HN", 4, 16, BYTES // 64), BlockOrder("NH", 4, 16, BYTES // 64)
     source, target = filled(1, BLOCKS, BYTES, 1), filled(1, BLOCKS, BYTES, 2)
@@ -249,7 +277,7 @@ def test_an_engine_whose_device_is_lost_ends(way: str, monkeypatch: pytest.Monke
     ways: dict[str, Callable[[], object]] = {
         "in": lambda: memory.put(memory.room(), range(1), one, 0, BYTES),
         "out": lambda: read(memory),
-        "across": lambda: memory.copy_across(PeerBlocks(host_planes(region)), place, place, BYTES, None),
+        "across": lambda: memory.copy_across(PeerBlocks(host_planes(region)), [(place, place, BYTES)], None),
     }
     with pytest.raises(DeviceLost):
         ways[way]()

@@ -405,7 +405,7 @@ def test_an_engine_whose_device_hangs_in_a_copy_into_blocks_ends(across: bool, m
     monkeypatch.setattr(device, "begin_across", lambda *_: lambda: False)
     memory, blocks = memory_of(target, device), np.array([1])
     if across:
-        memory.copy_across(object(), (range(1), blocks, 0), (range(1), blocks, 0), BYTES, None)
+        memory.copy_across(object(), [((range(1), blocks, 0), (range(1), blocks, 0), BYTES)], None)
     else:
         memory.put(memory.room(), range(1), blocks, 0, BYTES)
     assert ended
