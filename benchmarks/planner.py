@@ -211,13 +211,15 @@ def planner(
     seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the trace.")] = 600,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 45,
     engines: Annotated[int, typer.Option("--engines", min=2, help="Engines at first, and of fixed fleets.")] = 6,
-    fewest: Annotated[int | None, typer.Option(help="Fewest engines of the planner.", show_default="--engines")] = None,
+    fewest: Annotated[
+        int | None, typer.Option("--fewest", help="Fewest engines of the planner.", show_default="--engines")
+    ] = None,
     most: Annotated[
         int | None, typer.Option("--most", help="Most engines of the planner.", show_default="--engines")
     ] = None,
     starts: Annotated[
         str,
-        typer.Option(help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 of each role"),
+        typer.Option("--starts", help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 each"),
     ] = "",
     fixed: Annotated[bool, typer.Option(help="Simulate every fleet within the bounds, unchanged, as well.")] = True,
     profile: Annotated[str, typer.Option(help="The engines.")] = "llama-3.1-8b-h100-tp1",
