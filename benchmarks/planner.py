@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner --trace flip --seconds 600 --engines 6
     python -m benchmarks.planner --trace day --seconds 1200 --engines 3 --most 8 --dynamo-python ~/dynamo/bin/python
+    python -m benchmarks.planner --trace-file trace.jsonl --objective-ttft 2 --starts 4P2D --fewest 2 --most 8
 
 All of it is virtual time. A Python with `ai-dynamo` 1.4.2, scikit-learn, pmdarima, prophet, filterpy, plotly, pandas
 and prometheus-api-client replays the same trace with the same step times; the two simulators differ in their absolute
@@ -25,15 +26,28 @@ import typer
 from benchmarks.command_line import run
 
 from tercet.cli.terminal import note, show_table, write_file
-from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload, SimulatedPoint, Simulation
-from tercet.lab.sim import load_profile
+from tercet.decisions.planning import FleetPlan
+from tercet.lab.bench.simulated import (
+    MovingSettings,
+    PlannedWorkload,
+    SimulatedPoint,
+    Simulation,
+    parse_fleet,
+    point_of,
+    run_once,
+)
+from tercet.lab.bench.summary import MS, Slo
+from tercet.lab.planning.hindsight import best_sequence
+from tercet.lab.sim import EngineOptions, load_profile
 from tercet.lab.sim.step_times import StepModel, pairs_of
+from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings.planner_settings import PlannerSettings
 from tercet.settings.role_settings import Objectives
 
 BLOCK = 512
-OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
+INTERVAL_S = 60.0
+"""Seconds after which the best sequence of fleets, known in hindsight, may have another one."""
 Shape = Literal["flip", "day", "bursts", "tenants", "steady"]
 
 
@@ -78,6 +92,13 @@ def _lines(shape: Shape, seconds: float, rate: float, seed: int) -> bytes:
     return b"".join(msgspec.json.encode(line) + b"\n" for line in trace(shape, seconds, rate, seed))
 
 
+class Fixed(NamedTuple):
+    """A fleet that does not change; ``met`` of the requests that came in each interval were within the objectives."""
+
+    row: Row
+    met: list[float]
+
+
 class Row(NamedTuple):
     """One fleet under the trace; ``per_hour`` are requests within the objectives for an engine-hour."""
 
@@ -90,31 +111,60 @@ class Row(NamedTuple):
 
     def cells(self) -> list[str]:
         """As a row of the table."""
-        return [self.name, f"{self.met:.1%}", f"{self.ttft_p99:.2f}", self.changes, f"{self.hours:.2f}",
+        p99 = "" if math.isnan(self.ttft_p99) else f"{self.ttft_p99:.2f}"
+        return [self.name, f"{self.met:.1%}", p99, self.changes, f"{self.hours:.2f}",
                 f"{self.per_hour:.0f}"]  # fmt: skip
 
 
 def ours(file: Path, fleet: str, profile: str, name: str, moving: MovingSettings) -> Row:
     """One of our runs."""
-    workload = PlannedWorkload(workload=(f"mooncake,path={file}",), arrivals="trace")
     point = Simulation(
-        program="disaggregated", program_args={}, fleet=fleet, profile=profile, options={}, workload=workload,
+        program="disaggregated", program_args={}, fleet=fleet, profile=profile, options={}, workload=_workload(file),
         moving=moving,
     ).point(None, note)  # fmt: skip
     return _row(point, fleet, name)
 
 
+def unchanged(file: Path, fleet: str, profile: str, objectives: Objectives) -> Fixed:
+    """One of our runs without a planner."""
+    outcome = run_once(
+        load_program("disaggregated"), parse_fleet(fleet), profile, EngineOptions(), _workload(file), seed=0
+    )
+    slo = Slo(ttft=(objectives.ttft or math.inf) * MS, tpot=(objectives.tpot or math.inf) * MS)
+    samples = outcome.samples()
+    met = np.bincount((samples.sent / INTERVAL_S).astype(int), weights=samples.meets(slo))
+    return Fixed(_row(point_of(None, outcome, slo), fleet, f"fixed {fleet}"), met.tolist())
+
+
+def in_hindsight(fixed: Mapping[str, Fixed], requests: int, start_s: float) -> Row:
+    """What the best sequence of the fixed fleets would serve of so many requests; starts of engines cost."""
+    best = best_sequence({_plan(fleet): each.met for fleet, each in fixed.items()}, INTERVAL_S, start_s)
+    return Row(
+        "best sequence in hindsight", best.met / requests, math.nan, str(best.changes), best.engine_hours, best.per_hour
+    )
+
+
+def _plan(fleet: str) -> FleetPlan:
+    prefill, decode = (int(each) for each in fleet.rstrip("D").split("P"))
+    return FleetPlan(prefill, decode)
+
+
+def _workload(file: Path) -> PlannedWorkload:
+    return PlannedWorkload(workload=(f"mooncake,path={file}",), arrivals="trace")
+
+
 def _row(point: SimulatedPoint, fleet: str, name: str) -> Row:
     summary, metrics = point.summary, point.metrics()
-    engines = sum(int(each) for each in fleet.rstrip("D").split("P"))
-    hours = metrics.get("engine_hours") or engines * summary.duration / 3600
+    hours = metrics.get("engine_hours") or _plan(fleet).engines * summary.duration / 3600
     met = (summary.attainment or 0.0) * (summary.completed + summary.failed)
     flips = metrics.get("planner_changes", metrics.get("role_flips", 0))
     p99 = summary.ttft.p99 if summary.ttft else math.nan
     return Row(name, summary.attainment or 0.0, p99, str(flips), float(hours), met / float(hours))
 
 
-def dynamos(python: str, file: Path, profile: str, prefill: int, decode: int, planner: Mapping[str, Any] | None) -> Row:
+def dynamos(
+    python: str, file: Path, profile: str, plan: FleetPlan, objectives: Objectives, planner: Mapping[str, Any] | None
+) -> Row:
     """One of Dynamo's runs, replayed offline by the Python that has it."""
     with tempfile.TemporaryDirectory() as folder:
         steps, report = Path(folder) / "steps.npz", Path(folder) / "report.json"
@@ -124,17 +174,18 @@ def dynamos(python: str, file: Path, profile: str, prefill: int, decode: int, pl
             "max_num_batched_tokens": 8192, "max_num_seqs": 256, "enable_prefix_caching": True,
         }  # fmt: skip
         command = [python, "-m", "dynamo.replay", str(file), "--trace-format", "mooncake"]
-        for role, count in (("prefill", prefill), ("decode", decode)):
+        for role, count in (("prefill", plan.prefill), ("decode", plan.decode)):
             command += [f"--{role}-engine-args", json.dumps({"worker_type": role, **engine})]
             command += [f"--num-{role}-workers", str(count)]
-        command += ["--sla-ttft-ms", "1000", "--sla-itl-ms", "25", "--report-json", str(report)]
+        limits = (f"{(objectives.ttft or math.inf) * MS:g}", f"{(objectives.tpot or math.inf) * MS:g}")
+        command += ["--sla-ttft-ms", limits[0], "--sla-itl-ms", limits[1], "--report-json", str(report)]
         command += [] if planner is None else ["--planner-config", json.dumps(planner)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BadRequest(f"--dynamo-python: the replay failed: {done.stderr.strip()[-300:]}", "--dynamo-python")
         found = json.loads(report.read_text())
     met, hours = found["goodput_completed_requests"], found["gpu_hours"]
-    name = f"Dynamo {prefill}P{decode}D" + ("" if planner is None else f", by {planner['optimization_target']}")
+    name = f"Dynamo {plan}" + ("" if planner is None else f", by {planner['optimization_target']}")
     return Row(name, met / found["num_requests"], found["p99_ttft_ms"] / 1e3, "", hours, met / hours)
 
 
@@ -151,16 +202,24 @@ def _write_steps(profile: str, file: Path) -> None:
 
 def planner(
     trace_shape: Annotated[Shape, typer.Option("--trace", help="Form of the load.")] = "flip",
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace-file", help="A trace in Mooncake's form, instead of a made one.", show_default="none"),
+    ] = None,
+    ttft: Annotated[float, typer.Option("--objective-ttft", help="Longest time to the first token, seconds.")] = 1.0,
+    tpot: Annotated[float, typer.Option("--objective-tpot", help="Longest time per further token, seconds.")] = 0.025,
     seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the trace.")] = 600,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 45,
     engines: Annotated[int, typer.Option("--engines", min=2, help="Engines at first, and of fixed fleets.")] = 6,
-    fewest: Annotated[int | None, typer.Option(help="Fewest engines of the planner.", show_default="--engines")] = None,
+    fewest: Annotated[
+        int | None, typer.Option("--fewest", help="Fewest engines of the planner.", show_default="--engines")
+    ] = None,
     most: Annotated[
         int | None, typer.Option("--most", help="Most engines of the planner.", show_default="--engines")
     ] = None,
     starts: Annotated[
         str,
-        typer.Option(help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 of each role"),
+        typer.Option("--starts", help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 each"),
     ] = "",
     fixed: Annotated[bool, typer.Option(help="Simulate every fleet within the bounds, unchanged, as well.")] = True,
     profile: Annotated[str, typer.Option(help="The engines.")] = "llama-3.1-8b-h100-tp1",
@@ -172,21 +231,25 @@ def planner(
         str | None, typer.Option("--dynamo-python", help="A Python that has Dynamo.", show_default="none")
     ] = None,
 ) -> None:
-    """Print one table: fixed fleets, roles that follow the load, the planner, the oracle, and Dynamo's planner."""
+    """Print one table: fixed fleets, the best sequence of them, roles that follow, the planner, the oracle, Dynamo."""
     if write_trace is not None:
         write_file(write_trace, _lines(trace_shape, seconds, rate, seed), "--write-trace")
         return
     splits = [f"{each}P{engines - each}D" for each in range(1, engines)]
     totals = range(fewest or engines, (most or engines) + 1)
-    unchanged = [f"{each}P{total - each}D" for total in totals for each in range(1, total)]
+    fleets = [f"{each}P{total - each}D" for total in totals for each in range(1, total)] if fixed else []
+    objectives = Objectives(ttft=ttft, tpot=tpot)
     begun = starts.split(",") if starts else splits[1:-1] or splits
     bounds = PlannerSettings(fewest=fewest or engines, most=most or engines)
-    plain, rows = MovingSettings(objectives=OBJECTIVES), list[Row]()
+    plain = MovingSettings(objectives=objectives)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.jsonl"
-        file.write_bytes(_lines(trace_shape, seconds, rate, seed))
-        for fleet in unchanged if fixed else ():
-            rows.append(ours(file, fleet, profile, f"fixed {fleet}", plain))
+        file = trace_file or Path(folder) / "trace.jsonl"
+        if trace_file is None:
+            file.write_bytes(_lines(trace_shape, seconds, rate, seed))
+        alone = {fleet: unchanged(file, fleet, profile, objectives) for fleet in fleets}
+        rows = [each.row for each in alone.values()]
+        if alone:
+            rows.append(in_hindsight(alone, len(file.read_bytes().splitlines()), bounds.start_s))
         for fleet in begun:
             auto = msgspec.structs.replace(plain, roles="auto")
             rows.append(ours(file, fleet, profile, f"roles auto from {fleet}", auto))
@@ -196,23 +259,23 @@ def planner(
         if dynamo_python is None:
             note("skipped: Dynamo's planner; --dynamo-python PYTHON names one that has ai-dynamo 1.4.2")
         else:
-            rows += _of_dynamo(dynamo_python, file, profile, begun, engines)
+            rows += _of_dynamo(dynamo_python, file, profile, begun, objectives)
+    made = f"{trace_shape}, {seconds:g} s, {rate:g} requests/s"
     show_table(
-        f"{trace_shape}, {seconds:g} s, {rate:g} requests/s, TTFT 1 s, TPOT 25 ms",
+        f"{made if trace_file is None else trace_file.name}, TTFT {ttft:g} s, TPOT {tpot * MS:g} ms",
         ["fleet", "within", "P99 TTFT, s", "changes", "engine-hours", "within per engine-hour"],
         [each.cells() for each in rows],
     )
 
 
-def _of_dynamo(python: str, file: Path, profile: str, begun: list[str], engines: int) -> list[Row]:
+def _of_dynamo(python: str, file: Path, profile: str, begun: list[str], objectives: Objectives) -> list[Row]:
     """Fixed, and with its planner pinned to as many engines."""
     rows = list[Row]()
-    for fleet in begun:
-        prefill, decode = (int(each) for each in fleet.rstrip("D").split("P"))
-        rows.append(dynamos(python, file, profile, prefill, decode, None))
+    for plan in map(_plan, begun):
+        rows.append(dynamos(python, file, profile, plan, objectives, None))
         for target in ("throughput", "latency", "sla"):
-            config = {"optimization_target": target, "min_gpu_budget": engines, "max_gpu_budget": engines}
-            rows.append(dynamos(python, file, profile, prefill, decode, config))
+            config = {"optimization_target": target, "min_gpu_budget": plan.engines, "max_gpu_budget": plan.engines}
+            rows.append(dynamos(python, file, profile, plan, objectives, config))
     return rows
 
 

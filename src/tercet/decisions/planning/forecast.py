@@ -40,7 +40,9 @@ MOST_GROWTH = 2.0
 LEARNT_BINS = 3
 """Samples that a forecast is compared with."""
 LEARNT_SHARE = 0.2
-"""Power of the error by which the next forecast is corrected: most of one error is chance."""
+"""Power of the error, beyond one standard deviation of so many requests, by which the next forecast is corrected."""
+FORGOTTEN = 0.95
+"""Power of the correction that the next look keeps."""
 SIGNIFICANT = 4.0
 """Standard deviations by which a trend must exceed what chance makes of a steady load."""
 CHANGED = 5.0
@@ -124,8 +126,11 @@ class Forecaster:
         self._expected = None
         came = float(np.mean(list(self._bins)[-LEARNT_BINS:])) if self._bins else 0.0
         if rate > 0 and came > 0:
-            wrong = min(max(came / rate, 0.5), 2.0)
-            self.correction = min(max(self.correction * wrong**LEARNT_SHARE, 0.8), 1.25)
+            wrong = math.log(min(max(came / rate, 0.5), 2.0))
+            by_chance = 1 / math.sqrt(rate * BIN_S * LEARNT_BINS)
+            beyond = math.copysign(max(0.0, abs(wrong) - by_chance), wrong)
+            learned = FORGOTTEN * math.log(self.correction) + LEARNT_SHARE * beyond
+            self.correction = min(max(math.exp(learned), 0.8), 1.25)
 
     def _trend(self, watched: float) -> float:
         """Slope of the load, per second and second; 0 unless it stands out from chance."""
@@ -205,7 +210,9 @@ def _differ(
         was, now = sum(map(measure, before)) / before_s, sum(map(measure, after)) / after_s
         if was <= 0 and now <= 0:
             continue
-        chance = math.sqrt(sum(measure(each) ** 2 for each in after)) / after_s
+        # What chance does is counted on the side with more of it: a lull has few requests, and looks certain.
+        sides = ((before, before_s), (after, after_s))
+        chance = math.sqrt(max(sum(measure(each) ** 2 for each in side) / side_s for side, side_s in sides) / after_s)
         if abs(now - was) > max(CHANGE * max(was, now), CHANGED * chance):
             return True
     return False

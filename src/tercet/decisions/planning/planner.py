@@ -13,7 +13,7 @@ from tercet.decisions.planning.forecast import Forecast, Forecaster, Forecasting
 from tercet.decisions.planning.guard import QueueGuard
 from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan
 from tercet.decisions.planning.remembered import TriedLoad, Verdict
-from tercet.decisions.planning.worth import Simulated, worth_simulating, worths
+from tercet.decisions.planning.worth import Simulated, neighbours, worth_simulating, worths
 from tercet.protocol import TercetError
 
 MARGIN = 0.1
@@ -31,7 +31,9 @@ LOOKED_BACK_S = 120.0
 """Seconds of which the largest load must be borne by fewer engines. Doubles when engines that were given up are needed
 again soon, and forgets that after an hour."""
 SEEN_S = 180.0
-"""Seconds of load that must have been seen before any engine is given up."""
+"""Seconds of load that must have been seen before a fleet that meets the objectives gives any engine up,"""
+PRICED_SEEN_S = 60.0
+"""and one that misses them, as each fleet does: what was seen of that load is not its lull."""
 REGRETTED_STARTS = 4.0
 """Times an engine's start that engines must have been away for, lest giving them up was in vain."""
 MOST_LOOKED_BACK_S = 1800.0
@@ -53,6 +55,8 @@ PRICED_S = 40.0
 """Seconds after a plan found that no fleet meets the objectives, in which the guard does nothing."""
 MOST_SIMULATIONS = 6
 """Simulations of one search in addition to that of the present fleet."""
+MOST_CLIMBED = 8
+"""Simulations after which a search for the fleet that is worth most goes no further."""
 REMEMBERED = 240
 """Verdicts that are kept: an hour of looks a quarter of a minute apart."""
 
@@ -267,9 +271,7 @@ class Planner:
         plan, now = observed.plan, observed.now
         if self._settled.settles(now, forecast.rate, plan):
             return WantedPlan(plan, f"{said}; no fleet meets them at this load, and none was worth more", expected)
-        others = worth_simulating(plan, demand, observed.limits, MOST_SIMULATIONS)
-        busier = replace(forecast, rate=forecast.rate * (1 + BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))))
-        found = [(each, self._simulated(each, busier)) for each in (plan, *others)]
+        found = self._climbed(observed, forecast, demand)
         values = worths(found)
         value, (best, got) = max(zip(values, found, strict=True), key=lambda each: each[0])
         needed = max(GAIN, WORTH_BY_CHANCE * max(expected.chance, got.chance))
@@ -281,9 +283,22 @@ class Planner:
         reason = f"{said}; no fleet meets them, and {best} is worth more, with {got.attainment:.1%}"
         if best.engines >= plan.engines:
             return WantedPlan(best, reason, got, tuple(found[1:]))
-        if observed.starting or now - self._changed_at < SCALE_IN_REST_S or not self._saw_enough(now):
+        if observed.starting or now - self._changed_at < SCALE_IN_REST_S or not self._saw_enough(now, PRICED_SEEN_S):
             return WantedPlan(plan, f"{reason}; engines are not given up yet", expected, tuple(found[1:]))
         return self._confirmed(plan, reason, best, got, found[1:])
+
+    def _climbed(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
+        """The present fleet, its neighbours, and those of the one that is worth most, until none is worth more."""
+        busier = replace(forecast, rate=forecast.rate * (1 + BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))))
+        found = [(observed.plan, self._simulated(observed.plan, busier))]
+        tries = worth_simulating(observed.plan, demand, observed.limits)
+        while tries and len(found) <= MOST_CLIMBED:
+            found += [(each, self._simulated(each, busier)) for each in tries]
+            values = worths(found)
+            best, _ = found[values.index(max(values))]
+            known = {each for each, _ in found}
+            tries = [each for each in neighbours(best, observed.limits) if each not in known]
+        return found
 
     def _cheaper(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
         """Fewer engines, if they met the objectives with a larger margin at several looks in a row."""
@@ -293,7 +308,7 @@ class Planner:
             return WantedPlan(plan, f"{fine}; fewer engines are not allowed", expected)
         if observed.starting or observed.now - self._changed_at < SCALE_IN_REST_S:
             return WantedPlan(plan, f"{fine}; engines start, or the fleet has just changed", expected)
-        if not self._saw_enough(observed.now):
+        if not self._saw_enough(observed.now, SEEN_S):
             return WantedPlan(plan, f"{fine}; no engine is given up before {SEEN_S:.0f} s of load were seen", expected)
         if self._too_few.plan == plan and self._too_few.holds(observed.now, forecast.rate):
             return WantedPlan(plan, f"{fine}; fewer engines did not do at this load", expected)
@@ -322,9 +337,9 @@ class Planner:
         self._fewer.clear()
         return WantedPlan(chosen, f"{reason}; {chosen} by {looks} looks", got, tuple(found))
 
-    def _saw_enough(self, now: float) -> bool:
-        """Whether enough load was seen to give engines up."""
-        return self._seen_from is not None and now - self._seen_from >= SEEN_S
+    def _saw_enough(self, now: float, seconds: float) -> bool:
+        """Whether load was seen for so many seconds."""
+        return self._seen_from is not None and now - self._seen_from >= seconds
 
     def _reverses(
         self, flip: tuple[float, int], now: float, plan: FleetPlan, wanted: FleetPlan, within_s: float

@@ -9,6 +9,8 @@ from tercet.decisions.planning.observed import Expected, FleetPlan
 
 SAME_LOAD = 0.95
 """Share of a load at which something was tried in vain, above which it is not tried again."""
+LIKE_LOAD = 0.9
+"""Share of the larger of two loads above which the smaller one is like it: a few hundred requests tell no more."""
 TRIED_AGAIN_S = 120.0
 """Seconds after which it is."""
 
@@ -38,4 +40,5 @@ class TriedLoad:
 
     def settles(self, now: float, rate: float, plan: FleetPlan) -> bool:
         """Whether that is still the plan, and the load is like that, and not larger."""
-        return plan == self.plan and self.holds(now, rate) and SAME_LOAD * rate <= self.rate
+        alike = min(rate, self.rate) >= LIKE_LOAD * max(rate, self.rate)
+        return plan == self.plan and now - self.at < TRIED_AGAIN_S and alike

@@ -68,6 +68,29 @@ def test_a_change_of_the_mix_makes_the_rest_history() -> None:
     assert forecast.rate == pytest.approx(45, rel=0.3)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lull_of_a_few_long_requests_is_no_change(seed: int) -> None:
+    """Three requests a second of lengths from a few tokens to tens of thousands, as people's conversations have."""
+    chance = random.Random(seed)
+    steady = [
+        ObservedRequest(each.at, round(chance.lognormvariate(8.5, 1.3)), round(chance.lognormvariate(5.5, 0.8)), True)
+        for each in poisson(lambda _: 3.0, 1800, seed)
+    ]
+    found = looked(steady, 1800, window=180.0)
+    assert min(len(each.sample) for each in found[12:]) > 150
+    assert all(2.0 < each.rate < 4.5 for each in found[12:])
+
+
+def test_errors_that_chance_explains_teach_little() -> None:
+    forecaster, steady = Forecaster(), poisson(lambda _: 3.0, 3600)
+    corrections = list[float]()
+    for step in range(1, 240):
+        now = 15.0 * step
+        forecaster.look(now, 0.0, [each for each in steady if now - 180 < each.at <= now], 30.0)
+        corrections.append(forecaster.correction)
+    assert 0.9 < min(corrections) < max(corrections) < 1.12
+
+
 def test_too_little_is_no_forecast_and_no_traffic_is_one() -> None:
     assert Forecaster().look(3.0, 0.0, [ObservedRequest(1.0, 10, 10, True)], 30.0) is None
     assert Forecaster().look(3.0, 0.0, [], 30.0) is None

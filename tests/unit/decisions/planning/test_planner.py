@@ -24,6 +24,14 @@ def test_a_steady_load_is_left_alone_after_five_minutes(start: FleetPlan, seed: 
     assert world.answers[-1].expected.attainment == 1
 
 
+@pytest.mark.parametrize("load", [Traffic(6, prompt=2500, output=60), Traffic(5, prompt=300, output=300)])
+def test_other_steady_loads_are_left_alone_too(load: Traffic) -> None:
+    world = PlannedWorld(FleetPlan(3, 3), TWO_TO_TWELVE, seed=2)
+    world.run(1800, load)
+    assert [when for when, _ in world.changes if when > 300] == []
+    assert world.share > 0.95
+
+
 def test_roles_follow_a_change_of_the_mix_by_one_flip() -> None:
     world = PlannedWorld(FleetPlan(4, 2), SIX)
     world.run(300, Traffic(rate=4.5, prompt=3800, output=80))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.planning import Expected, FleetPlan, Forecast, Observed, PlanLimits, Planner
-from tercet.decisions.planning.candidates import EngineDemand
-from tercet.decisions.planning.worth import worth_simulating, worths
+from tercet.decisions.planning import Expected, FleetPlan, Forecast, Observed, ObservedRequest, PlanLimits, Planner
+from tercet.decisions.planning.candidates import EngineDemand, demand_of
+from tercet.decisions.planning.worth import neighbours, worth_simulating, worths
 from tercet.decisions.roles import ObservedEngine
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic
@@ -53,11 +53,29 @@ def test_more_engines_for_the_same_share_are_worth_less(given_: list[tuple[int, 
 @given(st.floats(0, 12), st.floats(0, 12), st.integers(1, 7), st.integers(1, 7))
 def test_what_is_simulated_is_allowed_new_and_not_much(prefill: float, decode: float, p: int, d: int) -> None:
     now, limits = FleetPlan(p, d), PlanLimits(2, 14)
-    found = worth_simulating(now, EngineDemand(prefill, decode), limits, 6)
-    assert len(found) == len(set(found)) <= 6
+    found = worth_simulating(now, EngineDemand(prefill, decode), limits)
+    assert len(found) == len(set(found)) <= 7
     assert found
     assert now not in found
     assert all(limits.allow(each) for each in found)
+
+
+def test_a_fleet_that_the_estimate_does_not_think_of_is_found() -> None:
+    """Decodes need one engine, where the estimate says two or three: each step goes by simulations alone."""
+    estimated = demand_of([ObservedRequest(0.0, 1000, 150, True)], 6, Engine(), OBJECTIVES)
+    assert estimated.decode > 2
+    world = PlannedWorld(FleetPlan(3, 4), PlanLimits(2, 8), Planner(limited, Engine()))
+    world.run(600, Traffic(rate=6, prompt=1000, output=150))
+    assert world.plan == FleetPlan(3, 1)
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_neighbours_differ_by_a_step_and_both_ways(p: int, d: int) -> None:
+    plan, limits = FleetPlan(p, d), PlanLimits(2, 64)
+    for each in neighbours(plan, limits):
+        assert limits.allow(each)
+        assert 0 < abs(each.prefill - p) + abs(each.decode - d) <= 2 * max(1, plan.engines // 8)
+        assert max(plan.engines, each.engines) >= 16 or plan in neighbours(each, limits)
 
 
 def test_where_none_meets_them_queues_alone_change_nothing() -> None:

@@ -1,9 +1,14 @@
-"""The loads of ``python -m benchmarks.planner``."""
+"""The loads of ``python -m benchmarks.planner``, and its fixed fleets."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
-from benchmarks.planner import Shape, load_at, trace
+from benchmarks.planner import Shape, in_hindsight, load_at, trace, unchanged
+
+from tercet.settings.role_settings import Objectives
 
 
 @pytest.mark.parametrize("shape", ["flip", "day", "bursts", "tenants", "steady"])
@@ -22,3 +27,20 @@ def test_a_trace_has_the_load_that_it_is_made_of(shape: Shape) -> None:
     for line in lines[::50]:
         at = line["timestamp"] / 1e3
         assert line["input_length"] == pytest.approx(load_at(shape, at, seconds, rate).prompt, rel=1.2)
+
+
+def test_hindsight_is_at_least_as_good_as_each_fixed_fleet(tmp_path: Path) -> None:
+    seconds = 120.0
+    lines = list(trace("flip", seconds, 4, seed=0))
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    objectives = Objectives(ttft=0.4, tpot=0.02)
+    engines = {"1P1D": 2, "2P1D": 3, "1P2D": 3}
+    fixed = {fleet: unchanged(file, fleet, "llama-3.1-8b-h100-tp1", objectives) for fleet in engines}
+    for each in fixed.values():
+        assert sum(each.met) == pytest.approx(each.row.met * len(lines))
+        assert len(each.met) == 2
+    best = in_hindsight(fixed, len(lines), start_s=30.0)
+    assert 0 < best.met <= 1
+    for fleet, each in fixed.items():
+        assert best.per_hour >= sum(each.met) / (engines[fleet] * seconds / 3600) * (1 - 1e-9)
