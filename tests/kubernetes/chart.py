@@ -149,6 +149,8 @@ VALUES: Mapping[str, Object] = {
             },
             "autoscaling": {"enabled": True},
             "strategy": {"type": "Recreate"},
+            "replicas": 2,
+            "sharedState": True,
             "initContainers": [FETCH],
         },
         "podMonitor": {"enabled": True},

@@ -21,8 +21,10 @@ from tercet.cli.setting_flags import flags_given
 from tercet.fleet.discovery.api_objects import InferencePool, Pod
 from tercet.fleet.discovery.pods import engines_of
 from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.router.state_configmap import ConfigMapStore
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
+from tests.unit.router.api_objects import ApiObjects
 
 from .chart import (
     CHART,
@@ -256,7 +258,7 @@ def test_pods_may_do_little(values: Object) -> None:
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
         asks = component in ("router", "epp", "rescheduler")
         assert spec["automountServiceAccountToken"] is asks, name
-    (role,) = of_kind("Role", made).values()
+    role = of_kind("Role", made)["tercet-discovery"]
     verbs = ["get", "list", "watch"]
     assert role["rules"][0] == {"apiGroups": [""], "resources": ["pods"], "verbs": verbs}
     assert all(rule["verbs"] == verbs for rule in role["rules"])
@@ -264,6 +266,51 @@ def test_pods_may_do_little(values: Object) -> None:
     unnamed = [rule["resources"] for rule in role["rules"][1:] if not rule.get("resourceNames")]
     assert unnamed in ([], [["inferenceobjectives"]])
     assert not of_kind("ClusterRole", made)
+
+
+def rights_of(account: str, made: list[Object]) -> list[Object]:
+    """The rules of all Roles that are bound to a service account."""
+    bound = [
+        binding["roleRef"]["name"]
+        for binding in of_kind("RoleBinding", made).values()
+        if account in [each["name"] for each in binding["subjects"]]
+    ]
+    return [rule for name in bound for rule in of_kind("Role", made)[name]["rules"]]
+
+
+def test_routers_that_share_a_state_may_do_what_they_do_and_no_more() -> None:
+    made = objects(VALUES["nodes"])
+    pod = of_kind("Deployment", made)["tercet-router"]["spec"]["template"]["spec"]
+    (flag,) = [each for each in pod["containers"][0]["args"] if each.startswith("--state-configmap=")]
+    api = ApiObjects()
+    store = ConfigMapStore(api.ask, "models", flag.partition("=")[2])
+    turn = store.turn("roles")
+    for _ in range(2):
+        assert store.store(b"{}", store.load().mark)
+    assert turn.take()
+    turn.release()
+    rules = rights_of(pod["serviceAccountName"], made)
+    needed = {tuple(each) for each in (rule_for(method, path) for method, path in api.calls)}
+    for group, resource, verb, name in needed:
+        rule = [
+            each
+            for each in rules
+            if each["apiGroups"] == [group] and resource in each["resources"] and verb in each["verbs"]
+        ]
+        assert any(name in each.get("resourceNames", [name]) for each in rule), (resource, verb, name)
+    written = [each for each in rules if each["resources"] != ["pods"]]
+    assert {verb for each in written if "resourceNames" not in each for verb in each["verbs"]} == {"create"}
+    assert rights_of("tercet-discovery", made) == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    ]
+    assert "--state-configmap" not in json.dumps(objects({}))
+
+
+def rule_for(method: str, path: str) -> tuple[str, str, str, str]:
+    """Group, resource, verb and name that a call needs."""
+    group = path.split("/")[2] if path.startswith("/apis/") else ""
+    resource, _, name = path.partition("/namespaces/models/")[2].partition("/")
+    return group, resource, {"GET": "get", "POST": "create", "PATCH": "patch"}[method], name
 
 
 @CASES

@@ -64,7 +64,7 @@ spec:
       serverAddress: {{ $with.prometheus | quote }}
       query: {{ .query | quote }}
       threshold: {{ .target | quote }}
-      # A Prometheus that has no data has nobody's engines ended.
+      # A Prometheus without data ends no engine.
       ignoreNullValues: "false"
     {{- with $with.authenticationRef }}
     authenticationRef: {{ toYaml . | nindent 6 }}
