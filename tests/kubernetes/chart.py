@@ -13,6 +13,14 @@ CHART = ROOT / "deploy" / "kubernetes" / "tercet"
 Object = dict[str, Any]
 GROUPS = {"prefill", "decode"}
 """Of engines, in the chart's own values; those of VALUES come beside them."""
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+FETCH: Object = {
+    "name": "fetch",
+    "image": "registry.example.com/fetch:1",
+    "args": ["--to", "/var/cache/tercet"],
+    "volumeMounts": [{"name": "cache", "mountPath": "/var/cache/tercet"}],
+}
+"""A container of the user's own, before those of the chart."""
 
 VALUES: Mapping[str, Object] = {
     "default": {},
@@ -101,7 +109,54 @@ VALUES: Mapping[str, Object] = {
         "networkPolicy": {"enabled": False},
         "gateway": {"enabled": True, "parentRefs": [{"name": "g"}]},
         "epp": {"tls": {"selfSigned": False}},
-        "engineDefaults": {"podDisruptionBudget": {"enabled": False}},
+        "engineDisruption": {"enabled": False},
+        "engineDefaults": {"kind": "StatefulSet", "strategy": {"type": "OnDelete"}},
+    },
+    "nodes": {
+        "image": {
+            "engine": {"digest": DIGEST},
+            "router": {"tag": "7", "digest": DIGEST},
+            "gateway": {"digest": DIGEST},
+        },
+        "engines": {
+            "prefill": {"role": "prefill", "autoscaling": {"enabled": True}},
+            "decode": {
+                "role": "decode",
+                "kind": "LeaderWorkerSet",
+                "nodes": 2,
+                "gpus": 8,
+                "vllmArgs": ["--tensor-parallel-size", "8", "--pipeline-parallel-size=2"],
+                "strategy": {
+                    "type": "RollingUpdate",
+                    "rollingUpdateConfiguration": {"maxSurge": 0, "maxUnavailable": 1},
+                },
+                "initContainers": [FETCH],
+                "podAnnotations": {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"},
+                "autoscaling": {"enabled": True, "stepSeconds": "0.05"},
+            },
+            "more": {"role": "both", "autoscaling": {"enabled": True}},
+        },
+        "autoscaler": {
+            "kind": "ScaledObject",
+            "prometheus": "http://prometheus-operated.monitoring:9090",
+            "authenticationRef": {"name": "prometheus"},
+        },
+        "router": {
+            "route": {
+                "enabled": True,
+                "parentRefs": [{"name": "web", "namespace": "gateways"}],
+                "hostnames": ["a.example.com"],
+            },
+            "autoscaling": {"enabled": True},
+            "strategy": {"type": "Recreate"},
+            "replicas": 2,
+            "sharedState": True,
+            "initContainers": [FETCH],
+        },
+        "podMonitor": {"enabled": True},
+        "networkPolicy": {
+            "clients": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}]
+        },
     },
 }
 
@@ -130,15 +185,20 @@ def pods(among: list[Object]) -> Iterator[tuple[str, Object]]:
     for each in among:
         if each["kind"] in ("Deployment", "StatefulSet"):
             yield f"{each['kind']}/{each['metadata']['name']}", each["spec"]["template"]
+        elif each["kind"] == "LeaderWorkerSet":
+            for which in ("leader", "worker"):
+                template = each["spec"]["leaderWorkerTemplate"][f"{which}Template"]
+                yield f"{each['kind']}/{each['metadata']['name']}/{which}", template
         elif each["kind"] == "Pod":
             yield f"Pod/{each['metadata']['name']}", each
 
 
 def containers(among: list[Object]) -> Iterator[tuple[str, Object, Object]]:
-    """Each container with its pod template."""
+    """Each of the chart's containers with its pod template."""
     for name, pod in pods(among):
         for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
-            yield name, pod, each
+            if each != FETCH:
+                yield name, pod, each
 
 
 def ports_of(pod: Object) -> dict[str, int]:
@@ -150,3 +210,9 @@ def ports_of(pod: Object) -> dict[str, int]:
 
 def selects(selector: Object, labels: Object) -> bool:
     return all(labels.get(key) == value for key, value in selector.items())
+
+
+def chooses(selector: Object, labels: Object) -> bool:
+    """As :func:`selects`, of a whole selector."""
+    among = (labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ()))
+    return selects(selector.get("matchLabels", {}), labels) and all(among)

@@ -1,8 +1,8 @@
 """Schemas of the custom resources that the chart makes, as far as their definitions go that it uses.
 
 Written from the API references of Gateway API v1, of its inference extension (InferencePool v1, InferenceObjective
-v1alpha2), of the Prometheus operator, of Istio and of GKE. Unknown fields are refused, as an API server would drop them
-without a word.
+v1alpha2), of LeaderWorkerSet v1, of KEDA v2, of the Prometheus operator, of Istio and of GKE. Unknown fields are
+refused, as an API server would drop them without a word.
 """
 
 from __future__ import annotations
@@ -45,7 +45,52 @@ SCRAPE = record(
     metricRelabelings={"type": "array", "items": RELABEL},
 )  # fmt: skip
 
+INT_OR_SHARE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
+COUNT = {"type": "integer", "minimum": 0}
+POD = record(
+    ("metadata", "spec"), metadata=record(labels=LABELS, annotations={"type": "object"}), spec={"type": "object"}
+)
+"""The tests check the rest as a pod of Kubernetes itself."""
+
 SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "LeaderWorkerSet": resource(
+        "leaderworkerset.x-k8s.io/v1",
+        "LeaderWorkerSet",
+        record(
+            ("leaderWorkerTemplate",), replicas=COUNT, startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+            rolloutStrategy=record(
+                ("type",), type={"enum": ["RollingUpdate"]},
+                rollingUpdateConfiguration=record(partition=COUNT, maxUnavailable=INT_OR_SHARE, maxSurge=INT_OR_SHARE),
+            ),
+            networkConfig=record(("subdomainPolicy",), subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+            leaderWorkerTemplate=record(
+                ("workerTemplate",), leaderTemplate=POD, workerTemplate=POD, size={"type": "integer", "minimum": 1},
+                restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            ),
+        ),
+    ),
+    "ScaledObject": resource(
+        "keda.sh/v1alpha1",
+        "ScaledObject",
+        record(
+            ("scaleTargetRef", "triggers"),
+            scaleTargetRef=record(("name",), apiVersion=TEXT, kind=TEXT, name=NAME),
+            pollingInterval=COUNT, cooldownPeriod=COUNT, minReplicaCount=COUNT, maxReplicaCount=COUNT,
+            advanced=record(horizontalPodAutoscalerConfig=record(behavior={"type": "object"}, name=NAME)),
+            triggers=several(
+                record(
+                    ("type", "metadata"), type=TEXT, metricType={"enum": ["AverageValue", "Value", "Utilization"]},
+                    # All are texts; those of the scaler `prometheus` that the chart has.
+                    metadata=record(
+                        ("serverAddress", "query", "threshold"),
+                        serverAddress=TEXT, query=TEXT, threshold=TEXT, ignoreNullValues={"enum": ["true", "false"]},
+                    ),
+                    authenticationRef=record(("name",), name=NAME, kind=TEXT),
+                ),
+                100,
+            ),
+        ),
+    ),
     "InferencePool": resource(
         "inference.networking.k8s.io/v1",
         "InferencePool",

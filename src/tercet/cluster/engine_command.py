@@ -79,6 +79,8 @@ def _spelling(arg: str) -> str:
 
 
 PLAIN_SERVER = "vllm.entrypoints.openai.api_server"
+FURTHER_NODE = "tercet.vllm_plugin.start.node"
+HEADLESS = "--headless"
 WITH_ONE_IMPORT = "tercet.vllm_plugin.start.server"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
@@ -156,7 +158,7 @@ def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> 
 
 
 def plain_argv(spec: EngineSpec) -> list[str]:
-    """:func:`engine_argv` with vLLM's own server in any case."""
+    """:func:`engine_argv` with vLLM's own server in any case, or without one: on an engine's further machines."""
     where = [
         "--model", spec.model, "--served-model-name", spec.served_model_name,
         "--host", spec.host, "--port", str(spec.port),
@@ -165,6 +167,7 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         options = [part for key, value in spec.options.items() for part in ("--option", f"{key}={value}")]
         command = [sys.executable, "-m", "tercet.cli", "engine", "--simulate", spec.simulate, "--name", spec.name]
         return [*command, *where, *options]
+    server = PLAIN_SERVER if value_of(spec.extra_args, HEADLESS) is None else FURTHER_NODE
     defaults = {"--uvicorn-log-level": "warning"}
     if (dtype := spec.dtype or default_dtype(cpu=bool(spec.cores))) is not None:
         defaults |= {"--dtype": dtype}
@@ -181,7 +184,7 @@ def plain_argv(spec: EngineSpec) -> list[str]:
     if are_spans_wanted():
         defaults |= {"--otlp-traces-endpoint": endpoint_of()}
     return [
-        sys.executable, "-m", PLAIN_SERVER, *where, "--disable-uvicorn-access-log",
+        sys.executable, "-m", server, *where, "--disable-uvicorn-access-log",
         *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
           for part in (flag, value) if part),
         KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
@@ -195,7 +198,7 @@ def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
     That is so if it has no pipeline and compiles nothing, and if no other OpenMP than PyTorch's is requested.
     """
     given = [flag for flag, _ in _flags(spec.extra_args)]
-    several = {"--data-parallel-size", "-dp", "--nnodes", "--headless", "--api-server-count", "-asc",
+    several = {"--data-parallel-size", "-dp", "--nnodes", HEADLESS, "--api-server-count", "-asc",
                "--distributed-executor-backend"}  # fmt: skip
     compiled = {"--no-enforce-eager", "-O", "--optimization-level", "--compilation-config", "-cc"}
     return (

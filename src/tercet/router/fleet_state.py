@@ -1,34 +1,30 @@
-"""What operators have decided about a fleet, as one record with a version, in a file that routers follow.
+"""What operators have decided about a fleet, as one record with a version, which routers share and follow.
 
 :class:`FleetState` is pure: each method returns the state after a change, or refuses it. :class:`StateFile` holds the
-newest one: writers take turns, and readers see a whole state or the one before it.
+newest one: a change is made of the newest only, and readers see a whole state or the one before it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
+import random
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from tercet.aio.whole_files import read_whole, write_whole
 from tercet.fleet.discovery import FoundEngine, with_found
 from tercet.fleet.membership import JOINED, MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan
+from tercet.router.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, SharedTurn, StateStore, Stored
 from tercet.router.unknown_fields import known_part, unknown_names, with_unknown
 from tercet.settings import EngineAddress, RouterConfig
 
 logger = logging.getLogger("tercet.router")
-LOCK_SECONDS = 10.0
-RETRY_DELAY_S = 0.01
 
 
 class ProgramInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +63,8 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Members, programs, scheduling and adapters.
 
     ``before`` are the programs to which routers return from failing ones. ``changes`` are the last
-    ones, oldest first, for routers that find several at once.
+    ones, oldest first, for routers that find several at once. ``role_keeper`` is the process that decides about roles:
+    one that was stopped for long finds another name there, and its changes are refused.
     """
 
     version: int = 1
@@ -78,6 +75,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     promise: Promise | None = None
     adapters: tuple[AdapterState, ...] = ()
     changes: tuple[MadeChange, ...] = ()
+    role_keeper: str = ""
 
     @classmethod
     def of(cls, config: RouterConfig) -> FleetState:
@@ -183,6 +181,16 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             state = state.with_role(name, role)
         return state
 
+    def with_role_keeper(self, name: str) -> FleetState:
+        """Another process decides about roles from now on."""
+        return self if self.role_keeper == name else msgspec.structs.replace(self, role_keeper=name)
+
+    def require_role_keeper(self, name: str) -> FleetState:
+        """The same state; raises :class:`~tercet.protocol.Conflict` if another process decides about roles by now."""
+        if self.role_keeper != name:
+            raise Conflict(f"roles: {self.role_keeper or 'an operator'} decides by now, and not {name}")
+        return self
+
     def with_draining(self, name: str, draining: bool) -> FleetState:
         """An engine is picked for nothing new, or again. Raises :class:`~tercet.protocol.UnknownEngine`."""
         member = self._member(name)
@@ -211,37 +219,49 @@ _KIND = msgspec.inspect.type_info(FleetState)
 
 
 class StateFile:
-    """The newest state of a fleet, at ``path``. Every method does file I/O; any process may use any of them.
+    """The newest state of a fleet, at ``path`` or in another ``store``. Every method does I/O; any process may use any.
 
-    Fields that a later Tercet has added to the file are kept by changes, and named in the log.
+    Fields that a later Tercet has added to the content are kept by changes, and named in the log.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, store: StateStore | None = None) -> None:
         self.path = path
+        self._store = FileStore(path) if store is None else store
         self._told: set[str] = set()
 
-    def read(self) -> FleetState | None:
-        """The state; None without a file. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""
-        return self._read()[0]
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return self._store.name
 
-    def _read(self) -> tuple[FleetState | None, Any]:
-        """The state, and the same as the file has it."""
+    def stamp(self) -> object:
+        """See :meth:`~tercet.router.state_store.StateStore.stamp`."""
+        return self._store.stamp()
+
+    def turn(self, what: str) -> SharedTurn:
+        """See :meth:`~tercet.router.state_store.StateStore.turn`."""
+        return self._store.turn(what)
+
+    def read(self) -> FleetState | None:
+        """The state; None without one. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""
+        return self._understood(self._store.load())[0]
+
+    def _understood(self, stored: Stored) -> tuple[FleetState | None, Any]:
+        """The state, and the same as it is stored."""
+        if stored.content is None:
+            return None, None
         try:
-            content = msgspec.json.decode(read_whole(self.path))
+            content = msgspec.json.decode(stored.content)
             self._require_format(content)
             unknown = list(unknown_names(content, _KIND))
             state = msgspec.convert(known_part(content, _KIND), FleetState)
-        except FileNotFoundError:
-            return None, None
-        except OSError as error:
-            raise BadRequest(f"state: {self.path} cannot be read: {error.strerror or error}", "state") from error
         except (BadRequest, *UNREADABLE) as error:
-            raise BadRequest(f"state: {self.path} is not the state of a fleet: {error}", "state") from error
+            raise BadRequest(f"state: {self.name} is not the state of a fleet: {error}", "state") from error
         if not self._told.issuperset(unknown):
             self._told.update(unknown)
             logger.warning(
                 "state: %s has fields that this version of Tercet does not know; they are kept, and have no effect "
-                "here: %.1000s", self.path, ", ".join(unknown),
+                "here: %.1000s", self.name, ", ".join(unknown),
             )  # fmt: skip
         return state, content
 
@@ -254,13 +274,16 @@ class StateFile:
             )
 
     def update(self, change: Callable[[FleetState], FleetState], otherwise: FleetState) -> FleetState:
-        """Change the state, which is ``otherwise`` if there is no file, and return the one that holds now.
+        """Change the state, which is ``otherwise`` if there is none, and return the one that holds now.
 
-        A change that returns its argument writes nothing. Raises what ``change`` raises, and then nothing changes;
-        :class:`~tercet.protocol.BadRequest` as :meth:`read`, and for a file that cannot be written.
+        A change that returns its argument writes nothing; one may be called again if another process was faster. Raises
+        what ``change`` raises, and then nothing changes; :class:`~tercet.protocol.TercetError` as :meth:`read`, and for
+        a store that cannot be written.
         """
-        with self._locked():
-            found, content = self._read()
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            stored = self._store.load()
+            found, content = self._understood(stored)
             before = otherwise if found is None else found
             after = change(before)
             if after is not before:
@@ -271,37 +294,7 @@ class StateFile:
             written = known
             if content is not None:
                 written = msgspec.json.encode(with_unknown(msgspec.json.decode(known), content, _KIND))
-            self._write(msgspec.json.format(written))
-            return msgspec.json.decode(known, type=FleetState)  # as it will be read
-
-    def _write(self, content: bytes) -> None:
-        try:
-            write_whole(self.path, content, lasting=True)
-        except OSError as error:
-            raise BadRequest(f"state: {self.path} cannot be written: {error.strerror}", "state") from error
-
-    @contextmanager
-    def _locked(self) -> Generator[None]:
-        """One writer at a time; the kernel gives the lock back when its holder dies."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise BadRequest(f"state: {self.path} cannot be written: {error.strerror}", "state") from error
-        try:
-            _lock_within(lock, LOCK_SECONDS, self.path)
-            yield
-        finally:
-            os.close(lock)
-
-
-def _lock_within(lock: int, seconds: float, path: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
-            time.sleep(RETRY_DELAY_S)
+            if self._store.store(msgspec.json.format(written), stored.mark):
+                return msgspec.json.decode(known, type=FleetState)  # as it will be read
+            time.sleep(random.uniform(0, RETRY_DELAY_S))
+        raise EngineError(f"state: other processes have changed {self.name} for {LOCK_SECONDS:.0f} s without an end")

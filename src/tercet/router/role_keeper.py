@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
+import secrets
+import socket
 import time
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from tercet.aio import repeat
 from tercet.aio.file_thread import FileThread
 from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
@@ -52,37 +51,59 @@ class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleKeeper:
-    """Decides about roles in this process, while no other process that follows the state at ``path`` does.
+    """Decides about roles in this process, while no other process that shares the state does.
 
-    The process that decides holds a lock on a file next to the state; the kernel gives it back when that process dies.
-    The next one begins with no history, so what it decides rests on its own looks.
+    The turn is given back when that process dies, or some seconds later. The next one writes its name into the state,
+    so that a decision of the one before it that comes late is refused; it begins with no history, so what it decides
+    rests on its own looks. Its decisions are in a file next to ``path``.
     """
 
     def __init__(self, shared: SharedState, path: Path, objectives: Objectives) -> None:
         self._shared = shared
         self._said = Path(f"{path}.roles.json")
-        self._lock = _FileLock(Path(f"{path}.roles.lock"))
+        self._mine = shared.turn("roles")
+        self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._objectives = objectives
         self._files = FileThread()
 
     async def run(self) -> None:
         """Wait for the turn of this process, then decide, until cancelled."""
         try:
-            await self._turn()
-            roles = FleetRoles(self._shared.service.fleet, self._objectives, self._flip, self._lines)
-            await repeat(partial(self._look, roles), INTERVAL_S)
+            while True:
+                await self._turn()
+                roles = FleetRoles(self._shared.service.fleet, self._objectives, self._flip, self._lines)
+                while await self._has_turn():
+                    await self._look(roles)
+                    await asyncio.sleep(INTERVAL_S)
         finally:
-            self._files.close(self._lock.release)
+            self._files.close(self._give_back)
 
     async def _turn(self) -> None:
-        """Return once this process holds the lock."""
+        """Return once it is the turn of this process, and the state says so."""
         while True:
-            try:
-                if await self._files.run(self._lock.take):
+            if await self._has_turn():
+                try:
+                    await self._shared.change(lambda state: state.with_role_keeper(self._name))
                     return
-            except OSError as error:  # a file system that hangs, among others; it may recover
-                logger.error("roles: %s: %s", self._lock.path, error.strerror or "its file system does not answer")
+                except TercetError as error:
+                    logger.error("roles: %s", error)
             await asyncio.sleep(INTERVAL_S)
+
+    async def _has_turn(self) -> bool:
+        """Whether it is, as far as that is known; a file system that hangs, among others, may recover."""
+        try:
+            return await self._files.run(self._mine.take)
+        except OSError as error:
+            logger.error("roles: %s: %s", self._mine.name, error.strerror or "its file system does not answer")
+        except TercetError as error:
+            logger.error("roles: %s", error)
+        return False
+
+    def _give_back(self) -> None:
+        try:
+            self._mine.release()
+        except TercetError as error:  # then it ends by itself
+            logger.warning("roles: %s: %s", self._mine.name, error)
 
     async def _look(self, roles: FleetRoles) -> None:
         """A change that is refused, and a file that cannot be written, stop no later look."""
@@ -112,7 +133,7 @@ class RoleKeeper:
 
         def change(state: FleetState) -> FleetState:
             nonlocal made
-            after = state.with_flip(flip.engines, flip.role)
+            after = state.require_role_keeper(self._name).with_flip(flip.engines, flip.role)
             made = after is not state
             return after
 
@@ -136,34 +157,6 @@ class RoleKeeper:
             ),
         )
         write_whole(self._said, msgspec.json.encode(said))
-
-
-class _FileLock:
-    """The lock on a file. Its methods are called by one thread, also for callers that have stopped waiting."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._held: int | None = None
-
-    def take(self) -> bool:
-        """Whether this process holds it from now on, or did so before; False while another process has it."""
-        if self._held is None:
-            found = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BaseException as error:
-                os.close(found)
-                if isinstance(error, BlockingIOError):
-                    return False
-                raise
-            self._held = found
-        return True
-
-    def release(self) -> None:
-        """Give it back, if it was taken."""
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
 
 
 def read_decision(path: Path) -> RoleDecision | None:

@@ -20,6 +20,7 @@ from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
+from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, Promise, connecting
 from tercet.protocol import spans
 from tercet.protocol.spans import SpanContext
@@ -49,6 +50,8 @@ from tercet.router.sessions import Sessions
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_server import serve_small
+from tercet.router.state_configmap import configmap_store
+from tercet.router.state_store import StateStore
 from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
@@ -94,7 +97,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         with state_path(config) as path:
             tells = shared is None or not shared.index
             traces = RequestTraces(config.trace_requests, service.moves.numbered, _export_spans)
-            state = SharedState(path, membership, service, shutdown, tells, traces)
+            state = SharedState(path, membership, service, shutdown, tells, traces, store_of(config))
             try:
                 if shared is not None:
                     background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")
@@ -146,6 +149,13 @@ async def _first_engine(config: RouterConfig, state: SharedState, membership: Me
     async with waiting_room(config, state, named_files(config)):
         seconds = math.inf if config.await_engines or config.discovery.roster else READY_SECONDS
         return await state.until_ready(partial(membership.until_one_answers, seconds))
+
+
+def store_of(config: RouterConfig) -> StateStore | None:
+    """Where routers on several machines share the state; None if it is in the file of :func:`state_path`."""
+    if config.state_configmap is None:
+        return None
+    return configmap_store(access_of(config.discovery), config.state_configmap)
 
 
 @contextmanager

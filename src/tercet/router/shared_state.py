@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tercet.aio import TaskSet, run_in_thread
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
-from tercet.aio.whole_files import stamp_of
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
@@ -24,7 +23,7 @@ from tercet.fleet.observed_roles import prefill_line
 from tercet.programs import Program
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError, UnknownAdapter
 from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
-from tercet.router.fleet_state import LOCK_SECONDS, AdapterState, FleetState, ProgramInUse, StateFile
+from tercet.router.fleet_state import AdapterState, FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
@@ -36,6 +35,7 @@ from tercet.router.service import LoadArm, Service
 from tercet.router.shared_traces import SharedTraces
 from tercet.router.shutdown import Shutdown
 from tercet.router.state_changes import because, changes_with_reasons
+from tercet.router.state_store import LOCK_SECONDS, SharedTurn, StateStore
 from tercet.settings import EngineAddress, log_events
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def _unchanged(state: FleetState) -> FleetState:
 class SharedState:
     """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed.
 
+    In another ``store`` routers on several machines share it; then the processes of one machine meet at ``path``.
+
     ``tells``: log what changes. Of several workers, to all of which the same happens, one does. ``traces`` are those of
     the requests that this process serves.
     """
@@ -90,10 +92,11 @@ class SharedState:
         shutdown: Shutdown | None = None,
         tells: bool = True,
         traces: RequestTraces | None = None,
+        store: StateStore | None = None,
     ) -> None:
         self.service = service
         self.tells = tells
-        self._file = StateFile(path)
+        self._file = StateFile(path, store)
         self._fleet = service.fleet
         self._membership = membership
         self._metrics = service.metrics
@@ -117,6 +120,10 @@ class SharedState:
         self._found: FleetState  # the newest that was read, whether it could be applied or not
         self.state: FleetState
 
+    def turn(self, what: str) -> SharedTurn:
+        """Of the processes that share the state, one has it."""
+        return self._file.turn(what)
+
     def close(self) -> None:
         """This process follows no more."""
         self._applying.cancel()
@@ -131,8 +138,8 @@ class SharedState:
         self.state = self._found = await self._filed(self._file.update, _unchanged, first, by=self._changes)
         named = tuple(each for each in self.state.members if not each.uid or each.joined)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
-            logger.warning("state: engines and programs are as %s says, not as this command", self._file.path)
-        self._stamp = await self._filed(stamp_of, self._file.path)
+            logger.warning("state: engines and programs are as %s says, not as this command", self._file.name)
+        self._stamp = await self._filed(self._file.stamp)
         await self._apply(self.state, Loaded(), from_scratch=True)
 
     async def until_ready(self, promised: Callable[[], Awaitable[Promise]] | None = None) -> Promise:
@@ -148,7 +155,7 @@ class SharedState:
             self._membership.promise = self.state.promise
             await self._membership.look()
         if self.state.promise is None:
-            raise BadRequest(f"state: {self._file.path} has no promise", "state")
+            raise BadRequest(f"state: {self._file.name} has no promise", "state")
         return self.state.promise
 
     async def replaced(self, promise: Promise) -> None:
@@ -167,7 +174,7 @@ class SharedState:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
-                stamp = await self._filed(stamp_of, self._file.path)
+                stamp = await self._filed(self._file.stamp)
             except EngineError as error:
                 self._refuse_state(error.message)
                 continue
@@ -187,7 +194,7 @@ class SharedState:
         async with self._turn:
             found = self._found
             try:
-                self._stamp = await self._filed(stamp_of, self._file.path)
+                self._stamp = await self._filed(self._file.stamp)
                 state = await self._filed(self._file.read)
                 if state is None or state is not state.following(found):  # written again: versions only go up
                     state = await self._update(_unchanged)
@@ -215,7 +222,7 @@ class SharedState:
         try:
             return await (by or self._files).run(function, *args)
         except TimeoutError as error:
-            self._silence = f"state: {self._file.path} does not answer, as its file system hangs"
+            self._silence = f"state: {self._file.name} does not answer, as its file system hangs"
             raise EngineError(self._silence) from error
 
     def _refuse_state(self, reason: str) -> None:
@@ -245,7 +252,7 @@ class SharedState:
         if not from_scratch and state.adapters != self.state.adapters:
             await self._membership.ask(self._fleet.members)
         if self.tells:
-            for (event, fields, _), reason in changes_with_reasons(self.state, state, f"{self._file.path} says so"):
+            for (event, fields, _), reason in changes_with_reasons(self.state, state, f"{self._file.name} says so"):
                 event.tell(**fields, reason=reason)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)

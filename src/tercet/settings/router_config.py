@@ -42,6 +42,8 @@ from tercet.settings.variables import POOLING_KEY_VARIABLE
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 LABEL = "label."
+_KUBERNETES_NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_CONFIGMAP = rf"^({_KUBERNETES_NAME}/)?{_KUBERNETES_NAME}$"
 # Prompts of a million tokens are a few megabytes of JSON.
 
 
@@ -401,6 +403,13 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         Setting(
             "File that keeps engines, programs and scheduling; routers with the same file share them.",
             metavar="FILE", default="of this router alone", panel=ENGINES,
+        ),
+    ] = None  # fmt: skip
+    state_configmap: Annotated[
+        Annotated[str, Meta(pattern=_CONFIGMAP)] | None,
+        Setting(
+            "The same in a ConfigMap of Kubernetes, for routers on several machines.",
+            metavar="[NAMESPACE/]NAME", default="in a file", panel=ENGINES,
         ),
     ] = None  # fmt: skip
     admin_listen: Annotated[

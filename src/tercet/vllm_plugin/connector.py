@@ -58,13 +58,14 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported(vllm_config, kv_cache_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.settings.require_secret_beyond_loopback()
+        self.inner_host = self.settings.inner_host(vllm_config.parallel_config.nnodes)
         self.token = secrets.token_hex(16)
         self.handshakes: list[WorkerHandshake] = []  # by rank
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.WORKER:
             if vllm_config.lora_config is not None and current_platform.is_cpu():
                 leave_the_base_model_alone()
-            self._worker = WorkerSide(engine_rank(), self.settings)
+            self._worker = WorkerSide(engine_rank(), self.settings, self.inner_host)
             # Then a layer's hook runs once for each part of a batch, and only the last call means that the layer is
             # done.
             self._in_parts = vllm_config.parallel_config.use_ubatching
@@ -131,7 +132,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             if not self.handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
             max_blocks = int(self._kv_cache_config.num_blocks * self.settings.max_lease_share)
-            tables = TablePublisher.begin(scheduler, [rank.words for rank in self.handshakes])
+            words = [rank.words for rank in self.handshakes]
+            tables = TablePublisher.begin(scheduler, words, self._vllm_config.parallel_config.nnodes)
             self._scheduler = SchedulerSide(scheduler, max_blocks, tables)
         return self._scheduler
 

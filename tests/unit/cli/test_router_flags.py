@@ -91,7 +91,8 @@ def test_every_setting_of_a_router_is_one_of_up_too() -> None:
     # A fleet of one machine is asked by its own commands, at the port for clients; it makes the key for its router, and
     # has engines.
     own -= {"admin-listen", "supervisor-key", "await-engines"}
-    assert own == in_pods | {"engines", "port", "log-level", "state", "engine-ca", "engine-cert", "engine-key"}
+    in_files = {"engine-ca", "engine-cert", "engine-key"}
+    assert own == in_pods | in_files | {"engines", "port", "log-level", "state", "state-configmap"}
     assert all(up[each.key] == each for each in declared(RouterSettings))
 
 

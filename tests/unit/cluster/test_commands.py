@@ -26,6 +26,13 @@ from tercet.protocol import BadRequest, TercetError
 from tercet.settings import Source, decode_settings, read_yaml
 
 
+def test_a_further_machine_of_an_engine_has_no_server() -> None:
+    further = engine_argv(spec(cores=(0, 1), extra_args=("--nnodes", "2", "--node-rank", "1", "--headless")))
+    first = engine_argv(spec(cores=(0, 1), extra_args=("--nnodes", "2", "--node-rank", "0")))
+    assert further[2] == "tercet.vllm_plugin.start.node"
+    assert first[2] == "vllm.entrypoints.openai.api_server"
+
+
 @given(st.sets(st.integers(0, 63), min_size=1, max_size=40), st.integers(1, 20))
 def test_every_engine_gets_cores_and_none_is_shared_needlessly(cores: set[int], engines: int) -> None:
     groups = split_cores(sorted(cores), engines)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tercet.aio.whole_files import stamp_of
 from tercet.fleet.membership import MemberState, Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
-from tercet.router import fleet_state
+from tercet.router import state_store
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.routing import Plan, Share
@@ -249,7 +249,7 @@ def test_writers_take_turns_and_readers_never_see_half_of_a_state(tmp_path: Path
 
 
 def test_a_writer_that_hangs_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_state, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(state_store, "LOCK_SECONDS", 0.05)
     with (tmp_path / "state.json.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(EngineError, match="has held the lock"):

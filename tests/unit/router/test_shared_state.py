@@ -351,7 +351,7 @@ async def test_a_file_system_that_hangs_stops_no_process(
     other.shared._files = FileThread(0.1, 0.05)
     with monkeypatch.context() as patched:
         if call == "stamp_of":
-            patched.setattr(shared_state, "stamp_of", hangs)
+            patched.setattr("tercet.router.state_store.stamp_of", hangs)
         elif call == "read":
             patched.setattr(other.shared._file, "read", hangs)
             (router.directory / "state.json").touch()

@@ -243,6 +243,16 @@ def test_closing_the_control_channel_in_the_middle_of_an_order_waits_for_it_and_
     client.close()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+async def test_a_control_channel_answers_where_its_engine_is_reached(host: str) -> None:
+    server = ControlServer(lambda _: {"here": 1}, host)
+    client = AsyncControlClient(server.address, server.secret)
+    try:
+        assert await client.call(ReadCounters()) == {"here": 1}
+    finally:
+        server.close()
+
+
 @pytest.mark.slow
 async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_goes_on(target: Rank) -> None:
     client = AsyncControlClient(target.agent.ready.control, target.agent.ready.secret)

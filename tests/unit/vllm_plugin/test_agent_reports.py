@@ -43,3 +43,17 @@ async def test_a_process_that_does_not_know_the_inbox_s_key_reports_nothing(key:
         reports._socket.close()
         stranger.close(linger=0)
         reporter.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+async def test_agents_on_other_machines_report_to_the_address_that_they_reach(host: str) -> None:
+    reports, reporter = AgentReports(1, print, host), Reporter()
+    try:
+        with reports.sending() as sending:
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            async with asyncio.timeout(SECONDS):
+                assert (await sending.wait()).bytes == 5
+    finally:
+        reports._task.cancel()
+        reports._socket.close()
+        reporter.close()

@@ -72,3 +72,10 @@ def test_cpus_of_the_agent(given: str | int, cpus: set[int]) -> None:
 @given(st.sets(st.integers(0, MAX_CPUS - 1), min_size=1, max_size=20))
 def test_any_cpus_can_be_listed(cpus: set[int]) -> None:
     assert parse_settings({"agent_cpus": ",".join(map(str, cpus))}).cpus() == cpus
+
+
+def test_an_engine_on_several_machines_needs_addresses_that_both_know() -> None:
+    given = parse_settings({"host": "10.0.0.5,10.1.0.5", "secret": "a-long-secret"})
+    assert (given.inner_host(1), given.inner_host(2)) == ("127.0.0.1", "10.0.0.5")
+    with pytest.raises(BadRequest, match="must be this machine's address"):
+        parse_settings({}).inner_host(2)

@@ -16,6 +16,19 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version }}
 {{- end }}
 
+{{/* Who may read /metrics of engines and pickers: whom networkPolicy.monitoring names, or the Prometheus of a PodMonitor. */}}
+{{- define "tercet.monitoring" -}}
+{{- if .Values.networkPolicy.monitoring }}
+{{- toYaml .Values.networkPolicy.monitoring }}
+{{- else if .Values.podMonitor.enabled -}}
+# As the operator labels the pods of each Prometheus.
+- namespaceSelector: {}
+  podSelector:
+    matchExpressions:
+    - {key: app.kubernetes.io/name, operator: In, values: [prometheus, prometheus-agent]}
+{{- end }}
+{{- end }}
+
 {{/* All engines of the release, as --endpoint-selector has it. */}}
 {{- define "tercet.engineSelector" -}}
 app.kubernetes.io/name={{ .Chart.Name }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=engine
@@ -42,7 +55,7 @@ app.kubernetes.io/name={{ .Chart.Name }},app.kubernetes.io/instance={{ .Release.
 
 {{- define "tercet.image" -}}
 {{- $root := index . 0 }}{{- $image := index . 1 -}}
-{{ printf "%s:%s" $image.repository ($image.tag | default $root.Chart.AppVersion) }}
+{{ with $image.digest }}{{ printf "%s@%s" $image.repository . }}{{ else }}{{ printf "%s:%s" $image.repository ($image.tag | default $root.Chart.AppVersion) }}{{ end }}
 {{- end }}
 
 {{- define "tercet.containerSecurity" -}}
@@ -93,6 +106,11 @@ valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: admin
   emptyDir: {sizeLimit: {{ .Values.modelCache.sizeLimit }}}
 {{- end }}
 - {name: tmp, emptyDir: {}}
+{{- end }}
+
+{{/* Of a Deployment: a new pod serves before an old one ends, so that a change of all groups at once leaves every role. */}}
+{{- define "tercet.strategy" -}}
+{{ .strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0)) | toYaml }}
 {{- end }}
 
 {{/* Where pods may run: (list $values). */}}

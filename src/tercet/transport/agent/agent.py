@@ -38,7 +38,7 @@ from tercet.transport.agent.agent_messages import (
 from tercet.transport.agent.control_channel import ControlServer
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.block_sizes import BlockShape
-from tercet.transport.bounded_sockets import bounded
+from tercet.transport.bounded_sockets import LOOPBACK, bounded, with_ipv6
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.memory.handles import DeviceHandles, RdmaHandles
 from tercet.transport.memory.staged import StagedMemory
@@ -58,7 +58,8 @@ class AgentSetup(msgspec.Struct, frozen=True):
 
     ``staged``: KV is reached through buffers. Either it lies on the ``device``, and the descriptor's file has only
     generation words; or it lies in the file, in the device's role. ``mapped``: peers on this machine may also map that
-    device's memory. ``rdma``: the handles by which peers on other machines read it.
+    device's memory. ``rdma``: the handles by which peers on other machines read it. The API server's process reaches
+    the agent at ``control_host``.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     device: DeviceHandles | None = None
     mapped: bool = False
     rdma: RdmaHandles | None = None
+    control_host: str = LOOPBACK
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -100,6 +102,7 @@ class Reporter:
                 socket = bounded(self._context.socket(zmq.PUSH))
                 socket.linger = 0
                 socket.sndhwm = 0  # an edge that is stuck must not block the threads that move KV
+                with_ipv6(socket, address)
                 socket.connect(address)
                 self._sockets[to] = socket
             socket.send_multipart([key.encode(), msgspec.msgpack.encode([type(report).__name__, report])])
@@ -122,7 +125,7 @@ class Agent:
         self._transport = RankTransport(
             self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block, staged
         )
-        self._control = ControlServer(self._handle)
+        self._control = ControlServer(self._handle, setup.control_host)
         self._pushes: tuple[Push, ...] = ()
         self.ready = Ready(self._transport.addresses, self._control.address, self._control.secret)
 

@@ -20,7 +20,7 @@ from tercet.aio import TaskSet
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.agent.agent_messages import Command
-from tercet.transport.bounded_sockets import bounded
+from tercet.transport.bounded_sockets import LOOPBACK, bind_somewhere, bounded, with_ipv6
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -46,18 +46,17 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
 class ControlServer:
     """An agent's end: runs ``handle`` for each command, in a separate thread.
 
-    Clients of ``address`` must send ``secret``.
+    Clients of ``address``, at ``host``, must send ``secret``.
     """
 
-    def __init__(self, handle: Callable[[Command], Any]) -> None:
+    def __init__(self, handle: Callable[[Command], Any], host: str = LOOPBACK) -> None:
         self._handle = handle
         self.secret = secrets.token_hex(16)
         self._context = zmq.Context()
         self._socket = bounded(self._context.socket(zmq.ROUTER))
         self._socket.linger = 0
         self._socket.sndhwm = 0  # a ROUTER drops messages beyond its queue, and no answer may be lost
-        host = "tcp://127.0.0.1"
-        self.address = f"{host}:{self._socket.bind_to_random_port(host)}"
+        self.address = bind_somewhere(self._socket, host)
         self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
         self._thread.start()
 
@@ -103,6 +102,7 @@ class AsyncControlClient:
         self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.DEALER))
         self._socket.linger = 0
         self._socket.sndhwm = 0  # messages that a stopped agent does not read are kept for it, so a send never waits
+        with_ipv6(self._socket, address)
         self._socket.connect(address)
 
     def call(self, command: Command) -> asyncio.Future[Any]:

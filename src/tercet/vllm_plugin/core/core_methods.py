@@ -32,6 +32,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.types import Paused
 from tercet.transport import Push
+from tercet.transport.bounded_sockets import LOOPBACK
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
@@ -54,7 +55,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those of
     its worker's liveness channel. ``token`` marks requests as this engine's own. ``lease_ttl`` and ``reserve_wait`` are
     in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place of published block
-    tables, None if they are not published.
+    tables, None if they are not published. Agents reach the API server's process at ``host``.
     """
 
     transports: list[list[str]]
@@ -66,6 +67,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     reserve_wait: float
     kv_events: dict[str, Any] | None
     tables: TablePlace | None = None
+    host: str = LOOPBACK
 
 
 class RequestInCore(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ def describe(core: EngineCore) -> EngineDescription:
         reserve_wait=settings.reserve_wait,
         kv_events=_published_at(core),
         tables=None if tables is None else tables.place,
+        host=connector.inner_host,
     )
 
 

@@ -65,17 +65,23 @@ class TablePublisher:
         pool.get_new_blocks = revoke_and_hand_out
 
     @classmethod
-    def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]]) -> TablePublisher | None:
+    def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]], machines: int) -> TablePublisher | None:
         """Return a publisher for the core of ``scheduler``, whose words are at these places, by rank.
 
-        Returns None, with a warning, if they cannot be written from here, or if the model's layers keep states, which a
-        stuck step may have changed in some layers: then nothing is published.
+        Returns None, with a warning, if they cannot be written from here, as on several ``machines``, or if the model's
+        layers keep states, which a stuck step may have changed in some layers: then nothing is published.
         """
         tables = GroupTables(scheduler.kv_cache_manager)
         if tables.states:
             logger.warning(
                 "sequences of this engine cannot be moved with their KV while its core is stuck: "
                 "the model's layers keep states"
+            )
+            return None
+        if machines > 1:  # a path there may be another file here
+            logger.warning(
+                "sequences of this engine cannot be moved with their KV while its core is stuck: "
+                "it has ranks on other machines"
             )
             return None
         try:

@@ -16,7 +16,7 @@ import zmq.asyncio
 from tercet.protocol import TransferFailed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport import LeaseFilled, SendDone
-from tercet.transport.bounded_sockets import bounded
+from tercet.transport.bounded_sockets import LOOPBACK, bind_somewhere, bounded
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,24 @@ class SendInFlight:
 class AgentReports:
     """Receives the reports of this engine's agents and passes each to its waiting caller.
 
-    ``ranks`` agents report on each send and each lease; ``on_filled`` gets the reports on leases. Other processes of
-    this machine can connect, too, so a report contains the inbox's key, which only this engine's agents know.
+    ``ranks`` agents report on each send and each lease, to ``host``; ``on_filled`` gets the reports on leases. Other
+    processes can connect, too, so a report contains the inbox's key, which only this engine's agents know.
     """
 
-    def __init__(self, ranks: int, on_filled: Callable[[LeaseFilled], None]) -> None:
+    def __init__(self, ranks: int, on_filled: Callable[[LeaseFilled], None], host: str = LOOPBACK) -> None:
         self._ranks = ranks
         self._on_filled = on_filled
         self._key = secrets.token_hex(16)
         self._sends: dict[str, SendInFlight] = {}
         self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.PULL))
         self._socket.linger = 0
-        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._address = bind_somewhere(self._socket, host)
         self._task = asyncio.get_running_loop().create_task(self._receive())
 
     @property
     def address(self) -> str:
         """Destination of agents' reports, with the inbox's key."""
-        return f"tcp://127.0.0.1:{self._port}#{self._key}"
+        return f"{self._address}#{self._key}"
 
     @contextmanager
     def sending(self) -> Generator[SendInFlight]:

@@ -79,7 +79,7 @@ class EngineVerbs:
         self.leases = LeaseTimers(core, agents, self._tasks, description.reserve_wait)
         adapters.count_users(self.leases.adapters)
         self._generated = SequenceTable(partial(core.call, core_methods.sequences))
-        self._reports = AgentReports(len(description.transports), self.leases.note)
+        self._reports = AgentReports(len(description.transports), self.leases.note, description.host)
         reader, reports, work = self._reader, self._reports, self._work
         self._receiving = ReceivingVerb(name, secret, description, reader, self.leases, work, reports.address)
         self._sending = SendingVerb(

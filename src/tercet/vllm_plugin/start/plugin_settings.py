@@ -24,6 +24,7 @@ from tercet.settings.prefill_settings import (
     PrefillTimeout,
 )
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
+from tercet.transport.bounded_sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET
 
 ORIGIN = "kv_connector_extra_config: "
@@ -59,7 +60,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     host: Annotated[
         str,
         Setting("IP addresses that the KV transport listens on, separated by commas; streams are spread over them."),
-    ] = "127.0.0.1"
+    ] = LOOPBACK
     port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ones.")] = "0"
     streams: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_STREAMS)],
@@ -156,6 +157,18 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         for host in _hosts(self.host):
             if not ipaddress.ip_address(host).is_loopback:
                 raise _wrong("host", self.host, f"other machines can reach {host}, so {SET_A_SECRET}")
+
+    def inner_host(self, machines: int) -> str:
+        """Where the processes of one engine reach each other.
+
+        Raises :class:`~tercet.protocol.BadRequest` for an engine on several ``machines`` whose address only one knows.
+        """
+        first = _hosts(self.host)[0]
+        if machines == 1:
+            return LOOPBACK
+        if ipaddress.ip_address(first) == ipaddress.ip_address(LOOPBACK):
+            raise _wrong("host", self.host, "must be this machine's address, as the engine has ranks on other machines")
+        return first
 
     def transport_settings(self) -> TransportSettings:
         """These settings in the transport's form."""

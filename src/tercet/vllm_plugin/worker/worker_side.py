@@ -15,9 +15,9 @@ from tercet.vllm_plugin.worker.step_layers import StepLayers
 
 
 class WorkerSide:
-    """One rank: its agent, and the pushes of the current step."""
+    """One rank: its agent, and the pushes of the current step. The engine's other processes reach it at ``host``."""
 
-    def __init__(self, rank: int, config: PluginSettings) -> None:
+    def __init__(self, rank: int, config: PluginSettings, host: str) -> None:
         self._rank = rank
         self._config = config
         self._step = StepMetadata()
@@ -25,7 +25,8 @@ class WorkerSide:
         self._layers = 0
         self._started: AgentProcess | None = None
         # A worker has no data of the agents' channels; it answers with the number of layers that it has run.
-        self._life = ControlServer(lambda _: {"layers": self._layers})
+        self._host = host
+        self._life = ControlServer(lambda _: {"layers": self._layers}, host)
 
     def register(self, planes: LayerPlanes, layout: KVLayout) -> None:
         """Start the agent over the KV cache; called once, before the first forward pass."""
@@ -51,6 +52,7 @@ class WorkerSide:
                 device,
                 mapped,
                 self._device and self._device.rdma,
+                self._host,
             )
             self._started = AgentProcess(setup)
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number

@@ -1,0 +1,222 @@
+"""The state of routers on several machines, in a ConfigMap of Kubernetes; a Lease tells whose turn it is.
+
+What was read is replaced only if its ``resourceVersion`` is still the same, which the API server checks.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.protocol import BadRequest, EngineError
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.lease_claim import LEASE_SECONDS, LeaseClaim, LeaseRecord
+from tercet.router.state_store import SharedTurn, Stored
+
+KEY = "state.json"
+MOST_BYTES = 900 * 1024
+"""Of a state: Kubernetes refuses objects of more than a MiB."""
+ANSWER_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+"""Between two looks for a change that others have made."""
+OK, CREATED, NOT_FOUND, FORBIDDEN, CONFLICT = 200, 201, 404, 403, 409
+Json = dict[str, Any]
+Ask = Callable[[str, str, Json | None], tuple[int, Json]]
+
+
+def asking(api: ApiAccess) -> Ask:
+    """Calls of the API server that block. They raise :class:`~tercet.protocol.EngineError` if it does not answer."""
+
+    def ask(method: str, path: str, body: Json | None) -> tuple[int, Json]:
+        headers = {"accept": "application/json"}
+        if body is not None:
+            headers["content-type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        try:
+            if token := api.token():
+                headers["authorization"] = f"Bearer {token}"
+            return _call(api.url, api.tls(), method, path, None if body is None else msgspec.json.encode(body), headers)
+        except (OSError, http.client.HTTPException, *UNREADABLE) as error:
+            raise EngineError(f"state: the API server at {api.url} does not answer: {error}") from error
+
+    return ask
+
+
+def _call(
+    url: str, tls: ssl.SSLContext | None, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+) -> tuple[int, Json]:
+    at = urlsplit(url)
+    host, port = at.hostname or "", at.port
+    if at.scheme == "https":
+        connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_SECONDS, context=tls)
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    try:
+        connection.request(method, at.path.rstrip("/") + path, body, dict(headers))
+        answer = connection.getresponse()
+        return answer.status, msgspec.json.decode(answer.read(), type=Json)
+    finally:
+        connection.close()
+
+
+class ConfigMapStore:
+    """The ConfigMap ``name`` of a namespace, which the first change makes. ``clock`` is this process's own."""
+
+    def __init__(self, ask: Ask, namespace: str, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask, self._clock = ask, clock
+        self._namespace, self._called = namespace, name
+        self._objects = f"/api/v1/namespaces/{namespace}/configmaps"
+        self._stamp: object = None
+        self._looked: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"the ConfigMap {self._namespace}/{self._called}"
+
+    def load(self) -> Stored:
+        """The content, marked by the object's version."""
+        status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
+        if status == NOT_FOUND:
+            return self._noted(Stored(None, None))
+        require(status, found, self.name, "get")
+        content = part(found, "data").get(KEY)
+        return self._noted(Stored(None if content is None else str(content).encode(), version_of(found)))
+
+    def store(self, content: bytes, since: object) -> bool:
+        """As :meth:`~tercet.router.state_store.StateStore.store`."""
+        if len(content) > MOST_BYTES:
+            raise BadRequest(
+                f"state: it has {len(content)} bytes, and {self.name} may have {MOST_BYTES}; remove engines, or use "
+                "a file (--state)", "state"
+            )  # fmt: skip
+        body: Json = {"metadata": {"name": self._called}, "data": {KEY: content.decode()}}
+        written = write(self._ask, self._objects, self._called, {"apiVersion": "v1", "kind": "ConfigMap"}, body, since)
+        if written is None:
+            return False
+        require(*written, self.name, "create and patch")
+        self._looked = None
+        return True
+
+    def stamp(self) -> object:
+        """The object's version, up to a second ago."""
+        if self._looked is None or self._clock() >= self._looked + LOOK_SECONDS:
+            self.load()
+        return self._stamp
+
+    def _noted(self, found: Stored) -> Stored:
+        self._looked, self._stamp = self._clock(), found.mark
+        return found
+
+    def turn(self, what: str) -> SharedTurn:
+        """A Lease next to the ConfigMap."""
+        holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", LeaseClaim(holder), self._clock)
+
+
+class LeaseTurn:
+    """The Lease ``name`` of a namespace."""
+
+    def __init__(self, ask: Ask, namespace: str, name: str, claim: LeaseClaim, clock: Callable[[], float]) -> None:
+        self._ask, self._claim, self._clock = ask, claim, clock
+        self._namespace, self._called = namespace, name
+        self._objects = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._changes = 0
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"the Lease {self._namespace}/{self._called}"
+
+    def take(self) -> bool:
+        """As :meth:`.SharedTurn.take`; an API server that is away for a moment changes nothing."""
+        now = self._clock()
+        if self._claim.holds(now) and not self._claim.needs_renewal(now):
+            return True
+        try:
+            self._look(now)
+        except EngineError:
+            if not self._claim.holds(self._clock()):
+                self._claim.lost()
+                raise
+        return self._claim.holds(self._clock())
+
+    def _look(self, now: float) -> None:
+        status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
+        if status != NOT_FOUND:
+            require(status, found, self.name, "get")
+        spec = part(found, "spec")
+        seen = None if status == NOT_FOUND else LeaseRecord(str(spec.get("holderIdentity") or ""), version_of(found))
+        if not self._claim.may_write(seen, self._clock()):
+            self._claim.lost()
+            return
+        self._changes = int(spec.get("leaseTransitions") or 0) + (
+            seen is not None and seen.holder != self._claim.holder
+        )
+        self._write(self._claim.holder, None if seen is None else seen.version, now)
+
+    def _write(self, holder: str, since: object, asked: float) -> None:
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec: Json = {
+            "holderIdentity": holder, "leaseDurationSeconds": LEASE_SECONDS, "renewTime": at,
+            "leaseTransitions": self._changes,
+        }  # fmt: skip
+        kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+        body = {"metadata": {"name": self._called}, "spec": spec}
+        written = write(self._ask, self._objects, self._called, kind, body, since)
+        if written is None:
+            self._claim.lost()
+            return
+        require(*written, self.name, "create and patch")
+        self._claim.written(asked)
+
+    def release(self) -> None:
+        """Give it back, if it was taken, so that the next one need not wait for its end."""
+        if not self._claim.holds(self._clock()):
+            return
+        status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
+        if status == OK and part(found, "spec").get("holderIdentity") == self._claim.holder:
+            self._write("", version_of(found), self._clock())
+        self._claim.lost()
+
+
+def write(ask: Ask, objects: str, name: str, kind: Json, body: Json, since: object) -> tuple[int, Json] | None:
+    """Make or change an object that is still as it was; None if it is not."""
+    if since is None:
+        answer = ask("POST", objects, {**kind, **body})
+    else:
+        answer = ask("PATCH", f"{objects}/{name}", {**body, "metadata": {"name": name, "resourceVersion": since}})
+    return None if answer[0] in (CONFLICT, NOT_FOUND) else answer
+
+
+def version_of(found: Json) -> str:
+    """The version of an object, which changes with it."""
+    return str(part(found, "metadata").get("resourceVersion", ""))
+
+
+def part(found: Json, name: str) -> Json:
+    """A part of an object, which may lack it."""
+    return cast("Json", found.get(name) or {})
+
+
+def require(status: int, found: Json, name: str, verbs: str) -> None:
+    """Raise :class:`~tercet.protocol.EngineError` for an answer that is none."""
+    if status not in (OK, CREATED):
+        hint = f"; its Role must allow {verbs}" if status == FORBIDDEN else ""
+        raise EngineError(f"state: {name} cannot be used: HTTP {status}{hint}: {str(found.get('message', ''))[:300]}")
+
+
+def configmap_store(api: ApiAccess, given: str) -> ConfigMapStore:
+    """The store in ``[NAMESPACE/]NAME``."""
+    namespace, slash, name = given.rpartition("/")
+    return ConfigMapStore(asking(api), namespace if slash else api.namespace, name)
