@@ -1,7 +1,7 @@
 """What a streamed token costs the router, beside vLLM's own API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
-    python benchmarks/front_door.py --kinds plain,tools,reasoning,logprobs
+    python benchmarks/front_door.py --kinds all [--rounds 5]
 
 A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
 own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
@@ -15,8 +15,10 @@ that has `ai-dynamo` 1.6.1 (its steps take about 20 ms, whatever `--step` says).
 a stream to its next: where it is short, processes do not sleep between steps, and wake up with cold caches less often.
 
 `--kinds` measures streams of other kinds in their stead, each kind at 16 streams by the router and the API server in
-turn: `benchmarks/stream_kinds.py` has what their clients ask and what the model says. A token of a tool call need not
-be an event, so the events of whole streams tell how many tokens an event is.
+turn, in `--rounds` rounds, so that what else a machine does meets all alike: `benchmarks/stream_kinds.py` has what
+their clients ask and what the model says. The table has medians over the rounds with the least and the most, and the
+medians of the shares of each round. A token of a tool call need not be an event, so the events of whole streams tell
+how many tokens an event is.
 """
 
 from __future__ import annotations
@@ -120,11 +122,9 @@ class Clients:
     def __init__(self, port: int, tokens: int, kind: StreamKind) -> None:
         self.events = self.requests = self.whole = 0
         self.ttfts: list[float] = []
-        body = json.dumps(
-            {"model": MODEL_NAME, "max_tokens": tokens, "stream": True, "ignore_eos": True, **kind.body(PROMPT)}
-        )
+        body = json.dumps({"model": MODEL_NAME, "stream": True, **kind.body(PROMPT, tokens)})
         self._port = port
-        self._tokens = tokens
+        self._tokens = tokens * kind.more.get("n", 1)
         self._request = (
             f"POST {kind.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n{body}"
@@ -284,13 +284,18 @@ def await_model(port: int) -> None:
     raise RuntimeError("the server lists no model")
 
 
+def kinds_of(given: str) -> list[str]:
+    """The kinds that ``--kinds`` names."""
+    return list(KINDS) if given == "all" else [kind for kind in given.split(",") if kind]
+
+
 def run(args: argparse.Namespace) -> list[Row]:
     """Every case, Tercet's and the peer's in turn."""
     from tercet.cluster.model import resolve_model
 
     model = resolve_model("smollm2", lambda _: None)
     rows: list[Row] = []
-    kinds: list[str] = args.kinds.split(",") if args.kinds else []
+    kinds = kinds_of(args.kinds)
     flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
         source_port, router, stock, proxy, floor = (free_port() for _ in range(5))
@@ -313,9 +318,11 @@ def run(args: argparse.Namespace) -> list[Row]:
         servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
         if kinds:
             print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
-            for kind in kinds:
-                for name, port, pids in servers:
-                    rows.append(measure(name, kind, port, pids, args.seconds, args.tokens, streams=16, kind=kind))
+            for _ in range(args.rounds):
+                for kind in kinds:
+                    for name, port, pids in servers:
+                        rows.append(measure(name, kind, port, pids, args.seconds, args.tokens, streams=16, kind=kind))
+            print_kinds(rows, kinds, *(name for name, _, _ in servers))
             return rows
         writer_pid = stack.enter_context(process(this, "writer", str(floor), str(args.tokens), port=floor, **step))
         servers.append(("writes alone", floor, [writer_pid]))
@@ -345,6 +352,27 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def print_kinds(rows: Sequence[Row], kinds: Sequence[str], ours: str, theirs: str) -> None:
+    """Print the price of each kind over all rounds, next to the peer's and to that of the first kind."""
+    found = {
+        (name, kind): [row.us_per_token for row in rows if (row.server, row.case) == (name, kind)]
+        for name in (ours, theirs)
+        for kind in kinds
+    }
+
+    def share(first: list[float], second: list[float]) -> str:
+        return f"{statistics.median(one / other for one, other in zip(first, second, strict=True)):.2f}"
+
+    def price(each: list[float]) -> str:
+        return f"{statistics.median(each):.0f} ({min(each):.0f} to {max(each):.0f})"
+
+    print(f"| kind | {ours} | {theirs} | share | of {kinds[0]} |\n| --- | ---: | ---: | ---: | ---: |")
+    for kind in kinds:
+        own, other = found[ours, kind], found[theirs, kind]
+        shares = share(own, other), share(own, found[ours, kinds[0]])
+        print(f"| {kind} | {price(own)} | {price(other)} | {' | '.join(shares)} |")
+
+
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write measurements, with the machine and the day."""
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
@@ -361,12 +389,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--step", type=float, default=STEP, help="seconds from one token of a stream to its next")
     parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
-    parser.add_argument("--kinds", default="", metavar="A,B", help=f"streams of other kinds: {', '.join(KINDS)}")
+    parser.add_argument("--kinds", default="", metavar="A,B", help=f"streams of other kinds: all, {', '.join(KINDS)}")
+    parser.add_argument("--rounds", type=int, default=5, help="of all kinds")
     parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
     parser.add_argument("--dynamo", metavar="PYTHON", help="a Python that has ai-dynamo 1.6.1 installed")
     parser.add_argument("--result-filename", type=Path, help="where to write the measurements")
     args = parser.parse_args()
-    unknown = [kind for kind in filter(None, args.kinds.split(",")) if kind not in KINDS]
+    unknown = [kind for kind in kinds_of(args.kinds) if kind not in KINDS]
     if unknown:
         parser.error(f"--kinds: there is no {', '.join(unknown)}; there are {', '.join(KINDS)}")
     if args.clients_of is not None:

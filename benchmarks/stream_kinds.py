@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 # vLLM's parsers, of the router and of its API server.
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
 WORDS = "The weather there is fine, so that a walk along the river would be a good idea in the afternoon. " * 3
@@ -29,12 +30,17 @@ class StreamKind:
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     says: str = ""
 
-    def body(self, prompt: str) -> dict[str, Any]:
-        """What differs between the requests of this kind and others; a request's seed tells the model what to say."""
-        said = {"seed": seed_of(self)} if self.says else {}
+    def body(self, prompt: str, tokens: int) -> dict[str, Any]:
+        """What requests of this kind ask for, but for the model; a number in it tells the model what to say."""
+        said = {("top_k" if self.path == MESSAGES else "seed"): number_of(self)} if self.says else {}
+        if self.path == MESSAGES:
+            return {"max_tokens": tokens, "messages": [{"role": "user", "content": prompt}], **said, **self.more}
+        if self.path == RESPONSES:
+            return {"max_output_tokens": tokens, "ignore_eos": True, "input": prompt, **said, **self.more}
+        common = {"max_tokens": tokens, "ignore_eos": True, **said, **self.more}
         if self.path == COMPLETIONS:
-            return {"prompt": prompt, **said, **self.more}
-        return {"messages": [{"role": "user", "content": prompt}], **said, **self.more}
+            return {"prompt": prompt, **common}
+        return {"messages": [{"role": "user", "content": prompt}], **common}
 
 
 KINDS = {
@@ -47,16 +53,18 @@ KINDS = {
     "token-ids": StreamKind(more={"return_token_ids": True}),
     "usage": StreamKind(more={"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     "n2": StreamKind(more={"n": 2}),
+    "responses": StreamKind(RESPONSES, says=f"<think>Well.</think>{WORDS}"),
+    "messages": StreamKind(MESSAGES, says=f"<think>Well.</think>{WORDS}"),
 }
 
 
-def seed_of(kind: StreamKind) -> int:
-    """The seed of a kind's requests."""
+def number_of(kind: StreamKind) -> int:
+    """The seed of a kind's requests, or their ``top_k`` where a request has no seed."""
     return 1 + list(KINDS.values()).index(kind)
 
 
 def scripts_of(kinds: Sequence[str], model: str) -> str:
-    """The tokens for each kind's seed, in the words of ``token_source.py``."""
+    """The tokens for each kind's number, in the words of ``token_source.py``."""
     said = {kind: KINDS[kind] for kind in kinds if KINDS[kind].says}
     if not said:
         return "{}"
@@ -64,5 +72,5 @@ def scripts_of(kinds: Sequence[str], model: str) -> str:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     return json.dumps(
-        {seed_of(kind): tokenizer.encode(kind.says, add_special_tokens=False) for kind in said.values()}
+        {number_of(kind): tokenizer.encode(kind.says, add_special_tokens=False) for kind in said.values()}
     )  # fmt: skip

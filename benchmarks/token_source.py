@@ -8,7 +8,8 @@ python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS [FLAG
 python benchmarks/token_source.py writer PORT TOKENS
 
 `TOKEN_SOURCE_STEP` is the time from one token of a stream to its next, in seconds. `TOKEN_SOURCE_SCRIPTS` is a JSON
-object: a request whose `seed` is one of its keys gets those tokens, again and again; others get any.
+object: a request whose `seed`, or without one whose `top_k`, is one of its keys gets those tokens, again and again;
+others get any.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 LAST = b"0\r\n\r\n"
 
 
-def tokens_of(seed: int | None) -> list[int]:
-    """The tokens that a request with this seed gets, in order."""
-    return SCRIPTS.get(str(seed)) or [1000, *range(1999, 1000, -1)]
+def tokens_of(seed: int | None, top_k: int | None) -> list[int]:
+    """The tokens that a request with these parameters gets, in order."""
+    return SCRIPTS.get(str(top_k if seed is None else seed)) or [1000, *range(1999, 1000, -1)]
 
 
 # ---- the token source ----------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ async def source(port: int) -> None:
         connection = await router_connections.connect(router.address, router.key)
         sender = connection.sender(router.number, 0, lambda: running.pop(sender, None))
         params = call.sampling_params
-        tokens, most = tokens_of(params.get("seed")), params.get("max_tokens", 16)
+        tokens, most = tokens_of(params.get("seed"), params.get("top_k")), params.get("max_tokens", 16)
         running[sender] = outputs = outputs_of(tokens, most, params.get("logprobs"), len(call.prompt))
         sender.send(next(outputs))
 
@@ -142,7 +143,7 @@ async def core(inputs: str, outputs: str) -> None:
     def outputs_of(request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
         params = request.sampling_params
         assert params is not None
-        tokens, most = tokens_of(params.seed), params.max_tokens or 16
+        tokens, most = tokens_of(params.seed, params.top_k), params.max_tokens or 16
         for at in range(most):
             token = tokens[at % len(tokens)]
             stats = None if at else PrefillStats()

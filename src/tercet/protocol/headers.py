@@ -13,6 +13,8 @@ SESSION_HEADER = "x-session-token"
 OTHER_SESSION_HEADERS = ("x-dynamo-session-id", "x-session-id")
 # How coding agents name theirs: Claude Code, OpenCode, and Codex in two forms.
 AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+# The subagent of Claude Code that asks: its chain of reasoning is a session, and not that of the whole run.
+SUBAGENT_HEADER = "x-claude-code-agent-id"
 # `true` on the last request of a session.
 SESSION_FINAL_HEADER = "x-dynamo-session-final"
 REQUEST_ID_HEADER = "x-request-id"
@@ -50,6 +52,7 @@ HEADERS = (
         Header(name, "requests to a router", f"The same, where there is no `{SESSION_HEADER}`.")
         for name in OTHER_SESSION_HEADERS
     ),
+    Header(SUBAGENT_HEADER, "requests to a router", "The same, from a subagent of Claude Code; for `--sessions` only."),
     *(
         Header(name, "requests to a router", "The same, from a coding agent; for `--sessions` only.")
         for name in AGENT_HEADERS

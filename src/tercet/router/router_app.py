@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tercet.decisions.sessions import session_in_body
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.long_bodies import LongBodies, is_long
@@ -421,6 +422,8 @@ def is_json(context: RequestContext) -> bool:
 def asked_by(fields: dict[str, Any]) -> Asked:
     """What a body asks for; nothing by a field of another type, which vLLM refuses, or does not read."""
     found: dict[str, Any] = {}
+    if (session := session_in_body(fields)) is not None:
+        found["session_name"] = session
     for name, kind in _ASKED:
         if name in fields:
             with suppress(msgspec.ValidationError):
@@ -428,7 +431,7 @@ def asked_by(fields: dict[str, Any]) -> Asked:
     return Asked(**found) if found else NOTHING
 
 
-_ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Asked))
+_ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Asked) if field.name != "session_name")
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------

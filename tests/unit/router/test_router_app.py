@@ -111,6 +111,11 @@ async def test_the_application_gets_the_body_and_what_it_asks_for(house: House) 
     assert house.app.asked == [Asked("m", -2, "ann")]
 
 
+async def test_a_body_may_name_a_session_as_clients_of_dynamo_do(house: House) -> None:
+    await house.post(model="m", nvext={"agent_context": {"session_id": "s"}}, session_name="no field of a body")
+    assert house.app.asked == [Asked("m", session_name="s")]
+
+
 @pytest.mark.parametrize("content", [b"", b'{"model": 7}', b'{"priority": "high"}', b"[1]"])
 async def test_a_body_that_vllm_will_refuse_is_vllms_to_refuse(house: House, content: bytes) -> None:
     assert (await house.client.post(PATH, content=content)).status_code == 200

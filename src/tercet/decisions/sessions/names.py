@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from tercet.protocol import Request
-from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER
+from collections.abc import Mapping
+from typing import Any, cast
 
-HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, *AGENT_HEADERS)
+from tercet.protocol import Request
+from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
+
+HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
+# Fields of bodies that vLLM does not read; the first one given counts. A trajectory is one chain of reasoning of a run,
+# which is what a session is; where clients of Dynamo name none, their session is.
+FIELDS = (
+    ("nvext", "agent_context", "trajectory_id"),
+    ("nvext", "agent_context", "session_id"),
+    ("nvext", "session_control", "session_id"),
+    ("program_id",),
+)
 
 
 def session_named(request: Request | None) -> str | None:
@@ -17,3 +28,16 @@ def session_named(request: Request | None) -> str | None:
         return None
     headers = request.headers
     return next((headers[name] for name in HEADERS if headers.get(name)), None) or request.session or None
+
+
+def session_in_body(body: Mapping[str, Any]) -> str | None:
+    """The session that a body names by fields that vLLM does not read; None unless it is a string."""
+    return next((found for path in FIELDS if (found := _text_at(body, path))), None)
+
+
+def _text_at(body: Any, path: tuple[str, ...]) -> str | None:
+    for name in path:
+        if not isinstance(body, Mapping):
+            return None
+        body = cast("Mapping[str, Any]", body).get(name)
+    return body if isinstance(body, str) else None

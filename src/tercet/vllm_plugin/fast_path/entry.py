@@ -27,6 +27,7 @@ from tercet.protocol.headers import TRACE_HEADER
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
 from tercet.vllm_plugin.fast_path.header_layers import HeaderLayers
 from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
+from tercet.vllm_plugin.fast_path.parser_parts import keep_parser_parts
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
 from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter, chat_format, completion_format
@@ -223,6 +224,7 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
     if not metrics.found:
         logger.warning("vLLM's HTTP metrics were not found: streams use its own path, which costs more")
         return None
+    keep_parser_parts()
     routes: dict[str, FastRoute] = {}
     completion, chat = state.openai_serving_completion, state.openai_serving_chat
     if completion is not None:

@@ -13,6 +13,7 @@ RENDERER = "vllm.renderers.base:BaseRenderer"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 PARSERS = "vllm.parser.abstract_parser"
+PARSER_ENGINE = "vllm.parser.engine.streaming_parser_engine"
 STREAM_PROCESSOR = "vllm.entrypoints.openai.chat_completion.stream_processor"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 
@@ -154,6 +155,34 @@ FAST_PATH_HOOKS = (
                 'data.pop("tool_calls", None)',
             ),
             Has(f"{CHAT_PROTOCOL}:ChatCompletionNamedToolChoiceParam", "model_fields"),
+        ),
+    ),
+    Hook(
+        name="parts of parsers",
+        what="Counters of tool parsers' calls, and what parsers drop of special tokens, are made once",
+        why="The first cost a sixth of parsing a tool call, the second half of making a parser",
+        until="vLLM keeps them",
+        replaces=("abstract_parser.record_tool_parser_invocation", "streaming_parser_engine._build_drop_info"),
+        relies_on=(
+            Takes(f"{PARSERS}:record_tool_parser_invocation", "is_tool_called", "is_streaming", "request"),
+            Says(
+                "vllm.parser.metrics:record_tool_parser_invocation",
+                "if _tool_call_parser_invocations is None: return",
+                "case ChatCompletionRequest(): request_type = RequestType.CHAT_COMPLETIONS",
+                "case ResponsesRequest(): request_type = RequestType.RESPONSES",
+                "ToolCallOutcome.TOOL_CALL if is_tool_called else ToolCallOutcome.NO_TOOL_CALL",
+                "model_name=_model_name",
+                'mode="streaming" if is_streaming else "non_streaming"',
+                "outcome=outcome.value",
+                "request_type=request_type.value",
+            ),
+            Takes(f"{PARSER_ENGINE}:_build_drop_info", "config", "tokenizer"),
+            Says(
+                f"{PARSER_ENGINE}:StreamingParserEngine.__init__",
+                "drop_info = _build_drop_info(config, tokenizer)",
+                "resolved_token_ids.update(drop_info.extra_token_ids)",
+                "lexer_shape = drop_info.lexer_shape",
+            ),
         ),
     ),
     Hook(

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
 
 from tercet.vllm_plugin.fast_path.sse_chunks import encode
 from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
 EMPTY = b"{}"
 CONTENT, REASONING = {"content"}, {"reasoning"}
+CALLS, CALLS_BESIDE_CONTENT = {"tool_calls"}, {"content", "tool_calls"}
+MORE_OF_CALL, ARGUMENTS = {"index", "function"}, {"arguments"}
 
 
 class ParsedDeltas:
@@ -71,4 +73,19 @@ def delta_json(delta: Any) -> bytes:
             return b'{"content":%b}' % encode(delta.content)
         if fields == REASONING:
             return b'{"reasoning":%b}' % encode(delta.reasoning)
+        if (fields in (CALLS, CALLS_BESIDE_CONTENT)) and len(delta.tool_calls) == 1:
+            more = _more_arguments(delta.tool_calls[0])
+            if more is not None:
+                content = b"" if fields == CALLS else b'"content":%b,' % encode(delta.content)
+                return b'{%b"tool_calls":[%b]}' % (content, more)
     return delta.model_dump_json(exclude_unset=True).encode()
+
+
+def _more_arguments(call: Any) -> bytes | None:
+    """A call that only goes on with its arguments, as most deltas of a call do; None for others."""
+    function = call.function
+    if type(call) is not DeltaToolCall or call.model_fields_set != MORE_OF_CALL:
+        return None
+    if type(function) is not DeltaFunctionCall or function.model_fields_set != ARGUMENTS:
+        return None
+    return b'{"index":%d,"function":{"arguments":%b}}' % (call.index, encode(function.arguments))

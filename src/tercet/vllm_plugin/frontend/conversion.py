@@ -19,6 +19,7 @@ from tercet.protocol.grammar_bounds import require_small
 from tercet.protocol.json_text import unwritable_field
 from tercet.protocol.seq_ids import sequence_id
 from tercet.vllm_plugin.mm_features import to_wire
+from tercet.wire.serving.request_context import NOTHING, Asked
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
 # Fields that the router uses itself for the text, or that vLLM derives again on the engine.
@@ -39,10 +40,10 @@ _FORWARDED = tuple(
 def to_request(
     request: EngineCoreRequest,
     headers: Mapping[str, str],
-    user: str | None = None,
+    known: Asked = NOTHING,
     features: tuple[MultiModalFeature, ...] = (),
 ) -> Request:
-    """Return a program's request for vLLM's, whose images and the like are ``features``.
+    """Return a program's request for vLLM's, whose images and the like are ``features``, and the body has ``known``.
 
     Raises ``VLLMValidationError`` (a 400) for features that cannot cross engines yet, and for values that cannot be
     encoded, so that no program gets them.
@@ -56,7 +57,7 @@ def to_request(
         if wanted:
             raise VLLMValidationError(f"{what}: not supported by this router; ask an engine directly")
     sampling = sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request)
-    _require_writable({**sampling, "cache_salt": request.cache_salt, "user": user, "priority": request.priority})
+    _require_writable({**sampling, "cache_salt": request.cache_salt, "user": known.user, "priority": request.priority})
     return Request(
         seq_id=sequence_id(request.request_id),
         prompt=tuple(request.prompt_token_ids or ()),
@@ -64,8 +65,8 @@ def to_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         headers=headers,
-        user=user,
-        session=request.session_id,
+        user=known.user,
+        session=request.session_id or known.session_name,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
         mm_features=features,
     )

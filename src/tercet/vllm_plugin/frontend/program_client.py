@@ -211,7 +211,7 @@ class ProgramClient(EngineCoreClient):
         try:
             _require_few(context)
             features = await features_of(request, self._programs.model_dtype)
-            sequence = to_request(request, context.headers, context.asked.user, features)
+            sequence = to_request(request, context.headers, context.asked, features)
         except VLLMValidationError:
             # AsyncLLM has registered it already, and does not undo that for errors raised here.
             self._processor.abort_requests((request.request_id,), internal=True)

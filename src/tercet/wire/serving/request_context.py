@@ -56,12 +56,16 @@ class FastStream(Protocol):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What the router itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take."""
+    """What the router itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take.
+
+    ``session_name`` is a session that the body names by fields that vLLM does not read.
+    """
 
     model: str | None = ""
     priority: int = 0
     user: str | None = None
     stream: Any = None
+    session_name: str | None = None
 
 
 NOTHING = Asked()

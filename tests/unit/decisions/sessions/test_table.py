@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from tercet.decisions.sessions import (
     Keep,
     MoveContext,
     SessionTable,
+    session_in_body,
     session_named,
 )
 from tercet.decisions.sessions.table import MOST_CONTEXTS
@@ -64,6 +66,7 @@ def only(actions: list[Action], kind: type[Action]) -> Context:
         ({"x-session-token": "a", "x-session-id": "b"}, "c", "a"),
         ({"x-dynamo-session-id": "d", "x-session-id": "b"}, None, "d"),
         ({"x-claude-code-session-id": "e"}, "c", "e"),
+        ({"x-claude-code-session-id": "e", "x-claude-code-agent-id": "f"}, None, "f"),
         ({"x-session-id": ""}, "c", "c"),
         ({}, None, None),
     ],
@@ -71,6 +74,27 @@ def only(actions: list[Action], kind: type[Action]) -> Context:
 def test_the_name_of_a_session(headers: dict[str, str], body: str | None, named: str | None) -> None:
     request = Request(seq_id="s", prompt=(1,), headers=headers, session=body, user="one of many sessions")
     assert session_named(request) == named
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"nvext": {"agent_context": {"session_id": "run", "trajectory_id": "run:planner"}}}, "run:planner"),
+        (
+            {"nvext": {"agent_context": {"session_id": "chain", "session_type_id": "x"}}, "program_id": "p"},
+            "chain",
+        ),
+        ({"nvext": {"session_control": {"session_id": "c", "action": "open", "timeout": 30}}}, "c"),
+        ({"program_id": "p", "model": "m"}, "p"),
+        ({"nvext": {"agent_context": {"session_id": ""}}, "program_id": "p"}, "p"),
+        ({"nvext": "x", "program_id": 7}, None),
+        ({"nvext": {"agent_context": ["session_id"], "agent_hints": {"priority": 5}}}, None),
+        ({"nvext": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_name_of_a_session_in_a_body(body: dict[str, Any], named: str | None) -> None:
+    assert session_in_body(body) == named
 
 
 def test_a_session_belongs_to_the_engine_that_ended_its_turn() -> None:
