@@ -66,7 +66,16 @@ class ParsedDeltas:
 
 
 def delta_json(delta: Any) -> bytes:
-    """A delta as vLLM writes it."""
+    """A delta as vLLM writes it; raises what vLLM raises if it cannot be written."""
+    try:
+        written = _usual_json(delta)
+    except UnicodeEncodeError:  # half of a character, from an escape that an output has cut
+        written = None
+    return delta.model_dump_json(exclude_unset=True).encode() if written is None else written
+
+
+def _usual_json(delta: Any) -> bytes | None:
+    """A delta of text, or of more arguments of a call, as most are; None for others."""
     if type(delta) is DeltaMessage:
         fields = delta.model_fields_set
         if fields == CONTENT:
@@ -78,7 +87,7 @@ def delta_json(delta: Any) -> bytes:
             if more is not None:
                 content = b"" if fields == CALLS else b'"content":%b,' % encode(delta.content)
                 return b'{%b"tool_calls":[%b]}' % (content, more)
-    return delta.model_dump_json(exclude_unset=True).encode()
+    return None
 
 
 def _more_arguments(call: Any) -> bytes | None:

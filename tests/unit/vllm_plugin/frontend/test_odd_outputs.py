@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from .conftest import LiveRouters, Step
@@ -76,6 +76,9 @@ ASKED = {"parallel_tool_calls": False, "return_token_ids": True, "include_reason
     ended=st.sampled_from(["stop", "length"]),
     asked=st.sets(st.sampled_from([*ASKED])),
 )
+@example(
+    calls=['{"city": "0\\ud800\\udc00"}'], before="", dropped=None, kept=1.0, widths=[1], ended="stop", asked=set()
+)  # an escaped character is cut into halves
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_of_any_text_in_outputs_of_any_widths(
     routers: LiveRouters, parser: str, calls: list[str], before: str, dropped: float | None, kept: float,
