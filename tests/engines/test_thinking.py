@@ -122,6 +122,7 @@ async def agents(url: str, headers: dict[str, str]) -> list[list[Any]]:
         return await asyncio.gather(*(agent(client, task, headers) for task in TASKS))
 
 
+@in_full
 async def test_agents_in_loops_are_told_the_same_by_a_pair_and_while_they_move(thinking: Fleet, tmp_path: Path) -> None:
     flags = ("--program", "disaggregated", "--program-arg", "min_send=1", "--", *THINKS, *TOOLS)
     with router_over(thinking.engine_urls(), tmp_path, *flags, model=MODEL) as url:
