@@ -118,8 +118,13 @@ class CudaDevice(CopyDevice):
 
     def copy(self, source: Side, target: Side, size: int) -> None:
         """Begin the copy by one kernel for all layers (:mod:`.cuda_copies`)."""
-        from tercet.transport.memory.cuda_copies import begin_copy
-
+        try:
+            from tercet.transport.memory.cuda_copies import begin_copy
+        except ImportError as error:
+            raise TransferFailed(
+                f"copies of KV on a GPU need Triton, which cannot be imported: {error}; pip install triton, in the "
+                "version that this PyTorch asks for"
+            ) from error
         begin_copy(source, target, size, self.numbers)
 
 

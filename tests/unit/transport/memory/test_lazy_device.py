@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +22,8 @@ from tercet.transport.memory import staged
 from tercet.transport.memory.block_order import rearranged
 from tercet.transport.memory.staged import BUFFERS, DeviceLost, IsOver, StagedMemory, wait_until
 from tercet.transport.memory.torch_blocks import PeerBlocks, TorchBlocks, host_planes
-from tercet.transport.memory.torch_devices import CopyDevice
+from tercet.transport.memory.torch_devices import CopyDevice, CudaDevice
+from tercet.transport.memory.torch_planes import Planes, Side
 from tercet.transport.region import Numbers
 from tests.unit.transport.memory.lazy_device import LazyDevice
 from tests.unit.transport.ranks import FINGERPRINT, content, expected_after, filled, idle, settle, transfer
@@ -300,4 +302,14 @@ def test_a_device_that_does_not_copy_is_found_in_practice() -> None:
     with pytest.raises(TransferFailed, match="do not return the bytes"):
         memory.practise()
     assert memory.buffers_free() == (BUFFERS, BUFFERS)
+    region.close()
+
+
+def test_a_gpu_without_triton_is_an_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "tercet.transport.memory.cuda_copies", raising=False)
+    region = filled(1, BLOCKS, BYTES, 1)
+    side = Side(Planes(host_planes(region)), range(1), np.array([1]))
+    with pytest.raises(TransferFailed, match="pip install triton"):
+        CudaDevice(0).copy(side, side, BYTES)
     region.close()
