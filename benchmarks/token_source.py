@@ -197,15 +197,16 @@ async def peer(port: int, model: str, inputs: str, outputs: str, *more: str) -> 
     from vllm.config import VllmConfig
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
+    from tercet.vllm_plugin.differences import cli_args
+
     argv = ["--model", model, "--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--max-model-len", "2048", "--disable-uvicorn-access-log", *more]
-    args = cast(argparse.Namespace, make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
+    args = cast(argparse.Namespace, cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
     _, sock = setup_server(args, reuse_port=False)
     config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
     addresses = {"input_address": inputs, "output_address": outputs}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
-import socket
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import FleetState
 from tercet.router.roles import INTERVAL_S, FleetRoles
 from tercet.router.shared_state import SharedState
+from tercet.router.state_store import name_of_this_process
 from tercet.settings.role_settings import Objectives
 
 logger = logging.getLogger("tercet.router")
@@ -62,7 +61,7 @@ class RoleKeeper:
         self._shared = shared
         self._said = Path(f"{path}.roles.json")
         self._mine = shared.turn("roles")
-        self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._name = name_of_this_process()
         self._objectives = objectives
         self._files = FileThread()
 

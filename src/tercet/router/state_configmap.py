@@ -6,9 +6,6 @@ What was read is replaced only if its ``resourceVersion`` is still the same, whi
 from __future__ import annotations
 
 import http.client
-import os
-import secrets
-import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +19,7 @@ from tercet.fleet.discovery.api_access import ApiAccess
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.lease_claim import LEASE_SECONDS, LeaseClaim, LeaseRecord
-from tercet.router.state_store import SharedTurn, Stored
+from tercet.router.state_store import SharedTurn, Stored, name_of_this_process
 
 KEY = "state.json"
 MOST_BYTES = 900 * 1024
@@ -120,8 +117,8 @@ class ConfigMapStore:
 
     def turn(self, what: str) -> SharedTurn:
         """A Lease next to the ConfigMap."""
-        holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", LeaseClaim(holder), self._clock)
+        claim = LeaseClaim(name_of_this_process())
+        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock)
 
 
 class LeaseTurn:

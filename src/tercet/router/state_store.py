@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import socket
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,6 +21,11 @@ from tercet.protocol import BadRequest, EngineError
 
 LOCK_SECONDS = 10.0
 RETRY_DELAY_S = 0.01
+
+
+def name_of_this_process() -> str:
+    """A name that no other process has, of this machine or another; each call gives another one."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Stored(NamedTuple):

@@ -226,7 +226,7 @@ class StagedMemory(KVMemory):
 
         Returns its bytes, once the device has them. Call this while the blocks cannot get another owner.
         """
-        nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+        nbytes = self._checked_target((layers, blocks, offset), size)
         source = buffer.bytes[:nbytes]
         with ending_where_a_device_hangs():
             self._copy(buffer, lambda: self.device.begin_in(layers, blocks, offset, size, source, order))
@@ -240,10 +240,7 @@ class StagedMemory(KVMemory):
         A chunk is a place there, a place here, and the bytes of each block. All copies begin before the first has to
         end, so that the device does not wait between them. Call this while our blocks cannot get another owner.
         """
-        sizes = [
-            self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
-            for _, (layers, blocks, offset), size in chunks
-        ]
+        nbytes = sum(self._checked_target(here, size) for _, here, size in chunks)
         with ending_where_a_device_hangs():
             is_over: IsOver = lambda: True  # noqa: E731  as long as nothing has begun
             try:
@@ -251,12 +248,11 @@ class StagedMemory(KVMemory):
                     is_over = self.device.begin_across(theirs, there, here, size, order)
             finally:
                 wait_until(is_over)
-        return sum(sizes)
+        return nbytes
 
     def put_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> int:
         """As :meth:`copy_across`, for a chunk that has arrived."""
-        layers, blocks, offset = here
-        nbytes = self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
+        nbytes = self._checked_target(here, size)
         with ending_where_a_device_hangs():
             wait_until(self.device.begin_landed(landing, here, size, order))
         return nbytes
@@ -266,6 +262,11 @@ class StagedMemory(KVMemory):
         with buffer.copying(lambda: is_over()):
             is_over = begin()
             wait_until(is_over)
+
+    def _checked_target(self, here: Places, size: int) -> int:
+        """As :meth:`_checked`; negative blocks are left out, and their bytes count."""
+        layers, blocks, offset = here
+        return self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
 
     def _checked(self, layers: range, blocks: Numbers, offset: int, size: int, count: int | None = None) -> int:
         """A chunk's bytes; raises :class:`~tercet.protocol.BadRequest` for a chunk outside of this rank's blocks."""

@@ -5,32 +5,28 @@ The command is ``python -m tercet.vllm_plugin.start.node FLAGS``, with vLLM's fl
 
 from __future__ import annotations
 
-import sys
 from typing import Any
-
-from tercet.protocol import BadRequest
 
 
 def main() -> None:
     """Compute for the engine's first machine until it, or a signal, ends this."""
     from vllm.entrypoints.cli.serve import run_headless
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from tercet.vllm_plugin.differences import cli_args
     from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
     from tercet.vllm_plugin.start.log_noise import without_noise
+    from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
 
     without_noise()
     refuse_in_a_sentence()
-    parser: Any = make_arg_parser(FlexibleArgumentParser(description="An engine's ranks on a further machine."))
-    try:
+    options: Any = cli_args()
+    parser = options.make_arg_parser(FlexibleArgumentParser(description="An engine's ranks on a further machine."))
+    with refusing_in_a_sentence():
         args = parser.parse_args()
-        validate_parsed_serve_args(args)
+        options.validate_parsed_serve_args(args)
         args.api_server_count = 0
         run_headless(args)
-    except BadRequest as error:
-        print(f"tercet: {error.message}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
 
 
 if __name__ == "__main__":

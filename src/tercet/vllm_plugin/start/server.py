@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tercet.aio.importing import import_late, without_collections
-from tercet.protocol import BadRequest
 from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.start.log_noise import without_noise
+from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
 from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
 
 PLAIN = "vllm.entrypoints.openai.api_server"
@@ -123,11 +123,8 @@ def _serve(workers: Sequence[frozenset[int]]) -> None:
     inspect_models_here()
     stand_by(workers)
     refuse_in_a_sentence()
-    try:
+    with refusing_in_a_sentence():
         runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
-    except BadRequest as error:
-        print(f"tercet: {error.message}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
 
 
 def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
