@@ -71,7 +71,8 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
         (responses, "content", {"input": [{"role": "user", "content": [INPUT_PART] * few}], "max_output_tokens": 2}),
         (responses, "input: text", {"input": "a b " * 500_000, "max_output_tokens": 2}),
         (responses, "tools", {"input": "x", "tools": [tool] * (items // 32), "max_output_tokens": 2}),
-        ("/tokenize", "prompt", {"prompt": "a b " * 250_000}),
+        ("/tokenize", "prompt", {"prompt": "a b " * 65_000}),
+        ("/tokenize", "prompt: too many", {"prompt": "a b " * 250_000}),
         ("/tokenize", "messages", {"messages": [TURN] * (items - 8)}),
         ("/detokenize", "tokens", {"tokens": [5] * numbers}),
     ]  # fmt: skip
