@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,16 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tercet.cluster.ports import free_ports
+
 MODEL = "smollm2"
 PROFILE = "llama-3.1-8b-h100-tp1"
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @contextmanager
@@ -63,7 +56,7 @@ def wait_for(url: str) -> None:
 @contextmanager
 def fleet(folder: Path, *more: str, **variables: str) -> Generator[tuple[str, list[int]]]:
     """A prefill engine ``p``, decode engines ``d`` and ``e``, and a router, whose URL is given, with all ports."""
-    ports = free_ports(4)
+    ports = free_ports("127.0.0.1", 4)
     with ExitStack() as stack:
         for name, port in zip(("p", "d", "e"), ports, strict=False):
             command = ("engine", "--simulate", PROFILE, "--name", name, "--port", str(port), "--model", MODEL)

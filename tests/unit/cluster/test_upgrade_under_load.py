@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tercet.cluster.ports import free_ports
 from tests.long_runs import in_full
-from tests.simulated_processes import PROFILE, ask, free_ports, running, wait_for
+from tests.simulated_processes import PROFILE, ask, running, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -85,7 +86,7 @@ def tercet(cache: Path, *command: str) -> str:
 
 @pytest.mark.parametrize("scales", [False, pytest.param(True, marks=in_full)])
 def test_no_request_fails_and_no_token_is_of_the_wrong_tokenizer(tmp_path: Path, scales: bool) -> None:
-    ports, cache = free_ports(3), tmp_path / "cache"
+    ports, cache = free_ports("127.0.0.1", 3), tmp_path / "cache"
     checkpoints = {model: checkpoint(tmp_path, model) for model in STRIDES}
     for model, port in zip(STRIDES, ports, strict=False):
         settings = UP.format(model=checkpoints[model], port=port, logs=tmp_path / model)

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.simulated_processes import MODEL, ask, fleet, free_ports, wait_for
+from tercet.cluster.ports import free_ports
+from tests.simulated_processes import MODEL, ask, fleet, wait_for
 
 from .pages import ROOT
 
@@ -50,7 +51,7 @@ def of_dashboards() -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def prometheus(folder: Path, targets: list[str]) -> Generator[str]:
-    (port,) = free_ports(1)
+    (port,) = free_ports("127.0.0.1", 1)
     jobs = [{"job_name": "tercet", "scrape_interval": "1s", "static_configs": [{"targets": targets}]}]
     config = {"global": {"evaluation_interval": "1s"}, "rule_files": [str(RULES)], "scrape_configs": jobs}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest, Conflict, EngineError, TransferFailed
 from tercet.transport import (
     HeadSlice,
@@ -76,17 +77,9 @@ def established(ports: set[int]) -> dict[int, int]:
     return found
 
 
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
 def test_a_busy_port_is_skipped_and_when_all_are_it_says_so() -> None:
     region = filled(1, 4, KIB, 1)
-    free, *_ = free_ports(1)
+    free, *_ = free_ports("127.0.0.1", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = taken.getsockname()[1]
         before = Held()
@@ -187,7 +180,7 @@ def test_an_address_that_is_none_fails_its_send(address: str) -> None:
 
 def test_nobody_there_fails_the_send_and_a_later_one_tries_again() -> None:
     ours, theirs = filled(2, 4, KIB, 1), filled(2, 4, KIB, 2)
-    (port,) = free_ports(1)
+    (port,) = free_ports("127.0.0.1", 1)
     with rank(ours) as sender:
         outcome = Send(sender, (f"tcp://127.0.0.1:{port}",), new_lease(), whole(ours)).wait()
         assert isinstance(outcome, TransferFailed)
@@ -198,7 +191,7 @@ def test_nobody_there_fails_the_send_and_a_later_one_tries_again() -> None:
 
 def test_one_wrong_address_among_several_fails_the_send_soon() -> None:
     ours, theirs = filled(2, 4, KIB, 1), filled(2, 4, KIB, 2)
-    (port,) = free_ports(1)
+    (port,) = free_ports("127.0.0.1", 1)
     with rank(ours, settings(streams=2)) as sender, rank(theirs) as receiver:
         send = Send(sender, (*receiver.addresses, f"tcp://127.0.0.1:{port}"), grant(receiver, (0,)), whole(ours))
         assert isinstance(send.wait(), TransferFailed)

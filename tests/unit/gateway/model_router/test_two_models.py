@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated_processes import PROFILE, ask, free_ports, running, wait_for
+from tercet.cluster.ports import free_ports
+from tests.simulated_processes import PROFILE, ask, running, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -27,7 +28,7 @@ def up(folder: Path, model: str, path: Path, port: int) -> list[str]:
 
 @contextmanager
 def two_models(folder: Path) -> Generator[tuple[str, dict[str, str], Answers]]:
-    ports = free_ports(3)
+    ports = free_ports("127.0.0.1", 3)
     checkpoints = {model: checkpoint(folder, model) for model in STRIDES}
     urls = {model: f"http://127.0.0.1:{port}" for model, port in zip(STRIDES, ports, strict=False)}
     with ExitStack() as stack:
