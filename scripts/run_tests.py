@@ -1,8 +1,9 @@
 """All parts of `make test`: one that fails does not stop the others; at the end, what failed and what took longest.
 
-Three lanes run at the same time: tests of the shared engines, tests that start engines of their own, and the rest. Each
-lane waits for much of its time. A test that fails is run once more. One that passes then is
-flaky: it is named at the end and in build/tests/flaky.txt, and the run succeeds. One that fails twice fails the run.
+Three lanes run at the same time: tests of the shared engines; tests that start processes of their own, then style; and
+unit tests. Unit tests and style have a lower priority: they take the time that the others wait. A test that fails is
+run once more. One that passes then is flaky: it is named at the end and in build/tests/flaky.txt, and the run succeeds.
+One that fails twice fails the run.
 
     python -m scripts.run_tests                  all parts
     python -m scripts.run_tests engines envoy    these
@@ -46,19 +47,21 @@ class Part:
     name: str
     pytest: Sequence[str] = ()
     command: Sequence[str] = ()
+    yields: bool = False
+    """Whether it has a lower priority than the parts that mostly wait."""
 
 
 SHARED_LANE = (Part("engines", (*ENGINES, "-m", "not own_engines", "tests/engines")),)
-OWN_LANE = (Part("fleets", (*ENGINES, "-m", "own_engines", "tests/engines")),)
-REST_LANE = (
-    Part("style", command=("make", "--no-print-directory", "lint", "docs")),
-    Part("unit", ("-q", "--hypothesis-profile", "quick", UNIT)),
+OWN_LANE = (
+    Part("fleets", (*ENGINES, "-m", "own_engines", "tests/engines")),
     Part("charts", (*STUCK, "faulthandler_timeout=600", "tests/kubernetes")),
     Part("envoy", (*STUCK, "faulthandler_timeout=600", "tests/envoy")),
+    Part("style", command=("make", "--no-print-directory", "lint", "docs"), yields=True),
 )
+UNIT_LANE = (Part("unit", ("-q", "--hypothesis-profile", "quick", UNIT), yields=True),)
 
 
-LANES = (SHARED_LANE, OWN_LANE, REST_LANE)
+LANES = (SHARED_LANE, OWN_LANE, UNIT_LANE)
 
 
 @dataclass
@@ -98,7 +101,7 @@ def _run(part: Part, *, aside: bool) -> Outcome:
     """Run a part; the output of one that runs ``aside`` is printed when it has ended."""
     outcome, began = Outcome(part), time.monotonic()
     if part.command:
-        if _said(part.name, part.command, aside=aside) != 0:
+        if _said(part, part.command, aside=aside) != 0:
             outcome.failed.append(part.name)
     else:
         first = _pytest(part, (), aside=aside)
@@ -130,11 +133,14 @@ def judge(name: str, first: Iterable[str], code: int, second: Iterable[str]) -> 
 def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={RESULTS / part.name}",
                f"--junitxml={_report_of(part, again=bool(more))}", *part.pytest, *more]  # fmt: skip
-    return _said(part.name, command, aside=aside)
+    return _said(part, command, aside=aside)
 
 
-def _said(name: str, command: Sequence[str], *, aside: bool) -> int:
+def _said(part: Part, command: Sequence[str], *, aside: bool) -> int:
     """Run a command of a part; returns its exit code."""
+    name = part.name
+    if part.yields:
+        command = ["nice", "-n", "5", *command]
     print(f"\n== {name}{', output follows when it has ended' if aside else ''}", flush=True)
     if not aside:
         return run_bounded(command, MOST_SECONDS)

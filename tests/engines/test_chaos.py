@@ -29,8 +29,9 @@ ON_SIMULATED = (
 )
 
 
+@in_full
 @pytest.mark.parametrize(
-    "simulate", [pytest.param(None, id="vllm", marks=in_full), pytest.param("llama-3.1-8b-h100-tp1", id="simulated")]
+    "simulate", [pytest.param(None, id="vllm"), pytest.param("llama-3.1-8b-h100-tp1", id="simulated")]
 )
 def test_nobody_loses_anything(simulate: str | None, tmp_path: Path) -> None:
     config = UpConfig(

@@ -12,7 +12,7 @@ import pytest
 
 from tercet.lab.chaos.arena import fill_cache
 from tercet.wire.client import HttpEngine
-from tests.long_runs import FULL, in_full
+from tests.long_runs import in_full
 from tests.small_llama import WIDE, small_llama
 
 from .conftest import Fleet, settled, start_fleet
@@ -78,7 +78,8 @@ async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(sm
     assert len(moved) >= 6
 
 
-@pytest.mark.parametrize("seed", range(3 if FULL else 1))
+@in_full
+@pytest.mark.parametrize("seed", range(3))
 async def test_clients_leave_and_sequences_end_in_the_middle_of_moves(small: Fleet, seed: int) -> None:
     """At any moment of a move: while space is reserved, KV is sent, it is cut over, or has just gone on."""
     chance = random.Random(seed)

@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.long_runs import in_full
+
 from .client_streams import read
 from .conftest import Fleet
 from .test_stopping import LEAVING, STREAMS, begin_on, undrain
@@ -35,7 +37,7 @@ async def shows(fleet: Fleet, paused: str) -> None:
     [
         ("/pause?mode=keep", "all", "/resume"),
         ("/pause?mode=abort", "new", "/resume"),
-        ("/sleep?level=0&mode=keep", "all", "/wake_up"),
+        pytest.param("/sleep?level=0&mode=keep", "all", "/wake_up", marks=in_full),
     ],
 )
 async def test_others_take_what_a_paused_engine_has_and_it_comes_back(

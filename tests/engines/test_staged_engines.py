@@ -17,6 +17,7 @@ import pytest
 
 from tercet.protocol import LayoutMismatch
 from tercet.wire.client import HttpEngine
+from tests.long_runs import in_full
 from tests.small_llama import small_llama
 
 from .conftest import Fleet, places_of, router_over, settled
@@ -57,6 +58,7 @@ async def test_engines_that_cut_blocks_are_refused(urls: dict[str, str], source:
         await settled(receiver)
 
 
+@in_full
 async def test_requests_that_move_answer_as_if_they_had_stayed(urls: dict[str, str], tmp_path: Path) -> None:
     engines = {"prefill-0": urls["staged"], "decode-0": urls["staged_too"]}
     with router_over(engines, tmp_path) as url:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.fuzz.fuzzing import CORPUS, Target, bounded, fuzz, replay
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.targets.all import TARGETS
+from tests.long_runs import FULL
 
-ITEMS = {"frames": 1500, "calls": 60}
+ITEMS = {"frames": 1500, "calls": 60} if FULL else {"frames": 500, "calls": 30}
 SEED = 20261122
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.long_runs import in_full
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,6 +163,7 @@ def test_the_demo_shows_the_answer_and_what_happened(tmp_path: Path, up: list[Ru
     assert run.leaves_nothing(0)
 
 
+@in_full
 def test_a_demo_that_breaks_off_says_so(tmp_path: Path, up: list[Run]) -> None:
     run = Run(tmp_path, "breaks-off", "demo")
     up.append(run)

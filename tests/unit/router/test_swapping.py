@@ -16,7 +16,7 @@ from tests.long_runs import FULL
 from .conftest import LiveRouter, counted
 
 ANSWER = [100, 101, 102]
-SWAPS = 200 if FULL else 40
+SWAPS = 200 if FULL else 20
 
 
 async def test_new_requests_get_the_new_program_and_old_ones_keep_theirs(router: LiveRouter, programs: str) -> None:
