@@ -95,6 +95,8 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        # What tests leave is little, and looking for it often took a tenth of their time.
+        gc.set_threshold(100_000, 50, 1000)
 
 
 @pytest.hookimpl(wrapper=True)
