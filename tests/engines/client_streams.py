@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from tercet.protocol.sse import DONE, read_events
+from tercet.protocol.sse import DONE, EventReader, read_events
 
 from .prompts import prompt_of
 
@@ -30,6 +30,11 @@ class Answer(NamedTuple):
     text: str
     finish_reason: str
     completion_tokens: int
+
+
+def said_by(stream: str) -> list[Any]:
+    """The events of a whole stream, without its end mark."""
+    return [msgspec.json.decode(data) for data in EventReader().read(stream.encode()) if data != DONE]
 
 
 async def read(url: str, body: dict[str, Any], on_chunk: Callable[[], object] = lambda: None) -> Answer:

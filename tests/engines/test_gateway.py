@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from ..envoy.gateway import Gateway, envoy_binary, gateway
+from .client_streams import said_by
 from .conftest import Fleet
 
 pytestmark = [
@@ -33,8 +34,7 @@ async def asked(
     async with session.post(url + path, json={**body, "cache_salt": salt}, headers=headers) as answer:
         text = await answer.text()
         assert answer.status == 200, text
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line and "[DONE]" not in line]
-    said = [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+    said: list[dict[str, Any]] = said_by(text) if body.get("stream") else [msgspec.json.decode(text)]
     choices = [choice for each in said for choice in each.get("choices", ())]
     return choices, next((each["tercet"] for each in said if "tercet" in each), {})
 

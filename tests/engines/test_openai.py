@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.small_llama import small_llama
 
+from .client_streams import said_by
 from .conftest import Fleet, router_over
 from .prompts import prompt_of
 
@@ -139,9 +140,8 @@ async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
         text = await response.text()
         if response.content_type != "text/event-stream":
             return response.status, msgspec.json.decode(text)
-        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        assert lines[-1] == "[DONE]" or path == "/v1/responses", text
-        return response.status, [msgspec.json.decode(line) for line in lines if line != "[DONE]"]
+        assert text.endswith("data: [DONE]\n\n") or path == "/v1/responses", text
+        return response.status, said_by(text)
 
 
 async def both(fleet: Fleet, path: str, body: Any, router: str | None = None) -> tuple[Any, Any]:

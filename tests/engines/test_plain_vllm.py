@@ -17,6 +17,7 @@ import pytest
 
 from tests.long_runs import in_full
 
+from .client_streams import said_by
 from .commands import SECONDS, counted, generating, tercet_process
 from .conftest import answers, free_port
 from .picker import Picker, picking
@@ -100,8 +101,7 @@ async def asked(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | 
     async with aiohttp.ClientSession() as session, session.post(url + path, json=body, headers=headers) as answer:
         text = await answer.text()
         assert answer.status == 200, text
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line and "[DONE]" not in line]
-    said = [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+    said: list[dict[str, Any]] = said_by(text) if body.get("stream") else [msgspec.json.decode(text)]
     assert not any("error" in each for each in said), text
     choices = [choice for each in said for choice in each.get("choices", ())]
     return Told(choices, next((each["tercet"]["program"] for each in said if "tercet" in each), ""))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tercet.programs import BUILT_IN
 from tests.long_runs import FULL
 
+from .client_streams import said_by
 from .conftest import Fleet, get_json, router_over
 from .processes import processes_of
 from .prompts import complete, prompt_of
@@ -113,9 +113,8 @@ class Load:
 
 def text_of(stream: str) -> str:
     """What a stream of server-sent events says; it must end as streams do."""
-    lines = [line.removeprefix("data: ") for line in stream.splitlines() if line]
-    assert lines[-1] == "[DONE]", stream
-    events = [msgspec.json.decode(line) for line in lines[:-1]]
+    assert stream.endswith("data: [DONE]\n\n"), stream
+    events = said_by(stream)
     assert all("error" not in event for event in events), stream
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     return "".join(choice["text"] for event in events for choice in event["choices"])
