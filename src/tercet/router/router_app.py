@@ -21,11 +21,11 @@ from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.long_bodies import LongBodies, is_long
 from tercet.fleet.portions import Portions
-from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError, UnknownPath
+from tercet.protocol import EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.protocol.json_text import NO_TEXT, in_utf8, read_json
+from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.access_log import access_logged
@@ -37,7 +37,7 @@ from tercet.router.request_traces import FollowedRequest, RequestTraces
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
 from tercet.wire.serving.client_connection import CONNECTION
-from tercet.wire.serving.error_answers import ErrorSend, error_headers
+from tercet.wire.serving.error_answers import ErrorSend, error_headers, fault_of
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.request_context import (
     CONTEXT,
@@ -441,19 +441,6 @@ async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, in the form of the API that is asked."""
     error: TercetError = scope[ERROR]
     await _answer(send, error.status, error_body(path_of(scope), error), error_headers(error))
-
-
-def fault_of(error: BaseException) -> TercetError:
-    """What an error of vLLM's layers is to a client: its own fault, if it is about text that is none."""
-    seen: list[BaseException] = [error]
-    for each in seen:
-        if isinstance(each, UnicodeEncodeError):
-            return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
-        causes = [each.__cause__, each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            causes += cast("BaseExceptionGroup[BaseException]", each).exceptions
-        seen += [cause for cause in causes if cause is not None and cause not in seen]
-    return RouterFailed("the router failed while it served this request; its log says how")
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -18,6 +18,8 @@ from tercet.vllm_plugin.expectations import Expectation, Has, Says, Takes
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 MESSAGE_ASSEMBLY = "vllm.entrypoints.openai.chat_completion.message_assembly"
+RESPONSE_EVENTS = "vllm.entrypoints.openai.responses.streaming_events"
+RESPONSE_PROTOCOL = "vllm.entrypoints.openai.responses.protocol"
 CLI_ARGS = "vllm.entrypoints.common.cli_args"
 FORMER_CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 
@@ -64,6 +66,12 @@ DRAWS_FOR_THE_VOCABULARY = Difference(
     ended_by=Says("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", "seeds[i] = torch.randint("),
 )
 
+ENDS_OF_AGENTS_APIS = Difference(
+    "streams of Messages and Responses end without their calls' completeness, and without the items that were streamed",
+    last="0.31",
+    ended_by=Takes("vllm.entrypoints.anthropic.serving:_to_anthropic_stop_reason", "tool_complete"),
+)
+
 # ---- up to 0.32 ----------------------------------------------------------------------------------------------
 
 OPTIONS_OF_LAUNCHERS = Difference(
@@ -91,10 +99,16 @@ CONVERTED_AS_TEXT = Difference(
     last="0.32",
     ended_by=Has(CHATS, "chat_completion_stream_generator_raw"),
 )
+CUT_ITEMS_COMPLETED = Difference(
+    "a response that is cut short ends with response.completed, and its last item is completed",
+    last="0.32",
+    ended_by=Takes(f"{RESPONSE_EVENTS}:SimpleStreamingEventProcessor.close_current", "status"),
+)
 
 DIFFERENCES = (
     PARSERS_LEFT_OUT, SYSTEM_BALANCES, OFFSETS_OF_SENT_TEXT, ZEROED_BY_BLOCK, DRAWS_FOR_THE_VOCABULARY,
-    OPTIONS_OF_LAUNCHERS, CHUNKS_WITHOUT_TRANSFER, SILENT_ENDS, UNASKED_CALLS, CONVERTED_AS_TEXT,
+    ENDS_OF_AGENTS_APIS, OPTIONS_OF_LAUNCHERS, CHUNKS_WITHOUT_TRANSFER, SILENT_ENDS, UNASKED_CALLS, CONVERTED_AS_TEXT,
+    CUT_ITEMS_COMPLETED,
 )  # fmt: skip
 
 
@@ -129,3 +143,20 @@ def keeps_tool_calls(serving: Any, request: Any) -> bool:
         return True
     keeps = importlib.import_module(MESSAGE_ASSEMBLY).keeps_tool_calls
     return bool(keeps(request, enable_auto_tools=serving.enable_auto_tools, parser_cls=serving.parser_cls))
+
+
+def closed_items(processor: Any, finish_reason: str | None) -> Any:
+    """vLLM's events that close a response's open item; ``finish_reason`` is that of the response, None before."""
+    if CUT_ITEMS_COMPLETED.is_here:
+        return processor.close_current()
+    status_of = importlib.import_module("vllm.entrypoints.openai.responses.utils").response_item_status
+    return processor.close_current(status_of(finish_reason))
+
+
+def last_response_event(response: Any) -> Any:
+    """vLLM's last event of a stream of the Responses API, which has the whole response."""
+    protocol = importlib.import_module(RESPONSE_PROTOCOL)
+    given = {"sequence_number": -1, "response": response}
+    if not CUT_ITEMS_COMPLETED.is_here and response.status == "incomplete":
+        return protocol.ResponseIncompleteEvent(type="response.incomplete", **given)
+    return protocol.ResponseCompletedEvent(type="response.completed", **given)

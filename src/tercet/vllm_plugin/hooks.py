@@ -68,6 +68,7 @@ def vllm_version() -> str:
 def hooks_of(side: Side) -> tuple[Hook, ...]:
     """One side of the registry, in the order in which it is printed."""
     from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
+    from tercet.vllm_plugin.fast_path.agent_api_hooks import AGENT_API_HOOKS
     from tercet.vllm_plugin.fast_path.fast_path_hooks import FAST_PATH_HOOKS
     from tercet.vllm_plugin.frontend_hooks import FRONTEND_HOOKS
     from tercet.vllm_plugin.start_hooks import START_HOOKS
@@ -78,7 +79,7 @@ def hooks_of(side: Side) -> tuple[Hook, ...]:
         case "frontend":
             return FRONTEND_HOOKS
         case "fast path":
-            return FAST_PATH_HOOKS
+            return (*FAST_PATH_HOOKS, *AGENT_API_HOOKS)
 
 
 @cache

@@ -20,9 +20,9 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tercet.protocol import Output, ProgramFailed
-from tercet.vllm_plugin.differences import SILENT_ENDS
+from tercet.vllm_plugin.fast_path.chunk_answers import counts_reasoning
 from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks, TokenPieces
-from tercet.vllm_plugin.fast_path.parsed_deltas import EMPTY, ParsedDeltas
+from tercet.vllm_plugin.fast_path.parsed_deltas import ParsedDeltas
 from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras, encode, framed, usage_of
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.fast_path.token_texts import look_up
@@ -79,16 +79,14 @@ class ChoiceStream:
         self._plan = plan
         self._outputs = outputs
         self._state: Any = tools.processor.request_states[outputs.request_id]
-        self._chunks = plan.chunks.choice(self._state.request_index)
-        self._parsed = (
-            None if plan.parsing is None else ParsedDeltas(plan.parsing, counts=plan.counts_reasoning and plan.usage)
-        )
+        self._events = plan.events.choice(self._state.request_index)
+        self._parsed = None if plan.parsing is None else ParsedDeltas(plan.parsing)
         self._logprobs = (
             None
             if plan.logprobs is None
             else LogprobChunks(
                 plan.logprobs, self._state.logprobs_processor, plan.serving, pieces, tools.processor.tokenizer,
-                is_chat=plan.role is not None,
+                is_chat=plan.is_chat,
             )
         )  # fmt: skip
         # Chunks hide what reasoning consists of where they hide the reasoning.
@@ -116,6 +114,11 @@ class ChoiceStream:
     def reasoning_tokens(self) -> int:
         """How many of its tokens were reasoning."""
         return 0 if self._parsed is None else self._parsed.reasoning_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, where reasoning is counted."""
+        return [] if self._parsed is None else self._parsed.token_ids
 
     @property
     def calls_tool(self) -> bool:
@@ -200,7 +203,8 @@ class ChoiceStream:
                 return _stopped(self._state.request_id, stop)
             text = detokenizer.get_next_output_text(False, True)
         self._tools.stats.observe(self._state.stats, num_tokens)
-        self._answer.write(self._chunks.text(text))
+        if frame := self._events.text(text):
+            self._answer.write(frame)
         return None
 
     def _write_chunk(self, output: Output) -> EngineCoreOutput | None:
@@ -228,16 +232,18 @@ class ChoiceStream:
         if said is None:
             if shown is NULL and not self._sends_ids:
                 return
-            said = EMPTY
+            said = self._events.nothing
         if shown is NULL and prompt is NULL and not self._has_extras:
-            self._answer.write(self._chunks.only(said))
+            if frame := self._events.only(said):
+                self._answer.write(frame)
             return
-        self._answer.write(framed(self._chunks.more(said, self._extras(token_ids, shown, prompt))))
+        self._answer.write(framed(self._events.more(said, self._extras(token_ids, shown, prompt))))
 
     def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
         if self._parsed is None:
-            return self._chunks.said(text)
-        return self._parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
+            return self._events.said(text)
+        delta = self._parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
+        return None if delta is None else self._events.delta(delta)
 
     def _extras(self, token_ids: Sequence[int], logprobs: bytes, prompt: bytes) -> Extras:
         return Extras(logprobs, encode(token_ids) if self._sends_ids else NULL, prompt, self._usage_so_far())
@@ -246,9 +252,9 @@ class ChoiceStream:
         plan = self._plan
         if not plan.usage_each:
             return b""
-        reasoning = self.reasoning_tokens if plan.counts_reasoning else None
+        reasoning = self.reasoning_tokens if plan.is_chat and counts_reasoning(plan.serving) else None
         num_prompt_tokens = len(self._state.prompt_token_ids or ())
-        return usage_of(num_prompt_tokens, self.num_tokens, reasoning, is_chat=plan.role is not None)
+        return usage_of(num_prompt_tokens, self.num_tokens, reasoning, is_chat=plan.is_chat)
 
     # ---- results ---------------------------------------------------------------------------------------------
 
@@ -260,11 +266,11 @@ class ChoiceStream:
         self._is_flowing = self._state.stream_interval <= 1
         self._is_finished = completion.finish_reason is not None
         prompt, logprobs = self._prompt_ids(), None
-        if plan.role is not None and self._logprobs is not None:
+        if plan.is_chat and self._logprobs is not None:
             logprobs = self._logprobs.of_result(completion)
-        if self._has_said_nothing(completion) and (not self._is_finished or SILENT_ENDS.is_here):
+        if self._has_said_nothing(completion) and plan.is_silent(finished=self._is_finished):
             return
-        if plan.role is None and self._logprobs is not None:
+        if not plan.is_chat and self._logprobs is not None:
             logprobs = self._logprobs.of_result(completion)
         token_ids = list(completion.token_ids)
         self.num_tokens += len(token_ids)
@@ -279,25 +285,24 @@ class ChoiceStream:
 
     def _prompt_ids(self) -> bytes:
         """The prompt's tokens, which the first chunk of a completion has if they are asked for."""
-        if not self._plan.token_ids or self._plan.role is not None or self._has_told_prompt:
+        if not self._plan.token_ids or self._plan.is_chat or self._has_told_prompt:
             return NULL
         self._has_told_prompt = True
         return encode(self._state.prompt_token_ids)
 
     def _write_last(self, completion: Any, token_ids: list[int], logprobs: bytes | None, prompt: bytes) -> None:
         plan = self._plan
-        if plan.role is not None and self._has_said_nothing(completion):
-            said = EMPTY  # no parser sees it
+        if plan.is_chat and not plan.hears_silence and self._has_said_nothing(completion):
+            said = self._events.nothing  # no parser sees it
         else:
-            said = self._said(completion.text, token_ids, finished=True) or EMPTY
+            said = self._said(completion.text, token_ids, finished=True) or self._events.nothing
         reason = (
             completion.finish_reason if self._parsed is None else self._parsed.finish_reason(completion.finish_reason)
         )
-        fingerprint = None if plan.usage else plan.serving.system_fingerprint
         shown = NULL if logprobs is None or self._hides else logprobs
         self._answer.has_ended(
-            self._chunks.last(
-                said, reason, completion.stop_reason, fingerprint, self._extras(token_ids, shown, prompt)
+            self._events.last(
+                said, reason, completion.stop_reason, plan.fingerprint, self._extras(token_ids, shown, prompt)
             )
         )  # fmt: skip
 

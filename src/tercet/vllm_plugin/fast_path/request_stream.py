@@ -1,8 +1,7 @@
 """The stream of one request on the fast path: its choices, and what belongs to all of them.
 
 Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and giving its
-sequences to the engine-core client, with one queue for all of them; and on serving objects making the events of errors
-by ``create_streaming_error_response`` and ``_convert_generation_error_to_streaming_response``.
+sequences to the engine-core client, with one queue for all of them.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-import msgspec
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 
 from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
 from tercet.vllm_plugin.fast_path.keep_alive import KeepAlive
 from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
-from tercet.vllm_plugin.fast_path.sse_chunks import DONE, framed, usage_of
+from tercet.vllm_plugin.fast_path.sse_chunks import framed
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed, SequenceOutputs
 from tercet.wire.serving.client_connection import ClientConnection
-from tercet.wire.serving.error_answers import with_named_code
 from tercet.wire.serving.request_context import InPortions
 
 logger = logging.getLogger(__name__)
@@ -45,13 +42,13 @@ class RequestStream:
         self._plan = plan
         self._portions = portions
         self._pieces = pieces
-        self._keep_alive = KeepAlive(connection.write, tools.keep_alive) if tools.keep_alive else None
+        keeps_alive = tools.keep_alive and plan.events.keeps_alive
+        self._keep_alive = KeepAlive(connection.write, tools.keep_alive) if keeps_alive else None
         self.write = connection.write if self._keep_alive is None else self._keep_alive.write
         self.flush = connection.flush
         self.require_reader = connection.require_reader
         self._choices: list[ChoiceStream] = []
         self._open = plan.n
-        self._first: RequestOutput | None = None
         self._end = b""
         self.queue: Any = None
 
@@ -59,22 +56,18 @@ class RequestStream:
 
     async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
         """Stream what ``add_request`` adds to vLLM; returns the last chunks, one of which has an error if any."""
+        events = self._plan.events
+        if opening := events.begin():
+            self.write(framed(opening))
         try:
             self.queue = await add_request()
             with nullcontext() if self._keep_alive is None else self._keep_alive.running():
                 await self._stream()
-            end = self._end + self._usage()
-        except GenerationError as error:
-            end = _error_event(
-                with_named_code(self._plan.serving._convert_generation_error_to_streaming_response(error).encode())
-            )
-        except SequenceFailed as failed:
-            end = _error_event(msgspec.json.encode(failed.error.to_wire()))
+            return self._end + await events.end(self._choices)
         except Exception as error:
-            if not isinstance(error, (VLLMClientError, GracefulHTTPError)):
+            if not isinstance(error, (VLLMClientError, GracefulHTTPError, GenerationError, SequenceFailed)):
                 logger.exception("a stream failed")
-            end = _error_event(with_named_code(self._plan.serving.create_streaming_error_response(error).encode()))
-        return end + DONE
+            return events.failed(error)
 
     def begin(self, outputs: SequenceOutputs) -> None:
         """The engine-core client got a sequence with these ``outputs``; called while the request is being added."""
@@ -125,21 +118,9 @@ class RequestStream:
         await self._connection.has_room()
 
     def has_result(self, result: RequestOutput) -> None:
-        """With the first result of any choice, every chat answer tells its role."""
-        if self._first is not None:
-            return
-        self._first = result
-        plan = self._plan
-        if plan.role is None:
-            return
-        prompt = result.prompt_token_ids if plan.token_ids else None
-        text = result.prompt if plan.prompt_text else None
-        usage = b""
-        if plan.usage_each:
-            reasoning = 0 if plan.counts_reasoning else None
-            usage = usage_of(len(result.prompt_token_ids or ()), 0, reasoning, is_chat=True)
-        for index in range(plan.n):
-            self.write(framed(plan.chunks.role(plan.role, index, prompt, text, usage)))
+        """Write the events before those of a result."""
+        if events := self._plan.events.result(result):
+            self.write(framed(events))
 
     def has_ended(self, last: bytes) -> None:
         """The last choice's last event is sent with the end of the stream."""
@@ -148,33 +129,3 @@ class RequestStream:
             self.write(framed(last))
         else:
             self._end = last
-
-    # ---- the count at the end --------------------------------------------------------------------------------
-
-    def _usage(self) -> bytes:
-        plan, first = self._plan, self._first
-        if not plan.usage or first is None:
-            return b""
-        prompt, completion = len(first.prompt_token_ids or ()), sum(choice.num_tokens for choice in self._choices)
-        counts: dict[str, Any] = {
-            "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
-        }  # fmt: skip
-        if plan.serving.enable_prompt_tokens_details:
-            counts["prompt_tokens_details"] = _prompt_details(first, plan)
-        if plan.counts_reasoning:
-            reasoning = sum(choice.reasoning_tokens for choice in self._choices)
-            counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-        return plan.chunks.usage(counts, plan.serving.system_fingerprint)
-
-
-def _prompt_details(first: RequestOutput, plan: StreamPlan) -> dict[str, Any] | None:
-    """vLLM's details of the prompt's tokens: completions tell of those found in the cache only."""
-    counts: dict[str, Any] = {"cached_tokens": first.num_cached_tokens}
-    if plan.role is not None:
-        counts["created_cache_tokens"] = first.num_cache_creation_tokens
-        counts["multimodal_tokens"] = plan.multimodal_tokens or None
-    return {name: count for name, count in counts.items() if count is not None} or None
-
-
-def _error_event(data: bytes) -> bytes:
-    return b"data: %b\n\n" % data

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from tercet.vllm_plugin.differences import CHUNKS_WITHOUT_TRANSFER
+from tercet.vllm_plugin.fast_path.delta_json import delta_json, encode
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"
-encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,8 @@ class ChunkWriter:
 class ChoiceChunks:
     """Makes the chunks of one choice; each is a whole event."""
 
+    nothing = b"{}"
+
     def __init__(self, form: ChunkFormat, head: bytes, index: int) -> None:
         self._form = form
         self._before = head + form.opening % index
@@ -141,6 +141,10 @@ class ChoiceChunks:
         """A text as what the choice says."""
         before, after = self._form.said
         return before + encode(text) + after
+
+    def delta(self, delta: Any) -> bytes:
+        """A parser's delta as what the choice says."""
+        return delta_json(delta)
 
     def only(self, said: bytes) -> bytes:
         """What the choice says and nothing else, framed for HTTP/1.1's chunked encoding."""

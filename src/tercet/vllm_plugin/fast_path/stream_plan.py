@@ -1,4 +1,4 @@
-"""What is known of an answer before it is streamed: how its chunks look, and by which parser they are made.
+"""What is known of an answer before it is streamed: its events, and by which parser they are made.
 
 Relies on ``should_include_usage`` telling whether usage is sent at the end, and with each chunk; and on a serving
 object's ``_make_parser`` making a parser for one choice.
@@ -6,13 +6,18 @@ object's ``_make_parser`` making a parser for one choice.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
-from tercet.vllm_plugin.differences import keeps_tool_calls
+from tercet.vllm_plugin.differences import SILENT_ENDS, keeps_tool_calls
+from tercet.vllm_plugin.fast_path.answer_events import AnswerEvents
+from tercet.vllm_plugin.fast_path.chunk_answers import ChunkAnswer, counts_reasoning
+from tercet.vllm_plugin.fast_path.message_answers import MessageAnswer
+from tercet.vllm_plugin.fast_path.response_answers import ResponseAnswer, ResponseTask
 from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter
 from tercet.vllm_plugin.fast_path.stream_metrics import StreamStats
 from tercet.vllm_plugin.fast_path.token_texts import TokenTexts
@@ -49,7 +54,10 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Parsing:
-    """How a chat answer is parsed: one parser per choice, made by ``make``; ``request`` is what it goes by."""
+    """How an answer is parsed: one parser per choice, made by ``make``; ``request`` is what it goes by.
+
+    ``counts``: its tokens are kept, since usage tells how many of them were reasoning.
+    """
 
     request: Any
     make: Callable[[], Any]
@@ -57,46 +65,48 @@ class Parsing:
     one_call_only: bool
     hides_reasoning: bool
     keeps_tool_calls: bool
+    counts: bool
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How to write one answer: ``serving`` is vLLM's object that prepared it.
+    """How to write one answer, as ``events``: ``serving`` is vLLM's object that prepared it.
 
-    ``role`` is that of a chat answer, None for a completion. ``usage`` tells whether the client asked for a count at
-    the end, ``usage_each`` for one in each chunk.
+    ``is_chat``: a parser may read what it says. ``usage_each``, ``token_ids`` and ``logprobs`` are what its client
+    asked for in each chunk; ``fingerprint`` is for the last one. ``hears_silence``: an output without text and tokens
+    counts like any other, also as the first.
     """
 
     serving: Any
-    chunks: ChunkWriter
-    role: str | None
-    n: int
-    usage: bool
-    usage_each: bool
-    token_ids: bool
-    prompt_text: bool = False
+    events: AnswerEvents
+    is_chat: bool
+    n: int = 1
+    usage_each: bool = False
+    token_ids: bool = False
     logprobs: Logprobs | None = None
     parsing: Parsing | None = None
-    multimodal_tokens: Mapping[str, int] | None = None
+    fingerprint: str | None = None
+    hears_silence: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether its chunks differ only in their text."""
+        """Whether its events differ only in their text."""
         return not (self.usage_each or self.token_ids) and self.logprobs is None and self.parsing is None
 
-    @property
-    def counts_reasoning(self) -> bool:
-        """Whether usage tells how many tokens were reasoning."""
-        return self.role is not None and bool(self.serving._include_reasoning_tokens_details)
+    def is_silent(self, *, finished: bool) -> bool:
+        """Whether a result without text and tokens, and with none before it, has no event."""
+        return not self.hears_silence and (not finished or SILENT_ENDS.is_here)
 
 
 def completion_plan(serving: Any, request: Any, chunks: ChunkWriter) -> StreamPlan:
     """The plan for one prompt's completions."""
     usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
-    logprobs = None if request.logprobs is None else _logprobs(serving, request, request.logprobs)
+    n, token_ids = request.n or 1, bool(request.return_token_ids)
     return StreamPlan(
-        serving, chunks, None, request.n or 1, usage, usage_each, bool(request.return_token_ids), logprobs=logprobs
-    )
+        serving, ChunkAnswer(serving, chunks, None, n, usage, usage_each, token_ids), is_chat=False, n=n,
+        usage_each=usage_each, token_ids=token_ids, fingerprint=None if usage else serving.system_fingerprint,
+        logprobs=None if request.logprobs is None else _logprobs(serving, request, request.logprobs),
+    )  # fmt: skip
 
 
 def chat_plan(
@@ -109,16 +119,49 @@ def chat_plan(
 ) -> StreamPlan:
     """The plan for chat answers."""
     usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
+    n, token_ids = request.n or 1, bool(request.return_token_ids)
+    events = ChunkAnswer(
+        serving, chunks, serving.get_chat_request_role(request), n, usage, usage_each, token_ids,
+        bool(request.return_prompt_text), multimodal_tokens,
+    )  # fmt: skip
     return StreamPlan(
-        serving, chunks, serving.get_chat_request_role(request), request.n or 1, usage, usage_each,
-        bool(request.return_token_ids), bool(request.return_prompt_text),
+        serving, events, is_chat=True, n=n, usage_each=usage_each, token_ids=token_ids,
         # vLLM 0.31 has a request for no top ones, which gets no log probabilities at all.
-        _logprobs(serving, request, request.top_logprobs)
+        logprobs=_logprobs(serving, request, request.top_logprobs)
         if request.logprobs and (request.top_logprobs is not None or request.logprob_token_ids)
         else None,
-        None if serving.parser_cls is None else _parsing(serving, request, tokenizer, template_kwargs),
-        multimodal_tokens,
+        parsing=chat_parsing(serving, request, tokenizer, template_kwargs, usage=usage),
+        fingerprint=None if usage else serving.system_fingerprint,
     )  # fmt: skip
+
+
+def message_plan(
+    serving: Any, request: Any, message_id: str, model: str, tokenizer: Any, template_kwargs: Any
+) -> StreamPlan:
+    """The plan for a message; ``request`` is that of the chat answer of which vLLM would make it."""
+    return StreamPlan(
+        serving, MessageAnswer(serving, message_id, model), is_chat=True,
+        parsing=chat_parsing(serving, request, tokenizer, template_kwargs, usage=False),
+    )  # fmt: skip
+
+
+def response_plan(
+    serving: Any, request: Any, sampling_params: Any, context: Any, model: str, tokenizer: Any, metadata: Any
+) -> StreamPlan | None:
+    """The plan for a response; None where ``context`` is one of which only vLLM can make items."""
+    from vllm.entrypoints.openai.responses.context import SimpleContext
+
+    if type(context) is not SimpleContext:
+        return None
+    task = ResponseTask(request, sampling_params, context, model, tokenizer, metadata, int(time.time()))
+    parsing = None
+    if context.response_parser is not None:
+        parsing = Parsing(
+            request, lambda: context.response_parser, is_named=False,
+            one_call_only=request.parallel_tool_calls is False, hides_reasoning=not request.include_reasoning,
+            keeps_tool_calls=True, counts=True,
+        )  # fmt: skip
+    return StreamPlan(serving, ResponseAnswer(serving, task), is_chat=True, parsing=parsing, hears_silence=True)
 
 
 def _logprobs(serving: Any, request: Any, top: int | None) -> Logprobs:
@@ -127,9 +170,12 @@ def _logprobs(serving: Any, request: Any, top: int | None) -> Logprobs:
     return Logprobs(top, request.logprob_token_ids, asked, bool(as_token_ids or request.logprob_token_ids))
 
 
-def _parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: Any) -> Parsing:
+def chat_parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: Any, *, usage: bool) -> Parsing | None:
+    """How a chat answer is parsed; None if vLLM has no parser for it."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam
 
+    if serving.parser_cls is None:
+        return None
     choice = request.tool_choice
     is_named = isinstance(choice, ChatCompletionNamedToolChoiceParam) and bool(choice.function.name)
     return Parsing(
@@ -139,4 +185,5 @@ def _parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: Any) -
         request.parallel_tool_calls is False,
         not request.include_reasoning,
         keeps_tool_calls(serving, request),
+        usage and counts_reasoning(serving),
     )

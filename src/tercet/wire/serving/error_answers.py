@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from tercet.aio.incoming import Breach
-from tercet.protocol import HeadTooLarge, RequestTimeout, ShuttingDown, TercetError, UnknownModel
+from tercet.protocol import (
+    BadRequest,
+    HeadTooLarge,
+    RequestTimeout,
+    RouterFailed,
+    ShuttingDown,
+    TercetError,
+    UnknownModel,
+)
 from tercet.protocol.call_proofs import CHALLENGE_HEADER
 from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
+from tercet.protocol.json_text import NO_TEXT
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import UNREADABLE
 
@@ -47,6 +56,19 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
 def breach_error(breach: Breach) -> TercetError:
     """The error for a client whose connection is closed because of this breach."""
     return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
+
+
+def fault_of(error: BaseException) -> TercetError:
+    """What an error of vLLM's layers is to a client: its own fault, if it is about text that is none."""
+    seen: list[BaseException] = [error]
+    for each in seen:
+        if isinstance(each, UnicodeEncodeError):
+            return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
+        causes = [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            causes += cast("BaseExceptionGroup[BaseException]", each).exceptions
+        seen += [cause for cause in causes if cause is not None and cause not in seen]
+    return RouterFailed("the router failed while it served this request; its log says how")
 
 
 def last_answer(error: TercetError, path: str = "") -> bytes:

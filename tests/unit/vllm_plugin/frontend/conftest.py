@@ -122,6 +122,7 @@ class LiveRouters:
         self.tokenizer: Any = None
         self.processor: Any = None
         self.chats: list[Any] = []
+        self.responses: list[Any] = []
 
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -138,6 +139,8 @@ class LiveRouters:
             chat.parser_cls, chat._include_reasoning_tokens_details = parser, reasoning is not None
             chat.online_renderer.parser, chat.online_renderer.enable_auto_tools = parser, tool is not None
             chat.enable_auto_tools = tool is not None
+        for serving in self.responses:
+            serving.parser, serving.enable_auto_tools = parser, tool is not None
 
     def full(self) -> bool:
         """Whether a client of the fast path reads less than is written."""
@@ -206,8 +209,10 @@ async def _serve(
     gate = Gate(Limits(), routers.service.fleet, routers.metrics)
     routers.tokenizer, routers.processor = client.renderer.tokenizer, client.output_processor
     routers.engine.all_taken = _all_taken(client)
-    prepare: Any = server.fast._routes["/v1/chat/completions"].prepare
-    routers.chats = [server.app.state.openai_serving_chat, prepare.__self__]
+    state, prepared = server.app.state, [cast(Any, each.prepare).__self__ for each in server.fast._routes.values()]
+    servings = [state.openai_serving_chat, state.anthropic_serving_messages, *prepared]
+    routers.chats = [serving for serving in servings if hasattr(serving, "parser_cls")]
+    routers.responses = [state.openai_serving_responses, *(each for each in prepared if hasattr(each, "parser"))]
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
     with ExitStack() as stack:
         for name, fast, protocol in (

@@ -70,7 +70,7 @@ def test_which_streams_take_it(
 ) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from tercet.vllm_plugin.fast_path.entry import is_fast_completion
+    from tercet.vllm_plugin.fast_path.fast_routes import is_fast_completion
 
     if not headers:
         assert is_fast_completion(CompletionRequest.model_validate({**PLAIN, **more})) == takes

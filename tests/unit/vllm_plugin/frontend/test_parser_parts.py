@@ -15,7 +15,7 @@ from vllm.parser import metrics
 from vllm.parser.engine import streaming_parser_engine
 from vllm.parser.qwen3 import qwen3_config
 
-from tercet.vllm_plugin.fast_path.parsed_deltas import delta_json
+from tercet.vllm_plugin.fast_path.delta_json import delta_json
 from tercet.vllm_plugin.fast_path.parser_parts import MOST_KEPT, SpecialTokenTerminals, ToolParserCalls
 
 vllms: Any = streaming_parser_engine._build_drop_info

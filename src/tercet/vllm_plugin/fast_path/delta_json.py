@@ -1,0 +1,61 @@
+"""A parser's delta as a chat chunk has it.
+
+Relies on a ``DeltaMessage`` being written with the fields that were set, ``tool_calls`` only if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
+
+CONTENT, REASONING = {"content"}, {"reasoning"}
+CALLS, CALLS_BESIDE_CONTENT = {"tool_calls"}, {"content", "tool_calls"}
+MORE_OF_CALL, ARGUMENTS = {"index", "function"}, {"arguments"}
+encode = msgspec.json.Encoder().encode
+
+
+def is_told(tell: Callable[..., object], *args: Any) -> bool:
+    """Call ``tell``; False if a text cannot be encoded: it has half of a character, from an escape that was cut."""
+    try:
+        tell(*args)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def delta_json(delta: Any) -> bytes:
+    """A delta as vLLM writes it; raises what vLLM raises if it cannot be written."""
+    try:
+        written = _usual_json(delta)
+    except UnicodeEncodeError:  # half of a character, from an escape that an output has cut
+        written = None
+    return delta.model_dump_json(exclude_unset=True).encode() if written is None else written
+
+
+def _usual_json(delta: Any) -> bytes | None:
+    """A delta of text, or of more arguments of a call, as most are; None for others."""
+    if type(delta) is DeltaMessage:
+        fields = delta.model_fields_set
+        if fields == CONTENT:
+            return b'{"content":%b}' % encode(delta.content)
+        if fields == REASONING:
+            return b'{"reasoning":%b}' % encode(delta.reasoning)
+        if (fields in (CALLS, CALLS_BESIDE_CONTENT)) and len(delta.tool_calls) == 1:
+            more = _more_arguments(delta.tool_calls[0])
+            if more is not None:
+                content = b"" if fields == CALLS else b'"content":%b,' % encode(delta.content)
+                return b'{%b"tool_calls":[%b]}' % (content, more)
+    return None
+
+
+def _more_arguments(call: Any) -> bytes | None:
+    """A call that only goes on with its arguments, as most deltas of a call do; None for others."""
+    function = call.function
+    if type(call) is not DeltaToolCall or call.model_fields_set != MORE_OF_CALL:
+        return None
+    if type(function) is not DeltaFunctionCall or function.model_fields_set != ARGUMENTS:
+        return None
+    return b'{"index":%d,"function":{"arguments":%b}}' % (call.index, encode(function.arguments))

@@ -1,0 +1,242 @@
+"""Answers of Anthropic's Messages: content blocks, made from what vLLM's chat layer would say.
+
+vLLM makes its chat chunks first and converts them. Here the text of an output is an event of the block that is open.
+
+Relies on ``AnthropicServingMessages.message_stream_converter`` for the events, their fields and their order, and on
+``_to_anthropic_stop_reason`` and ``_build_anthropic_usage``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from pydantic_core import PydanticSerializationError
+from vllm.outputs import RequestOutput
+
+from tercet.protocol.error_forms import MESSAGES, in_form, last_events
+from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT
+from tercet.vllm_plugin.fast_path.answer_events import Told
+from tercet.vllm_plugin.fast_path.chunk_answers import counts_of, error_of
+from tercet.vllm_plugin.fast_path.delta_json import encode, is_told
+from tercet.vllm_plugin.fast_path.sse_chunks import Extras, framed
+from tercet.vllm_plugin.frontend.program_client import SequenceFailed
+
+DELTA = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":"%b","%b":%%b},"index":%%d}\n\n'
+)
+TEXT = DELTA % (b"text_delta", b"text")
+THINKING = DELTA % (b"thinking_delta", b"thinking")
+ARGUMENTS = DELTA % (b"input_json_delta", b"partial_json")
+SIGNATURE = DELTA % (b"signature_delta", b"signature")
+START = (
+    b'event: content_block_start\ndata: {"type":"content_block_start","content_block":{%b},"index":%d}\n\n'
+)  # fmt: skip
+TEXT_BLOCK, THINKING_BLOCK = b'"type":"text","text":""', b'"type":"thinking","thinking":""'
+CALL_BLOCK = b'"type":"tool_use","id":%b,"name":%b,"input":{}'
+STOP = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n'
+MESSAGE_START = (
+    b'event: message_start\ndata: {"type":"message_start","message":{"id":%b,"type":"message","role":"assistant",'
+    b'"content":[],"model":%b,"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":%d,"output_tokens":0}}}'
+    b"\n\n"
+)
+MESSAGE_DELTA = (
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":%b,"stop_sequence":%b},"usage":%b}\n\n'
+)
+MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+
+class MessageBlocks:
+    """The content blocks of a message: events for what is said, of which one block is open at a time.
+
+    Text that comes while a call is open waits until the call is over, and is a block then.
+    """
+
+    nothing = b""
+
+    def __init__(self) -> None:
+        self._index = 0
+        self._open: bytes | None = None
+        self._call_id: str | None = None
+        self._calls: dict[int, str] = {}
+        self._waiting = ""
+        self._arguments: list[str] = []
+        # Events of a delta of which a later part has failed.
+        self.unsent: list[bytes] = []
+        self.has_calls = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    # ---- what a choice says ----------------------------------------------------------------------------------
+
+    def said(self, text: str) -> bytes:
+        """More of the answer's text."""
+        return self._into(TEXT_BLOCK) + TEXT % (encode(text), self._index) if text else b""
+
+    def text(self, text: str) -> bytes:
+        """More text, framed."""
+        return self.only(self.said(text))
+
+    def delta(self, delta: Any) -> bytes:
+        """A parser's delta."""
+        events = self.unsent = list[bytes]()
+        if not is_told(self._tell, delta, events):
+            delta.model_dump_json()  # which raises what vLLM raises
+        self.unsent = []
+        return b"".join(events)
+
+    def only(self, said: bytes) -> bytes:
+        """What was said, framed."""
+        return framed(said) if said else b""
+
+    def more(self, said: bytes, _extras: Extras) -> bytes:
+        """There is nothing next to it."""
+        return said
+
+    def last(
+        self, said: bytes, finish_reason: str, stop_reason: int | str | None, _fingerprint: str | None, _extras: Extras
+    ) -> bytes:
+        """What was said; why it ends is for the end of the message."""
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        return said
+
+    def _tell(self, delta: Any, events: list[bytes]) -> None:
+        """Add the events of a delta."""
+        if delta.reasoning:
+            events.append(self._into(THINKING_BLOCK))
+            events.append(THINKING % (encode(delta.reasoning), self._index))
+        if delta.content and self._open is CALL_BLOCK:
+            self._waiting += delta.content
+        elif delta.content:
+            events.append(self._into(TEXT_BLOCK))
+            events.append(TEXT % (encode(delta.content), self._index))
+        for call in delta.tool_calls:
+            self._call(call, events)
+
+    def _call(self, call: Any, events: list[bytes]) -> None:
+        function = call.function
+        if call.id is not None:
+            self._calls[call.index] = call.id
+            name = function.name if function else None
+            if call.id != self._call_id and name is not None:
+                events.append(self.close())
+                events.append(START % (CALL_BLOCK % (encode(call.id), encode(name)), self._index))
+                self._open, self._call_id, self.has_calls = CALL_BLOCK, call.id, True
+                self._arguments = []
+        if self._call_id is None or self._call_id != self._calls.get(call.index):
+            return
+        if function and function.arguments:
+            self._arguments.append(function.arguments)
+            events.append(ARGUMENTS % (encode(function.arguments), self._index))
+
+    # ---- blocks ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_call_whole(self) -> bool:
+        """Whether the last call has whole arguments."""
+        try:
+            json.loads("".join(self._arguments))
+        except json.JSONDecodeError:
+            return False
+        return self.has_calls
+
+    def _into(self, block: bytes) -> bytes:
+        """Open a block of text or thoughts, unless it is the one that is open."""
+        if self._open is block:
+            return b""
+        events = self.close() + START % (block, self._index)
+        self._open = block
+        return events
+
+    def close(self) -> bytes:
+        """Close the block that is open, with a block for text that waits."""
+        text = self._waiting
+        events = self.stop()
+        if not text:
+            return events
+        return b"%b%b%b%b" % (events, self._into(TEXT_BLOCK), TEXT % (encode(text), self._index), self.stop())
+
+    def stop(self) -> bytes:
+        """Close the block that is open, and nothing else."""
+        if self._open is None:
+            return b""
+        signature = SIGNATURE % (encode(uuid4().hex), self._index) if self._open is THINKING_BLOCK else b""
+        events = signature + STOP % self._index
+        self._open, self._call_id, self._waiting = None, None, ""
+        self._index += 1
+        return events
+
+
+class MessageAnswer:
+    """One message: ``serving`` is vLLM's object that prepared it."""
+
+    keeps_alive = False
+
+    def __init__(self, serving: Any, message_id: str, model: str) -> None:
+        self._serving = serving
+        self._id = message_id
+        self._model = model
+        self._first: RequestOutput | None = None
+        self._blocks = MessageBlocks()
+
+    def choice(self, _index: int) -> MessageBlocks:
+        """The only one."""
+        return self._blocks
+
+    def begin(self) -> bytes:
+        """There are none."""
+        return b""
+
+    def result(self, result: RequestOutput) -> bytes:
+        """The message begins with its first result."""
+        if self._first is not None:
+            return b""
+        self._first = result
+        return MESSAGE_START % (encode(self._id), encode(self._model), len(result.prompt_token_ids or ()))
+
+    async def end(self, choices: Sequence[Told]) -> bytes:
+        """Why it ended, the count of all tokens, and the end."""
+        first, blocks = self._first, self._blocks
+        if first is None:
+            return MESSAGE_STOP
+        counts = counts_of(self._serving, first, choices, is_chat=True, multimodal=None)
+        reason, sequence = _stop_reason_of()(
+            blocks.finish_reason or "stop", blocks.stop_reason, tool_used=blocks.has_calls,
+            tool_complete=blocks.is_call_whole,
+        )  # fmt: skip
+        closed = blocks.close()
+        return closed + MESSAGE_DELTA % (encode(reason), encode(sequence), encode(_usage(counts))) + MESSAGE_STOP
+
+    def failed(self, error: Exception) -> bytes:
+        """The error in Anthropic's form."""
+        before = b"" if CONVERTED_AS_TEXT.is_here else b"".join(self._blocks.unsent) + self._blocks.stop()
+        if isinstance(error, SequenceFailed):
+            return before + last_events(MESSAGES, error.error)
+        said = msgspec.json.decode(error_of(self._serving, error))["error"]
+        # vLLM 0.33 fails to write an event here where a chat chunk failed before.
+        is_unwritable = isinstance(error, PydanticSerializationError) and not CONVERTED_AS_TEXT.is_here
+        status = HTTPStatus.INTERNAL_SERVER_ERROR if is_unwritable else said["code"]
+        return before + b"event: error\ndata: %b\n\n" % in_form(MESSAGES, status, {"message": said["message"]})
+
+
+def _stop_reason_of() -> Callable[..., tuple[str | None, str | None]]:
+    from vllm.entrypoints.anthropic.serving import _to_anthropic_stop_reason
+
+    return _to_anthropic_stop_reason
+
+
+def _usage(counts: dict[str, Any]) -> dict[str, int]:
+    """A chat answer's usage in Anthropic's words: input tokens do not count those of the cache."""
+    details = counts.get("prompt_tokens_details") or {}
+    read, created = details.get("cached_tokens"), details.get("created_cache_tokens")
+    left = counts["prompt_tokens"] - (read or 0) - (created or 0)
+    found = {"input_tokens": max(0, left), "output_tokens": counts["completion_tokens"]}
+    if created is not None:
+        found["cache_creation_input_tokens"] = created
+    if read is not None:
+        found["cache_read_input_tokens"] = read
+    return found

@@ -1,0 +1,240 @@
+"""Answers of the Responses API: items, made by vLLM's own functions; only the deltas inside of them are written here.
+
+vLLM's first event of more text, thoughts or arguments of an item is the form of all others of that item: they differ in
+their delta and their number.
+
+Relies on ``SimpleStreamingEventProcessor``, its ``state`` and the functions of its ``_STATE_HANDLERS``; on
+``SimpleContext`` keeping what ``responses_full_generator`` makes the whole response of; and on events being written
+with all of their fields, ``response.created`` ending with its number and its type.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.openai.responses import protocol
+from vllm.entrypoints.openai.responses.streaming_events import (
+    SimpleStreamingEventProcessor,
+    _StateType,
+    split_delta,
+)
+from vllm.outputs import RequestOutput
+
+from tercet.protocol.error_forms import last_events
+from tercet.protocol.openai_routes import RESPONSES
+from tercet.protocol.sse import object_of
+from tercet.vllm_plugin.differences import closed_items, last_response_event
+from tercet.vllm_plugin.fast_path.answer_events import Told
+from tercet.vllm_plugin.fast_path.delta_json import encode, is_told
+from tercet.vllm_plugin.fast_path.sse_chunks import Extras, framed
+from tercet.vllm_plugin.frontend.program_client import SequenceFailed
+from tercet.wire.serving.error_answers import fault_of
+
+# What stands for a delta and a number where vLLM writes the form of an event.
+SOME_DELTA, SOME_NUMBER = "\ue000 delta \ue000", 987654321987654321
+EVENT = b"event: %b\ndata: %b\n\n"
+
+
+@dataclass
+class Numbered:
+    """Events of one answer as bytes, numbered from ``next`` on."""
+
+    next: int = 0
+
+    def written(self, events: Sequence[Any]) -> bytes:
+        """vLLM's events."""
+        found: list[bytes] = []
+        for event in events:
+            if hasattr(event, "sequence_number"):
+                event.sequence_number = self.next
+            self.next += 1
+            found.append(event_of(event))
+        return b"".join(found)
+
+
+def event_of(event: Any) -> bytes:
+    """One of vLLM's events, as its route writes it."""
+    return EVENT % (event.type.encode(), event.model_dump_json(indent=None, by_alias=True).encode())
+
+
+class ResponseItems:
+    """The items of a response, of which one is open at a time."""
+
+    nothing = b""
+
+    def __init__(self, tools: Any, numbered: Numbered) -> None:
+        self._processor = SimpleStreamingEventProcessor(tools=tools)
+        self._numbered = numbered
+        # The form of the open item's deltas, and the deltas that its state has not been told of.
+        self._form: bytes | None = None
+        self._deltas: list[str] = []
+        self._no_output: Any = None  # it is read for log probabilities alone
+        # Events of a delta of which a later part has failed.
+        self.unsent: list[bytes] = []
+
+    @property
+    def finished(self) -> list[Any]:
+        """The items that are closed."""
+        return self._processor.output_items
+
+    # ---- what a choice says ----------------------------------------------------------------------------------
+
+    def said(self, text: str) -> bytes:
+        """More of the answer's text."""
+        if not text:
+            return b""
+        if self._form is not None and self._processor.state.current_state is _StateType.CONTENT:
+            return self._more(text)
+        return self.delta(DeltaMessage(content=text))
+
+    def text(self, text: str) -> bytes:
+        """More text, framed."""
+        return self.only(self.said(text))
+
+    def delta(self, delta: Any) -> bytes:
+        """A parser's delta."""
+        events = self.unsent = list[bytes]()
+        for part in split_delta(delta):
+            if not is_told(self._tell, part, events):
+                delta.model_dump_json()  # which raises what vLLM raises
+        self.unsent = []
+        return b"".join(events)
+
+    def only(self, said: bytes) -> bytes:
+        """What was said, framed."""
+        return framed(said) if said else b""
+
+    def more(self, said: bytes, _extras: Extras) -> bytes:
+        """There is nothing next to it."""
+        return said
+
+    def last(
+        self, said: bytes, _finish_reason: str, _stop_reason: Any, _fingerprint: str | None, _extras: Extras
+    ) -> bytes:
+        """What was said; items close with the response."""
+        return said
+
+    # ---- items -----------------------------------------------------------------------------------------------
+
+    def _tell(self, part: Any, events: list[bytes]) -> None:
+        """Add the events of a delta of one kind."""
+        processor = self._processor
+        kind, call = processor.resolve_target_state(part)
+        if kind is _StateType.NONE:
+            return
+        if processor.needs_transition(kind, call):
+            events.append(self.close())
+            events.append(self._numbered.written(processor.open(kind, call)))
+        if kind is _StateType.CONTENT:
+            events.append(self._more(part.content))
+        elif kind is _StateType.REASONING:
+            events.append(self._more(part.reasoning))
+        elif processor.state.tool_call_is_custom:
+            events.append(self._numbered.written(processor.emit_delta(part, self._no_output)))
+        elif more := "".join(each.function.arguments or "" for each in part.tool_calls if each.function is not None):
+            events.append(self._more(more))
+
+    def _more(self, delta: str) -> bytes:
+        """More of the item that is open."""
+        form = self._form
+        if form is None:
+            form = self._form = self._form_of_open()
+        number = self._numbered.next
+        event = form % {b"delta": encode(delta), b"number": number}
+        self._numbered.next = number + 1
+        self._deltas.append(delta)
+        return event
+
+    def _form_of_open(self) -> bytes:
+        state = copy.copy(self._processor.state)
+        (event,) = self._processor._STATE_HANDLERS[state.current_state].delta_fn(state, SOME_DELTA)
+        event.sequence_number = SOME_NUMBER
+        form = event_of(event).replace(b"%", b"%%")
+        for some, name in ((encode(SOME_DELTA), b"%(delta)b"), (b"%d" % SOME_NUMBER, b"%(number)d")):
+            form = form.replace(some, name)
+        return form
+
+    def close(self, finish_reason: str | None = None) -> bytes:
+        """Close the item that is open; ``finish_reason`` is that of the response, at its end."""
+        self._processor.state.accumulated_text += "".join(self._deltas)
+        self._deltas.clear()
+        self._form = None
+        return self._numbered.written(closed_items(self._processor, finish_reason))
+
+
+@dataclass
+class ResponseTask:
+    """What vLLM goes by to make the whole response, by its names."""
+
+    request: Any
+    sampling_params: Any
+    context: Any
+    model_name: str
+    tokenizer: Any
+    request_metadata: Any
+    created_time: int
+
+
+class ResponseAnswer:
+    """One response: ``serving`` is vLLM's object that prepared it."""
+
+    keeps_alive = False
+
+    def __init__(self, serving: Any, task: ResponseTask) -> None:
+        self._serving = serving
+        self._task = task
+        self._numbered = Numbered()
+        self._items = ResponseItems(task.request.tools, self._numbered)
+        self._opening = b""
+
+    def choice(self, _index: int) -> ResponseItems:
+        """The only one."""
+        return self._items
+
+    def begin(self) -> bytes:
+        """The response as it was asked for, in two events."""
+        task = self._task
+        response: Any = protocol.ResponsesResponse.from_request(
+            task.request, task.sampling_params, model_name=task.model_name, created_time=task.created_time,
+            output=[], status="in_progress", usage=None,
+        ).model_dump(mode="json", by_alias=True)  # fmt: skip
+        created = protocol.ResponseCreatedEvent(type="response.created", sequence_number=-1, response=response)
+        self._opening = self._numbered.written([created])
+        data = self._opening.partition(b"\ndata: ")[2].rpartition(b',"sequence_number":')[0]
+        again = b'%b,"sequence_number":%d,"type":"response.in_progress"}' % (data, self._numbered.next)
+        self._numbered.next += 1
+        return self._opening + EVENT % (b"response.in_progress", again)
+
+    def result(self, result: RequestOutput) -> bytes:
+        """A result has no event by itself."""
+        self._task.context.append_output(result)
+        return b""
+
+    async def end(self, choices: Sequence[Told]) -> bytes:
+        """The end of the last item, and the whole response."""
+        task, context = self._task, self._task.context
+        (told,) = choices
+        context.num_output_tokens, context._accumulated_token_ids = told.num_tokens, told.token_ids
+        closed = self._items.close(context.last_output.outputs[0].finish_reason)
+        context.streamed_output_items = self._items.finished
+        response = await self._serving.responses_full_generator(
+            task.request, task.sampling_params, _no_outputs(), context, task.model_name, task.tokenizer,
+            task.request_metadata, created_time=task.created_time,
+        )  # fmt: skip
+        return closed + self._numbered.written([last_response_event(response)])
+
+    def failed(self, error: Exception) -> bytes:
+        """The error, and the response that has failed."""
+        said = error.error if isinstance(error, SequenceFailed) else fault_of(error)
+        before = {"sequence_number": self._numbered.next - 1, "response": object_of(self._opening).get("response")}
+        return b"".join(self._items.unsent) + last_events(RESPONSES, said, before)
+
+
+async def _no_outputs() -> AsyncGenerator[Any, None]:
+    """All outputs were read already."""
+    for output in ():
+        yield output
