@@ -21,6 +21,14 @@ class ChoiceEvents(Protocol):
         """A text as what the choice says."""
         ...
 
+    def thought(self, text: str) -> bytes:
+        """Reasoning as what the choice says."""
+        ...
+
+    def arguments(self, call: int, text: str) -> bytes:
+        """More arguments of the call of this index as what the choice says."""
+        ...
+
     def delta(self, delta: Any) -> bytes:
         """A parser's delta as what the choice says; raises what vLLM raises if it cannot be written."""
         ...

@@ -23,6 +23,7 @@ from tercet.protocol import Output, ProgramFailed
 from tercet.vllm_plugin.fast_path.chunk_answers import counts_reasoning
 from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks, TokenPieces
 from tercet.vllm_plugin.fast_path.parsed_deltas import ParsedDeltas
+from tercet.vllm_plugin.fast_path.passed_text import Passed
 from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras, encode, framed, usage_of
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.fast_path.token_texts import look_up
@@ -242,6 +243,13 @@ class ChoiceStream:
     def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
         if self._parsed is None:
             return self._events.said(text)
+        passed = None if finished else self._parsed.passes(text, token_ids)
+        if passed is Passed.CONTENT:
+            return self._events.said(text)
+        if passed is Passed.REASONING:
+            return self._events.thought(text)
+        if passed is Passed.ARGUMENTS:
+            return self._events.arguments(self._parsed.call, text)
         delta = self._parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
         return None if delta is None else self._events.delta(delta)
 

@@ -15,6 +15,7 @@ CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 PARSERS = "vllm.parser.abstract_parser"
 PARSER_ENGINE = "vllm.parser.engine.streaming_parser_engine"
 STREAM_PROCESSOR = "vllm.entrypoints.openai.chat_completion.stream_processor"
+HERMES = "vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 
 FAST_PATH_HOOKS = (
@@ -182,6 +183,73 @@ FAST_PATH_HOOKS = (
                 "drop_info = _build_drop_info(config, tokenizer)",
                 "resolved_token_ids.update(drop_info.extra_token_ids)",
                 "lexer_shape = drop_info.lexer_shape",
+            ),
+        ),
+    ),
+    Hook(
+        name="passed text",
+        what="Texts between markers are told without vLLM's parser, which knows of them before it reads again",
+        why="A parser costs as much for such a text as all other work for a token, Hermes' more for each of a call",
+        until="vLLM's parsers have such a way",
+        relies_on=(
+            Says(
+                f"{PARSERS}:StreamState.advance",
+                "if self.engine_based: return delta_text, delta_token_ids",
+                "self.previous_text + delta_text",
+                "self.previous_token_ids + delta_token_ids",
+            ),
+            Says(
+                f"{PARSERS}:DelegatingParser.parse_delta",
+                "not state.prompt_reasoning_checked and prompt_token_ids is not None",
+                "if self._in_reasoning_phase(state):",
+                "has_engine_confirmed_reasoning_end()",
+                "if self._in_tool_call_phase(state):",
+                "if not state.tool_call_text_started:",
+                "delta_message = DeltaMessage(content=delta_text)",
+                "state.commit(current_text, current_token_ids)",
+                "if finished:",
+            ),
+            Says(
+                f"{PARSERS}:DelegatingParser._extract_tool_calls_streaming",
+                'if request.tool_choice == "none":',
+                "DeltaMessage(content=delta_text) if delta_text else None",
+            ),
+            Says(
+                f"{PARSER_ENGINE}:StreamingParserEngine.feed",
+                "self._ever_had_token_ids = True",
+                "and not self._lexer.buffer",
+                "and not self._scanner._deferred_terminals",
+                "self._lexer._literal_first_chars.isdisjoint(delta_text)",
+                "if tid in self._resolved_token_ids:",
+                "self._emit_for_state(delta_text, token_count=len(delta_token_ids))",
+                "self._record_reasoning_tokens(events)",
+            ),
+            Says(
+                "vllm.parser.engine.parser_engine:ParserEngine._events_to_delta",
+                "carried_deferred = self._deferred_content",
+                "if self._content_has_nonws:",
+            ),
+            Says(
+                f"{HERMES}._extract_content",
+                "partial_tag_overlap(",
+                "self._sent_content_idx = sendable_idx",
+            ),
+            Says(
+                f"{HERMES}._extract_tool_call_jsons",
+                "raw = raw[:-overlap]",
+                "tc_json = raw.strip()",
+                "is_complete_json(tc_json)",
+            ),
+            Says(
+                f"{HERMES}._compute_args_diff",
+                "self.streamed_args_for_tool[index] = args",
+                'self.prev_tool_call_arr[index]["arguments"] = args',
+            ),
+            Says(
+                f"{HERMES}.extract_tool_calls_streaming",
+                'if "name" not in self.prev_tool_call_arr[i]:',
+                "DeltaFunctionCall(arguments=args_diff)",
+                "content=content, tool_calls=tool_call_deltas",
             ),
         ),
     ),

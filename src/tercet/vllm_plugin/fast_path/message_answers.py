@@ -75,7 +75,20 @@ class MessageBlocks:
 
     def said(self, text: str) -> bytes:
         """More of the answer's text."""
+        if self._open is CALL_BLOCK:
+            self._waiting += text
+            return b""
         return self._into(TEXT_BLOCK) + TEXT % (encode(text), self._index) if text else b""
+
+    def thought(self, text: str) -> bytes:
+        """More reasoning."""
+        return self._into(THINKING_BLOCK) + THINKING % (encode(text), self._index) if text else b""
+
+    def arguments(self, call: int, text: str) -> bytes:
+        """More arguments of a call."""
+        events = list[bytes]()
+        self._more_arguments(call, text, events)
+        return b"".join(events)
 
     def text(self, text: str) -> bytes:
         """More text, framed."""
@@ -127,11 +140,13 @@ class MessageBlocks:
                 events.append(START % (CALL_BLOCK % (encode(call.id), encode(name)), self._index))
                 self._open, self._call_id, self.has_calls = CALL_BLOCK, call.id, True
                 self._arguments = []
-        if self._call_id is None or self._call_id != self._calls.get(call.index):
-            return
         if function and function.arguments:
-            self._arguments.append(function.arguments)
-            events.append(ARGUMENTS % (encode(function.arguments), self._index))
+            self._more_arguments(call.index, function.arguments, events)
+
+    def _more_arguments(self, call: int, text: str, events: list[bytes]) -> None:
+        if self._call_id is not None and self._call_id == self._calls.get(call):
+            self._arguments.append(text)
+            events.append(ARGUMENTS % (encode(text), self._index))
 
     # ---- blocks ----------------------------------------------------------------------------------------------
 

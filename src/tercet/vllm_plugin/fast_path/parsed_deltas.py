@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tercet.vllm_plugin.fast_path.passed_text import Passed, passed_text
 from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
 
@@ -18,11 +19,26 @@ class ParsedDeltas:
         self._parsing = parsing
         self._parse = parsing.make()
         self._parse_delta = self._parse.parse_delta
+        self._passed = passed_text(self._parse, parsing)
         self.token_ids: list[int] = []
         self.has_tool_calls = False
 
+    def passes(self, text: str, token_ids: list[int]) -> Passed | None:
+        """What the text of an output in mid-stream is, if the parser passes it on; otherwise :meth:`read` it."""
+        passed = None if self._passed is None else self._passed.take(text, token_ids)
+        if passed is not None and self._parsing.counts:
+            self.token_ids.extend(token_ids)
+        return passed
+
+    @property
+    def call(self) -> int:
+        """The call whose arguments were passed on last."""
+        return 0 if self._passed is None else self._passed.call
+
     def read(self, text: str, token_ids: list[int], prompt: Any, *, finished: bool) -> Any:
         """The next delta; None if the parser has nothing to say yet. Raises what the parser raises."""
+        if self._passed is not None:
+            self._passed.settle()
         delta = self._parse_delta(
             delta_text=text, delta_token_ids=token_ids, request=self._parsing.request, prompt_token_ids=prompt,
             finished=finished,

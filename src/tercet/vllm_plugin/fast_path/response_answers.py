@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
 from vllm.entrypoints.openai.responses import protocol
 from vllm.entrypoints.openai.responses.streaming_events import (
     SimpleStreamingEventProcessor,
@@ -90,6 +90,20 @@ class ResponseItems:
         if self._form is not None and self._processor.state.current_state is _StateType.CONTENT:
             return self._more(text)
         return self.delta(DeltaMessage(content=text))
+
+    def thought(self, text: str) -> bytes:
+        """More reasoning."""
+        if self._form is not None and self._processor.state.current_state is _StateType.REASONING:
+            return self._more(text)
+        return self.delta(DeltaMessage(reasoning=text))
+
+    def arguments(self, call: int, text: str) -> bytes:
+        """More arguments of a call."""
+        state = self._processor.state
+        if self._form is not None and state.current_state is _StateType.TOOL_CALL and state.tool_call_index == call:
+            return self._more(text)
+        more = DeltaToolCall(index=call, function=DeltaFunctionCall(arguments=text))
+        return self.delta(DeltaMessage(tool_calls=[more]))
 
     def text(self, text: str) -> bytes:
         """More text, framed."""

@@ -142,6 +142,14 @@ class ChoiceChunks:
         before, after = self._form.said
         return before + encode(text) + after
 
+    def thought(self, text: str) -> bytes:
+        """Reasoning as what the choice says."""
+        return b'{"reasoning":%b}' % encode(text)
+
+    def arguments(self, call: int, text: str) -> bytes:
+        """More arguments of a call as what the choice says."""
+        return b'{"content":null,"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (call, encode(text))
+
     def delta(self, delta: Any) -> bytes:
         """A parser's delta as what the choice says."""
         return delta_json(delta)

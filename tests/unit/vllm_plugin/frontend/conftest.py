@@ -244,9 +244,9 @@ def routers() -> Iterator[LiveRouters]:
         yield live
 
 
-@pytest.fixture(scope="module")
-def agent_routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRouters]:
-    """Of a model whose tokenizer has the special tokens that parsers of tools and reasoning look for."""
+@pytest.fixture(scope="session")
+def agent_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose tokenizer has the special tokens that parsers of tools and reasoning look for."""
     given, folder = Path(resolve_model("smollm2", lambda _: None)), tmp_path_factory.mktemp("agent-model")
     for file in given.iterdir():
         if file.name != "tokenizer.json":
@@ -257,7 +257,13 @@ def agent_routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRout
     for token_id, content in enumerate(PARSERS_TOKENS, first):
         tokenizer["added_tokens"].append({"id": token_id, "content": content, **common})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with live_routers(str(folder)) as live:
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def agent_routers(agent_model: str) -> Iterator[LiveRouters]:
+    """Of that model."""
+    with live_routers(agent_model) as live:
         yield live
 
 

@@ -224,3 +224,11 @@ def test_numbers_and_ids_of_a_response_go_together(routers: LiveRouters) -> None
         if "delta" in event:
             assert event["item_id"] in whole
     assert [item["type"] for item in whole.values()] == ["reasoning", "message", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "jamba"])
+def test_text_after_a_call(routers: LiveRouters, path: str, parser: str) -> None:
+    routers.parse_with(tool=parser, reasoning="qwen3")
+    script = singly(routers, f"<think>Hm.</think>Well. {SAYS[parser](['{}'])} So it is. {TEXT}")
+    both(routers, path, [*script, "stop"], tools=[TOOLS[path]])
