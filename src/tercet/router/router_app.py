@@ -16,7 +16,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.decisions.sessions import session_in_body
+from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.long_bodies import LongBodies, is_long
@@ -24,7 +24,7 @@ from tercet.fleet.portions import Portions
 from tercet.protocol import EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
-from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.headers import PROGRAM_HEADER, SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX
@@ -406,6 +406,8 @@ async def read_body(context: RequestContext, body: ReceivedBody, most_items: int
         context.fields = cast("dict[str, Any]", found)
         await require_small_structures(content, context.fields)
         context.asked = asked_by(context.fields)
+        if closes_session(context.fields):
+            context.headers = {**context.headers, SESSION_FINAL_HEADER: "true"}
 
 
 def is_json(context: RequestContext) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
@@ -35,6 +35,7 @@ class App:
         self.go.set()
         self.bodies: list[bytes] = []
         self.asked: list[Asked] = []
+        self.headers: list[Mapping[str, str]] = []
         self.order: list[int] = []
         self.running = 0
         self.fails = False
@@ -49,6 +50,7 @@ class App:
                 more = message["more_body"]
             self.bodies.append(body)
             self.asked.append(current().asked)
+            self.headers.append(current().headers)
             await self.go.wait()
             if self.fails:
                 raise RuntimeError("the application failed")
@@ -109,6 +111,13 @@ async def test_the_application_gets_the_body_and_what_it_asks_for(house: House) 
     await house.post(model="m", priority=-2, user="ann", prompt="hello")
     assert json.loads(house.app.bodies[0]) == {"model": "m", "priority": -2, "user": "ann", "prompt": "hello"}
     assert house.app.asked == [Asked("m", -2, "ann")]
+
+
+async def test_a_body_that_closes_its_session_is_the_last_one_of_it(house: House) -> None:
+    for action in ("open", "close"):
+        await house.post(model="m", nvext={"session_control": {"session_id": "s", "action": action}})
+    assert [headers.get("x-dynamo-session-final") for headers in house.app.headers] == [None, "true"]
+    assert house.app.asked == [Asked("m", session_name="s")] * 2
 
 
 async def test_a_body_may_name_a_session_as_clients_of_dynamo_do(house: House) -> None:

@@ -35,6 +35,11 @@ def session_in_body(body: Mapping[str, Any]) -> str | None:
     return next((found for path in FIELDS if (found := _text_at(body, path))), None)
 
 
+def closes_session(body: Mapping[str, Any]) -> bool:
+    """Whether a body says that its session ends with this request, as clients of Dynamo 1.1 do."""
+    return _text_at(body, ("nvext", "session_control", "action")) == "close"
+
+
 def _text_at(body: Any, path: tuple[str, ...]) -> str | None:
     for name in path:
         if not isinstance(body, Mapping):

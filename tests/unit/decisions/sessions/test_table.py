@@ -18,6 +18,7 @@ from tercet.decisions.sessions import (
     Keep,
     MoveContext,
     SessionTable,
+    closes_session,
     session_in_body,
     session_named,
 )
@@ -95,6 +96,15 @@ def test_the_name_of_a_session(headers: dict[str, str], body: str | None, named:
 )
 def test_the_name_of_a_session_in_a_body(body: dict[str, Any], named: str | None) -> None:
     assert session_in_body(body) == named
+
+
+@pytest.mark.parametrize(
+    ("control", "closes"),
+    [({"session_id": "c", "action": "close"}, True), ({"session_id": "c", "action": "open"}, False), ("close", False),
+     ({"action": ["close"]}, False)],
+)  # fmt: skip
+def test_a_body_may_close_its_session(control: Any, closes: bool) -> None:
+    assert closes_session({"nvext": {"session_control": control}}) is closes
 
 
 def test_a_session_belongs_to_the_engine_that_ended_its_turn() -> None:
