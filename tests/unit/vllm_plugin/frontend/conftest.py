@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import socket
@@ -129,12 +130,7 @@ class LiveRouters:
 
     def parse_with(self, tool: str | None = None, reasoning: str | None = None) -> None:
         """Have chat answers parsed by vLLM's parsers of these names. Raises if this tokenizer cannot be parsed."""
-        from vllm.parser import ParserManager
-
-        parser = ParserManager.get_parser(
-            tool_parser_name=tool, reasoning_parser_name=reasoning, enable_auto_tools=tool is not None,
-            model_name="m", tokenizer=self.tokenizer,
-        )  # fmt: skip
+        parser = parser_of(self.tokenizer, tool, reasoning)
         for chat in self.chats:
             chat.parser_cls, chat._include_reasoning_tokens_details = parser, reasoning is not None
             chat.online_renderer.parser, chat.online_renderer.enable_auto_tools = parser, tool is not None
@@ -171,6 +167,18 @@ class LiveRouters:
                 if '"role"' not in line:
                     self.let_go(name)
         return answer.status_code, "\n".join(events)
+
+
+def parser_of(tokenizer: Any, tool: str | None, reasoning: str | None) -> Any:
+    """vLLM's class of parsers of these names."""
+    from vllm.parser import ParserManager
+
+    get: Any = ParserManager.get_parser
+    more = {"tokenizer": tokenizer} if "tokenizer" in inspect.signature(get).parameters else {}  # not in vLLM 0.31
+    return get(
+        tool_parser_name=tool, reasoning_parser_name=reasoning, enable_auto_tools=tool is not None, model_name="m",
+        **more,
+    )  # fmt: skip
 
 
 def within(app: Any, router: Any) -> Any:

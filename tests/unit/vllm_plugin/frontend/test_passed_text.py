@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from .conftest import parser_of
 from .tool_texts import CALL, CITY, HERMES, KIMI, XML
 
 TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "get_weather"}}]}
@@ -42,16 +43,12 @@ class Told:
 
     def __init__(self, tokenizer: Any, tool: str | None, reasoning: str | None, **asked: Any) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.parser import ParserManager
 
         from tercet.vllm_plugin.fast_path.parsed_deltas import ParsedDeltas
         from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter, chat_format
         from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
-        made = ParserManager.get_parser(
-            tool_parser_name=tool, reasoning_parser_name=reasoning, enable_auto_tools=tool is not None, model_name="m",
-            tokenizer=tokenizer,
-        )  # fmt: skip
+        made = parser_of(tokenizer, tool, reasoning)
         assert made is not None
         messages = [{"role": "user", "content": "Hello"}]
         self.request = ChatCompletionRequest.model_validate({"model": "m", "messages": messages, **asked})
