@@ -26,7 +26,7 @@ from tercet.wire.client import prefill_metrics
 HEAD = """# Metrics
 
 What `/metrics` has of Tercet's own. Engines have vLLM's `vllm:*` next to them; a router says what its serving layer
-sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`.
+sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`, summaries the last two.
 """
 
 

@@ -105,7 +105,9 @@ class SharedState:
         self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
         self._followers = Followers(path, lambda: self._files.is_stuck)
         self.planner = PlannerReports(path, self._files)
-        self.traces = SharedTraces(traces or RequestTraces(), self._followers.name, self._others)
+        self.traces = SharedTraces(
+            traces or RequestTraces(), self._followers.name, self._others, service.metrics.exemplars
+        )
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
