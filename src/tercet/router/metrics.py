@@ -57,8 +57,8 @@ class Metrics:
         self._tpot = Histogram(TPOT, "Time per output token after the first, by program.", ["program"], buckets=SECONDS)
         self._objectives = Counter(
             "tercet_objective_requests",
-            "Requests that ended, by whether they met the objectives; the rate of `met` is the goodput.",
-            ["result"],
+            "Requests that ended, by class and whether they met its objectives; the rate of `met` is the goodput.",
+            ["class", "result"],
         )
 
     def _declare_programs(self) -> None:
@@ -147,9 +147,9 @@ class Metrics:
             "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
         )
 
-    def objectives(self, met: bool) -> None:
-        """A request ended, and met its objectives or did not."""
-        self._objectives.labels("met" if met else "missed").inc()
+    def objectives(self, of_class: str, met: bool) -> None:
+        """A request ended, and met its class's objectives or did not."""
+        self._objectives.labels(of_class, "met" if met else "missed").inc()
 
     def flipped(self, role: str, engines: int) -> None:
         """Engines have this role from now on, without an operator."""

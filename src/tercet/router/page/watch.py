@@ -161,7 +161,7 @@ class FleetWatch:
 
 def about_service(service: Service[Any], model: str, roles: str = "fixed", why: str = "") -> About:
     """What is watched: the programs in use, and the objectives. ``why`` says why nothing is served now."""
-    routing, wanted = service.routing, service.attainment.objectives
+    routing, wanted = service.routing, service.attainments.objectives
     plan, returned = routing.current.plan, routing.returned
     shares = tuple(ShareShown(share.label, share.program, share.weight) for share in plan.shares)
     said = "" if returned is None else f"{returned.program} failed {returned.failures} times in a row"
