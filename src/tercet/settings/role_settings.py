@@ -101,7 +101,7 @@ class Objectives(Settings, frozen=True):
             raise BadRequest(f"objective-class: at most {MOST_CLASSES}, each is a series", "objective-class")
 
     def class_of(self, headers: Mapping[str, str]) -> ObjectiveClass | None:
-        """The class that a request's headers name; None if they name none, or one that there is not."""
+        """The class that a request's headers name; None if they name none, or an unknown one."""
         named = headers.get(self.header) if self.classes else None
         return next((each for each in self.classes if each.name == named), None)
 

@@ -16,7 +16,7 @@ from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objecti
 
 
 def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, float]:
-    """How often each class comes; raises :class:`~tercet.protocol.BadRequest` for one that there is not."""
+    """How often each class comes; raises :class:`~tercet.protocol.BadRequest` for an unknown one."""
     known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"
     found = dict[str, float]()
     for name, given in traffic.items():
