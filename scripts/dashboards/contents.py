@@ -35,13 +35,15 @@ def _fleet(of: Declared) -> Dashboard:
                                     of.rate("tercet_served_generation_tokens_total"))),
     )  # fmt: skip
     engines = (
+        Panel("Mean TTFT, by the engine that most of it was spent on",
+              (of.mean("tercet_ttft_by_engine_seconds", "engine"),)),
         Panel("Engines that answer", (of.now("tercet_engine_up", "engine", how="max"),)),
         Panel("KV cache in use", (of.now("tercet_engine_kv_usage_ratio", "engine", how="max"),)),
         Panel("Requests that wait", (of.now("tercet_engine_waiting", "engine", how="max"),)),
         Panel("Duration of a step", (of.now("tercet_engine_step_seconds", "engine", how="max"),)),
         Panel("Duration of verbs, P99", (of.quantile(0.99, "tercet_verb_seconds", "verb"),)),
         Panel("KV between engines", (of.rate("tercet_kv_sent_bytes_total", "engine", "to"),)),
-    )
+    )  # fmt: skip
     routers = (
         Panel("Processes that serve", (of.now("tercet_workers", "instance"),)),
         Panel("Version of the fleet's state", (of.now("tercet_fleet_state_version", "instance", how="min"),)),
@@ -55,6 +57,8 @@ def _engine(of: Declared) -> Dashboard:
     seen = (
         Panel("Requests", (of.now("tercet_engine_running", "engine", how="max", legend="{{engine}} running", **here),
                            of.now("tercet_engine_waiting", "engine", how="max", legend="{{engine}} waiting", **here))),
+        Panel("Mean TTFT of requests that spent most of it here",
+              (of.mean("tercet_ttft_by_engine_seconds", "engine", **here),)),
         Panel("KV cache in use", (of.now("tercet_engine_kv_usage_ratio", "engine", how="max", **here),)),
         Panel("Duration of a step", (of.now("tercet_engine_step_seconds", "engine", how="max", **here),)),
         Panel("Tokens to work on", (of.now("tercet_engine_tokens", "engine", how="max", **here),)),

@@ -74,8 +74,10 @@ class Declared:
         return Query(f"histogram_quantile({quantile:g}, {inner})", legend, _unit(metric), metric.meaning)
 
     def mean(self, name: str, *by: str, **where: str) -> Query:
-        """The mean of a histogram."""
-        metric = self._metric(name, "histogram", by, where)
+        """The mean of a histogram or a summary."""
+        known = self.metrics.get(name)
+        kind = "summary" if known is not None and known.kind == "summary" else "histogram"
+        metric = self._metric(name, kind, by, where)
         sums = (f"sum{_by(by)} (rate({name}_{part}{_where(where)}[{INTERVAL}]))" for part in ("sum", "count"))
         return Query(" / ".join(sums), " ".join(filter(None, ("mean", _legend(by, "")))), _unit(metric), metric.meaning)
 

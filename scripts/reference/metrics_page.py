@@ -26,7 +26,7 @@ from tercet.wire.client import prefill_metrics
 HEAD = """# Metrics
 
 What `/metrics` has of Tercet's own. Engines have vLLM's `vllm:*` next to them; a router says what its serving layer
-sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`.
+sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`, summaries the last two.
 """
 
 
@@ -35,6 +35,7 @@ BOUNDS = {
     "engine": "members of the fleet: series of those that have left are not shown",
     "to": "as `engine`; a router counts 4,096 pairs of `engine` and `to` by their names, and those beyond as `other`",
     "verb": "`prep_recv`, `extend_recv`, `remote_send`, `start_generate`, `move`",
+    "class": "classes of objectives that operators have set, at most 16, and `default`",
     "code": "codes of the error tree, about 30; what a peer says under another code has that of its status",
     "stage": "2",
     "reason": "of moves the first 32 and `other`, of refusals those that the router declares",

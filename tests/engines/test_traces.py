@@ -75,7 +75,7 @@ async def test_a_request_is_one_trace_from_its_client_to_vllm(fleet: Fleet, rece
     answer = await complete(fleet.url, prompt_of(300, seed=41), of.headers())
     trace = OneTrace(
         receiver, of, (ROUTER, "POST /v1/completions"), (ENGINE, "prep_recv"), (ENGINE, "remote_send"),
-        (ENGINE, "start_generate"), (ENGINE, VLLMS),
+        (ENGINE, "start_generate"), (ENGINE, VLLMS), (ENGINE, "receive"),
     )  # fmt: skip
     root = request_span(trace)
     assert root.parent == of.span_id
@@ -86,6 +86,12 @@ async def test_a_request_is_one_trace_from_its_client_to_vllm(fleet: Fleet, rece
         assert trace.above(span) == [name, "POST /v1/completions"], "the engine's, the router's, the request's"
     (send,) = trace.named(ROUTER, "remote_send")
     assert [trace.by_id[link].name for link in send.links] == ["prep_recv"]
+    # Of the KV that the sender's agent told of in its frames.
+    (received,) = trace.named(ENGINE, "receive")
+    assert received.instance == "decode-0"
+    assert trace.above(received) == ["remote_send", "remote_send", "POST /v1/completions"]
+    assert trace.by_id[received.parent].instance == "prefill-0", "it is below the sender's, on the other engine"
+    assert received.attributes["tercet.bytes"] == send.attributes["tercet.bytes"]
     # vLLM's own: one for each of the two requests that its engines have had.
     of_vllm = {span.instance: trace.above(span)[0] for span in trace.spans if span.name == VLLMS}
     assert of_vllm["decode-0"] == "start_generate"
@@ -134,13 +140,19 @@ async def test_a_move_is_a_span_above_what_both_engines_do_for_it(breakable: Fle
     )
     assert status == 200, moved
     assert len(tokens_of(await asked)) == 200
-    trace = OneTrace(receiver, of, (ROUTER, "move"), (ROUTER, "POST /v1/completions"), (ENGINE, "remote_send"))
+    trace = OneTrace(
+        receiver, of, (ROUTER, "move"), (ROUTER, "POST /v1/completions"), (ENGINE, "remote_send"), (ENGINE, "receive")
+    )
     (move,) = trace.named(ROUTER, "move")
     assert move.attributes["tercet.move.outcome"] == "moved"
     for name, engine in (("prep_recv", destination), ("remote_send", source)):
         of_engine = [span for span in trace.named(ENGINE, name) if "move" in trace.above(span)]
         assert {span.instance for span in of_engine} == {engine}, name
         assert all(trace.above(span) == [name, "move", "POST /v1/completions"] for span in of_engine)
+    received = trace.named(ENGINE, "receive")
+    assert {(span.instance, *trace.above(span)[:3]) for span in received} == {
+        (destination, "remote_send", "remote_send", "move")
+    }
     generated = sorted(trace.named(ENGINE, "start_generate"), key=lambda span: span.began)
     assert [span.instance for span in generated] == [source, destination]
 

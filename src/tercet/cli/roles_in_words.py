@@ -10,6 +10,7 @@ from typing import Any
 def roles_in_words(found: dict[str, Any]) -> Iterator[str]:
     """What the router answers about roles, in lines."""
     yield objectives_in_words(found["objectives"])
+    yield from classes_in_words(found["objectives"])
     by_role = {role: [name for name, its in found["engines"].items() if its == role] for role in ("prefill", "decode")}
     yield f"roles: {found['roles']}; " + "; ".join(f"{role}: {', '.join(by_role[role]) or 'none'}" for role in by_role)
     decision = found["decision"]
@@ -20,6 +21,13 @@ def roles_in_words(found: dict[str, Any]) -> Iterator[str]:
     for flip in decision["flips"]:
         when = time.strftime("%H:%M:%S", time.localtime(flip["at"]))
         yield f"  {when}  {', '.join(flip['engines'])} -> {flip['role']}: {flip['reason']}"
+
+
+def classes_in_words(objectives: dict[str, Any]) -> Iterator[str]:
+    """A line for each class of requests."""
+    for each in objectives.get("classes", ()):
+        said = objectives_in_words(each).removeprefix("objectives: ")
+        yield f"  {objectives['header']}: {each['name']}: {said}"
 
 
 def objectives_in_words(objectives: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, engine_in_words, show_answer, understood
 from tercet.cli.moves import in_words as move_in_words
 from tercet.cli.program import state_in_words
-from tercet.cli.roles_in_words import objectives_in_words
+from tercet.cli.roles_in_words import classes_in_words, objectives_in_words
 
 
 def status(
@@ -55,6 +55,7 @@ def _in_words(url: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"  {found['why']}"
     yield from state_in_words(found["program"])
     yield f"{objectives_in_words(found['objectives'])}; roles: {found['roles']}"
+    yield from classes_in_words(found["objectives"])
     engines = found["engines"]
     width = max((len(engine["name"]) for engine in engines), default=0)
     yield f"{len(engines)} engines, {sum(engine['in_flight'] for engine in engines)} sequences on them"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.settings.role_settings import Objectives
+from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 
 Floats = NDArray[np.float64]
 
@@ -15,7 +17,7 @@ def within(values: Floats, limit: float) -> NDArray[np.bool_]:
     return np.isnan(values) | (values <= limit)
 
 
-def meets(objectives: Objectives, ttft: float | None, tpot: float | None) -> bool:
+def meets(objectives: Objectives | ObjectiveClass, ttft: float | None, tpot: float | None) -> bool:
     """Whether a request that succeeded met its objectives, in seconds.
 
     None is a latency that it does not have: an answer of one token has no TPOT. One that failed meets no objective,
@@ -28,10 +30,11 @@ def meets(objectives: Objectives, ttft: float | None, tpot: float | None) -> boo
 
 
 class Attainment:
-    """How many requests ended, and how many of them met the objectives."""
+    """How many requests of a class ended, and how many of them met its objectives."""
 
-    def __init__(self, objectives: Objectives) -> None:
+    def __init__(self, objectives: Objectives | ObjectiveClass, name: str = DEFAULT_CLASS) -> None:
         self.objectives = objectives
+        self.name = name
         self.ended = self.met = 0
 
     def ended_with(self, ttft: float | None, tpot: float | None) -> bool:
@@ -44,3 +47,23 @@ class Attainment:
     def failed(self) -> None:
         """Count a request that failed."""
         self.ended += 1
+
+
+class Attainments:
+    """The attainment of each class of requests; the ``default`` one is that of requests without a class."""
+
+    def __init__(self, objectives: Objectives) -> None:
+        self.objectives = objectives
+        self.default = Attainment(objectives)
+        self._classes = {each.name: Attainment(each, each.name) for each in objectives.classes}
+
+    def of(self, headers: Mapping[str, str]) -> Attainment | None:
+        """Where a request counts, by its headers; None if it has no objectives."""
+        found = self.objectives.class_of(headers)
+        if found is not None:
+            return self._classes[found.name]
+        return self.default if self.objectives.any else None
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By class, how many requests ended, and how many met its objectives."""
+        return {each.name: (each.ended, each.met) for each in (self.default, *self._classes.values())}

@@ -6,6 +6,7 @@ import msgspec
 
 # Events that are not verbs and take no time: a fallback to another way or a retry, and its reason.
 FALLBACK, RETRY = "fallback", "retry"
+_NO_VERBS = frozenset({FALLBACK, RETRY, "move"})
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
@@ -72,6 +73,17 @@ class VerbTrace(msgspec.Struct):
 
     program: str = ""
     events: list[TraceEvent] = []
+
+    @property
+    def slowest_engine(self) -> str:
+        """The engine on which most of the time to the first token was spent; empty if no verb was called."""
+        slowest, longest = "", -1.0
+        for event in self.events:
+            if event.verb not in _NO_VERBS and event.seconds > longest:
+                slowest, longest = event.engine, event.seconds
+            if event.verb == "start_generate":
+                break
+        return slowest
 
     def filled(self) -> TraceEvent | None:
         """The send that filled the last reservation; None if there was none, or a fallback happened since."""

@@ -7,20 +7,25 @@ none of this process's. A sum over routers and engines would count tokens twice,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet
 from tercet.fleet.engine_gauges import EngineCollector
+from tercet.router.exemplars import WORKERS_VARIABLE, Bucket, KeptExemplar, by_bucket, with_exemplar
 from tercet.router.metrics import OTHER_ENGINES
 
 METRICS = "/metrics"
+OPENMETRICS = "application/openmetrics-text"
+ExemplarsOfAll = Callable[[], Awaitable[Sequence[KeptExemplar]]]
 OURS, VLLMS, SERVED = "tercet_", "vllm:", "tercet_served_"
 COUNTED_HERE = frozenset({"prompt_tokens", "generation_tokens", "request_success"})
 OBSERVED_HERE = frozenset(
@@ -34,11 +39,14 @@ OF_ENGINES = ("engine", "to")
 
 
 class ServedMetrics(Collector):
-    """What ``source`` has, as a router over ``fleet`` says it; of engines, those that are members."""
+    """What ``source`` has, as a router over ``fleet`` says it, with ``exemplars``: of engines, those of members."""
 
-    def __init__(self, source: Collector | CollectorRegistry, fleet: EngineFleet) -> None:
+    def __init__(
+        self, source: Collector | CollectorRegistry, fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]
+    ) -> None:
         self._source = source
         self._fleet = fleet
+        self._exemplars = exemplars
 
     def collect(self) -> Iterable[Metric]:
         here = {OTHER_ENGINES, *(member.name for member in self._fleet.members)}
@@ -46,13 +54,22 @@ class ServedMetrics(Collector):
             if metric.name.startswith(VLLMS):
                 yield from _served(metric)
             elif metric.name.startswith(OURS):
-                yield _of_members(metric, here)
+                yield self._of_members(metric, here)
             else:
                 yield metric
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the registry need not ask at registration."""
         return ()
+
+    def _of_members(self, metric: Metric, here: set[str]) -> Metric:
+        """Without the series of engines that have left the fleet: nothing more is going to happen to them."""
+        found = Metric(metric.name, metric.documentation, metric.type)
+        found.samples = [
+            with_exemplar(sample, self._exemplars) for sample in metric.samples
+            if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
+        ]  # fmt: skip
+        return found
 
 
 def _served(metric: Metric) -> Iterator[Metric]:
@@ -66,36 +83,28 @@ def _served(metric: Metric) -> Iterator[Metric]:
     yield found
 
 
-def _of_members(metric: Metric, here: set[str]) -> Metric:
-    """Without the series of engines that have left the fleet: nothing more is going to happen to them."""
-    found = Metric(metric.name, metric.documentation, metric.type)
-    found.samples = [
-        sample for sample in metric.samples
-        if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
-    ]  # fmt: skip
-    return found
-
-
-def metrics_of(fleet: EngineFleet) -> CollectorRegistry:
+def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> CollectorRegistry:
     """All of a router's: of several workers, what they have counted together; and the gauges of engines."""
     registry = CollectorRegistry()
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # its files lack the values that are read on each scrape
+    if WORKERS_VARIABLE in os.environ:  # its files lack the values that are read on each scrape
         counted = CollectorRegistry()
         MultiProcessCollector(counted)
-        registry.register(ServedMetrics(counted, fleet))
+        registry.register(ServedMetrics(counted, fleet, exemplars))
     else:
-        registry.register(ServedMetrics(REGISTRY, fleet))
+        registry.register(ServedMetrics(REGISTRY, fleet, exemplars))
     registry.register(EngineCollector(fleet))
     return registry
 
 
-def with_metrics(app: ASGIApp, fleet: EngineFleet) -> ASGIApp:
+def with_metrics(app: ASGIApp, fleet: EngineFleet, exemplars: ExemplarsOfAll) -> ASGIApp:
     """``app``, whose ``/metrics`` are the router's; it takes the place of vLLM's own, and of all below it."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):
+            wanted = OPENMETRICS in Headers(scope=scope).get("accept", "")  # the text of before has none
+            found = by_bucket(await exemplars()) if wanted else {}
             make = cast("Any", prometheus_client).make_asgi_app  # its type is incomplete
-            await make(metrics_of(fleet))(scope, receive, send)
+            await make(metrics_of(fleet, found))(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -42,7 +42,7 @@ class FollowerReport(msgspec.Struct, frozen=True):
     """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so.
 
     One that is not ``serving`` yet will have caught up when it is. ``requests_left`` counts those under way in one that
-    shuts down. ``ended`` requests counted for the objectives, and ``met`` of them met these.
+    shuts down. ``attained`` has, by class, how many requests counted for its objectives, and how many met them.
     """
 
     pid: int
@@ -51,8 +51,7 @@ class FollowerReport(msgspec.Struct, frozen=True):
     failure: str = ""
     engines: dict[str, EngineReport] = {}
     requests_left: int = 0
-    ended: int = 0
-    met: int = 0
+    attained: dict[str, tuple[int, int]] = {}
 
 
 class Followers:

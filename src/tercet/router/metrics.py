@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, Summary
 
 from tercet.fleet import Trace
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
+from tercet.router.exemplars import Exemplars
 from tercet.router.moves import MoveRecord
 from tercet.wire.metric_buckets import SECONDS
 
@@ -19,12 +21,14 @@ OTHER_REASONS = "other"
 # Pairs of engines that are counted by their names: 64 that prefill times 64 that decode.
 MOST_PAIRS = 4096
 OTHER_ENGINES = "other"
+TTFT, TPOT, VERB = "tercet_ttft_seconds", "tercet_tpot_seconds", "tercet_verb_seconds"
 
 
 class Metrics:
     """Counters of programs and verbs; what takes more than one call has a method. Times are in seconds."""
 
     def __init__(self) -> None:
+        self.exemplars = Exemplars()
         self._declare_sequences()
         self._declare_programs()
         self._declare_gate()
@@ -44,14 +48,17 @@ class Metrics:
             "tercet_retries", "Further attempts, by what failed and whether the client had a token.", ["code", "stage"]
         )
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
-        self._ttft = Histogram("tercet_ttft_seconds", "Time to first token, by program.", ["program"], buckets=SECONDS)
-        self._tpot = Histogram(
-            "tercet_tpot_seconds", "Time per output token after the first, by program.", ["program"], buckets=SECONDS
+        self._ttft = Histogram(TTFT, "Time to first token, by program.", ["program"], buckets=SECONDS)
+        self._ttft_by_engine = Summary(
+            "tercet_ttft_by_engine_seconds",
+            "Time to first token, by the engine that most of it was spent on.",
+            ["engine"],
         )
+        self._tpot = Histogram(TPOT, "Time per output token after the first, by program.", ["program"], buckets=SECONDS)
         self._objectives = Counter(
             "tercet_objective_requests",
-            "Requests that ended, by whether they met the objectives; the rate of `met` is the goodput.",
-            ["result"],
+            "Requests that ended, by class and whether they met its objectives; the rate of `met` is the goodput.",
+            ["class", "result"],
         )
 
     def _declare_programs(self) -> None:
@@ -101,9 +108,7 @@ class Metrics:
             "tercet_role_pressure", "Pressure of a role, where roles follow the load; 1 is the objective's limit.",
             ["role"], multiprocess_mode="livemostrecent",
         )  # fmt: skip
-        self._verb = Histogram(
-            "tercet_verb_seconds", "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS
-        )
+        self._verb = Histogram(VERB, "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS)
         self._bytes = Counter(
             "tercet_kv_sent_bytes", f"KV sent between engines; beyond {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
             ["engine", "to"],
@@ -142,9 +147,9 @@ class Metrics:
             "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
         )
 
-    def objectives(self, met: bool) -> None:
-        """A request ended, and met its objectives or did not."""
-        self._objectives.labels("met" if met else "missed").inc()
+    def objectives(self, of_class: str, met: bool) -> None:
+        """A request ended, and met its class's objectives or did not."""
+        self._objectives.labels(of_class, "met" if met else "missed").inc()
 
     def flipped(self, role: str, engines: int) -> None:
         """Engines have this role from now on, without an operator."""
@@ -170,17 +175,28 @@ class Metrics:
         self._routed(trace)
         place = current_span()
         if trace.ttft is not None:
-            self._ttft.labels(trace.program).observe(trace.ttft, _exemplar(place))
+            self._observe(self._ttft, TTFT, {"program": trace.program}, trace.ttft, place)
+            if slowest := trace.slowest_engine:
+                self._ttft_by_engine.labels(slowest).observe(trace.ttft)
         if trace.tpot is not None:
-            self._tpot.labels(trace.program).observe(trace.tpot, _exemplar(place))
+            self._observe(self._tpot, TPOT, {"program": trace.program}, trace.tpot, place)
         for event in trace.events:
             if event.verb in (FALLBACK, RETRY):
                 continue
-            self._verb.labels(event.verb, event.engine).observe(event.seconds, _exemplar(place, event.span))
+            verb = {"verb": event.verb, "engine": event.engine}
+            self._observe(self._verb, VERB, verb, event.seconds, place, event.span)
             if event.predicted is not None:
                 self._compared(trace.program, event, event.predicted)
             if event.bytes:
                 self._bytes.labels(event.engine, self._counted_as(event.engine, event.to)).inc(event.bytes)
+
+    def _observe(
+        self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
+        span: str = "",
+    ) -> None:  # fmt: skip
+        histogram.labels(**labels).observe(value)
+        if place is not None:
+            self.exemplars.note(name, labels, value, time.time(), place, span)
 
     def retried(self, code: str, answered: bool) -> None:
         """Another attempt begins after a failure; ``answered``: the client has a token already."""
@@ -256,10 +272,3 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
-
-
-def _exemplar(place: SpanContext | None, span: str = "") -> dict[str, str] | None:
-    """What names the trace of a measurement, and the span in it; nothing for a request that is in no sampled trace."""
-    if place is None or not place.sampled:
-        return None
-    return {"trace_id": place.trace_id, "span_id": span or place.span_id}

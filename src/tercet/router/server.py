@@ -232,7 +232,7 @@ async def _serve_openai(
             server = vllm.with_fast_path(server, args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
-        layers = with_metrics(server.layers, service.fleet)
+        layers = with_metrics(server.layers, service.fleet, state.traces.exemplars)
         gate = Gate(config.limits, service.fleet, service.metrics)
         front = RouterApp(
             layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,

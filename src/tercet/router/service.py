@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from tercet.aio import run_in_thread
-from tercet.decisions.objectives import Attainment
+from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
 from tercet.fleet.seen_requests import SeenRequests
 from tercet.programs import BUILT_IN, Program, load_program
@@ -26,6 +26,7 @@ from tercet.protocol import (
     TercetError,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
 from tercet.router.moves import MoveMetrics, Moves
@@ -60,8 +61,8 @@ class ServiceMetrics(MoveMetrics, Protocol):
         """A sequence was served to its end."""
         ...
 
-    def objectives(self, met: bool) -> None:
-        """A sequence ended, and met its objectives or did not; not called without objectives."""
+    def objectives(self, of_class: str, met: bool) -> None:
+        """A sequence ended, and met its class's objectives or did not; not called without objectives."""
         ...
 
     def retried(self, code: str, answered: bool) -> None:
@@ -113,7 +114,7 @@ class Service(Generic[M]):
     attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
     programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
     of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
-    loads the first program. ``attainment`` counts the sequences that end, by whether they met the ``objectives``;
+    loads the first program. ``attainments`` count the sequences that end, by whether they met the ``objectives``;
     ``observers`` are told of every sequence; ``seen``, once a planner has asked, keeps those of the last minutes.
     ``sessions`` are told of each sequence, if turns of sessions are kept together.
     """
@@ -137,7 +138,7 @@ class Service(Generic[M]):
         self.fleet = fleet
         self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
-        self.attainment = Attainment(objectives)
+        self.attainments = Attainments(objectives)
         self.seen: SeenRequests | None = None
         self.moves = Moves(fleet, metrics, moves)
         fleet.on_proposal = Proposals(self.sequences, self.moves).heard
@@ -231,7 +232,9 @@ class Service(Generic[M]):
             raise self._given_up_by
         self._streams[stream] = sequence
         observed = self.observers.begins(sequence, trace)
-        attempts = Attempts(sequence, stream, partial(self._finished, chosen, sequence, trace, observed), self._clock)
+        # Its last tokens may come from a connection's task, which belongs to no request.
+        finished = partial(self._finished, chosen, sequence, trace, observed, current_span())
+        attempts = Attempts(sequence, stream, finished, self._clock)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
                 if self.sessions is not None:
@@ -241,7 +244,7 @@ class Service(Generic[M]):
                     if retry is None:
                         if _is_grammars_fault(failure, sequence):
                             raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
-                        self._note_failed(chosen, failure, observed)
+                        self._note_failed(chosen, failure, sequence, observed)
                         attempts.finish(_last_output(chosen, failure, request.seq_id))
                         return
                     event = self._tell_next_attempt(chosen, failure, sequence, fleet)
@@ -263,22 +266,30 @@ class Service(Generic[M]):
         task = asyncio.current_task() if timeout is not None else None
         return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
 
-    def _finished(self, chosen: Chosen, sequence: RunningSequence, trace: Trace, observed: ObservedSequence) -> None:
+    def _finished(
+        self, chosen: Chosen, sequence: RunningSequence, trace: Trace, observed: ObservedSequence,
+        place: SpanContext | None,
+    ) -> None:  # fmt: skip
         if not sequence.attempt:
             self.routing.succeeded(chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
-        self.metrics.finished(trace)
+        with working_in(place):
+            self.metrics.finished(trace)
         observed.ends("served")
-        if self.attainment.objectives.any:
-            self.metrics.objectives(self.attainment.ended_with(trace.ttft, trace.tpot))
+        attainment = self.attainments.of(sequence.request.headers)
+        if attainment is not None:
+            self.metrics.objectives(attainment.name, attainment.ended_with(trace.ttft, trace.tpot))
 
-    def _note_failed(self, chosen: Chosen, error: BaseException, observed: ObservedSequence) -> None:
+    def _note_failed(
+        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, observed: ObservedSequence
+    ) -> None:
         """Count it against the objectives, unless its client is to blame."""
         refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
         observed.ends("left" if refused else "failed")
-        if self.attainment.objectives.any and not refused:
-            self.attainment.failed()
-            self.metrics.objectives(met=False)
+        attainment = self.attainments.of(sequence.request.headers)
+        if attainment is not None and not refused:
+            attainment.failed()
+            self.metrics.objectives(attainment.name, met=False)
 
     def _next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, tried_at: float

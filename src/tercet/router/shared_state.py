@@ -105,7 +105,9 @@ class SharedState:
         self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
         self._followers = Followers(path, lambda: self._files.is_stuck)
         self.planner = PlannerReports(path, self._files)
-        self.traces = SharedTraces(traces or RequestTraces(), self._followers.name, self._others)
+        self.traces = SharedTraces(
+            traces or RequestTraces(), self._followers.name, self._others, service.metrics.exemplars
+        )
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
@@ -425,10 +427,14 @@ class SharedState:
                     found[name] = EngineReport(own.in_flight + other.in_flight, reachable, waiting, busy)
         return found
 
-    def attainment(self) -> tuple[int, int]:
-        """Requests that ended in all processes that follow, and how many of them met the objectives."""
-        reports = [self._own_report(), *self._followers.others()]
-        return sum(each.ended for each in reports), sum(each.met for each in reports)
+    def attainment(self) -> dict[str, tuple[int, int]]:
+        """By class, requests that ended in all processes that follow, and how many of them met its objectives."""
+        found = self.service.attainments.counts()
+        for report in self._followers.others():
+            for name, (ended, met) in report.attained.items():
+                if name in found:
+                    found[name] = found[name][0] + ended, found[name][1] + met
+        return found
 
     def processes(self) -> int:
         """Processes that follow, with this one."""
@@ -447,8 +453,8 @@ class SharedState:
             for each in self._fleet.members
         }
         left = self._shutdown.requests if self._shutdown.has_begun else 0
-        ended, met = self.service.attainment.ended, self.service.attainment.met
-        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left, ended, met)
+        attained = self.service.attainments.counts()
+        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left, attained)
 
     async def _report(self) -> None:
         """A report that cannot be written does not fail what it reports; the write is retried."""

@@ -1,7 +1,7 @@
 """Traces of all router processes that share a state: each answers the others, by a socket of this machine.
 
-A request is one line of JSON, its answer the traces. The sockets have names and no files: a state may be on a file
-system that is slow or shared with other machines, whose processes are not asked.
+A question is one line of JSON, its answer the traces, or the exemplars that name some of them. The sockets have names
+and no files: a state may be on a file system that is slow or shared with other machines, whose processes are not asked.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import socket
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 
 from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
+from tercet.router.exemplars import WORKERS_VARIABLE, Exemplars, KeptExemplar
 from tercet.router.request_traces import RequestTrace, RequestTraces
 
+T = TypeVar("T")
 logger = logging.getLogger("tercet.router")
 ANSWER_SECONDS = 3.0
 LONGEST_QUESTION = 4096
@@ -31,13 +34,15 @@ _PEER = struct.Struct("3i")
 class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which traces are wanted: those with an id, or else the ``newest``, or the ``slowest``, as many as that.
 
-    ``watch`` asks for what happens from now on instead, as frames of the page.
+    ``watch`` asks for what happens from now on instead, as frames of the page; ``exemplars`` for those of a worker that
+    counts in that folder.
     """
 
     id: str = ""
     newest: int = 0
     slowest: int = 0
     watch: bool = False
+    exemplars: str = ""
 
     def answer(self, traces: RequestTraces) -> list[RequestTrace]:
         """What this process knows."""
@@ -53,20 +58,23 @@ class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
         return newest if self.id else newest[: self.newest]
 
 
-_answers = msgspec.json.Decoder(list[RequestTrace])
+_traces = msgspec.json.Decoder(list[RequestTrace])
+_exemplars = msgspec.json.Decoder(list[KeptExemplar])
 _questions = msgspec.json.Decoder(TraceQuestion)
 
 
 class SharedTraces:
-    """The ``traces`` of this process, called ``name`` among the others, and those of the ``others``.
+    """The ``traces`` and exemplars of this process, called ``name`` among the others, and those of the ``others``.
 
     ``frames`` are those of its page, each a line, for another process that shows a page.
     """
 
     def __init__(
-        self, traces: RequestTraces, name: str = "", others: Callable[[], Awaitable[Sequence[str]]] | None = None
-    ) -> None:
+        self, traces: RequestTraces, name: str = "", others: Callable[[], Awaitable[Sequence[str]]] | None = None,
+        exemplars: Exemplars | None = None,
+    ) -> None:  # fmt: skip
         self.own = traces
+        self._exemplars = exemplars or Exemplars()
         self._name = name
         self._others = others
         self.frames: Callable[[], AsyncGenerator[bytes]] | None = None
@@ -85,8 +93,13 @@ class SharedTraces:
 
     async def find(self, question: TraceQuestion) -> list[RequestTrace]:
         """What all processes know; one that does not answer in time is left out, and logged."""
-        found = await asyncio.gather(*(self._ask(name, question) for name in await self.others()))
-        return question.best([*question.answer(self.own), *(trace for each in found for trace in each)])
+        return question.best([*question.answer(self.own), *await self._of_others(question, _traces)])
+
+    async def exemplars(self) -> list[KeptExemplar]:
+        """Those of this process and, if it is one of several workers, of the others of its router."""
+        folder = os.environ.get(WORKERS_VARIABLE, "")
+        others = await self._of_others(TraceQuestion(exemplars=folder), _exemplars) if folder else []
+        return [*self._exemplars.kept(), *others]
 
     async def others(self) -> Sequence[str]:
         """Names of the others that live."""
@@ -103,14 +116,23 @@ class SharedTraces:
         finally:
             writer.close()
 
-    async def _ask(self, name: str, question: TraceQuestion) -> Sequence[RequestTrace]:
+    async def _of_others(self, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
+        found = await asyncio.gather(*(self._ask(name, question, decoder) for name in await self.others()))
+        return [each for answer in found for each in answer]
+
+    def _answer_to(self, question: TraceQuestion) -> list[RequestTrace] | list[KeptExemplar]:
+        if question.exemplars:
+            return self._exemplars.kept() if question.exemplars == os.environ.get(WORKERS_VARIABLE) else []
+        return question.answer(self.own)
+
+    async def _ask(self, name: str, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 reader, writer = await _connected(name)
                 try:
                     _require_own(writer)
                     writer.write(msgspec.json.encode(question) + b"\n")
-                    return _answers.decode(await reader.readline())
+                    return decoder.decode(await reader.readline())
                 finally:
                     writer.close()
         except (OSError, ValueError, TimeoutError, *UNREADABLE) as error:
@@ -124,7 +146,7 @@ class SharedTraces:
                     _require_own(writer)
                     question = _questions.decode(await reader.readline())
                     if not question.watch:
-                        writer.write(msgspec.json.encode(question.answer(self.own)) + b"\n")
+                        writer.write(msgspec.json.encode(self._answer_to(question)) + b"\n")
                         await writer.drain()
                         return
                 await self._tell_frames(writer)

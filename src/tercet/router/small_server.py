@@ -67,7 +67,7 @@ async def serve_small(
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = Gate(config.limits, service.fleet, service.metrics)
-    layers = with_metrics(app.build_middleware_stack(), service.fleet)
+    layers = with_metrics(app.build_middleware_stack(), service.fleet, state.traces.exemplars)
     apart = config.admin_listen is not None
     front = RouterApp(
         layers, None, gate, keys.clients, service.program_called, config.max_request_bytes,

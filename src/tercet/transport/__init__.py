@@ -18,6 +18,7 @@ from tercet.transport.agent.agent_messages import (
     Push,
     PushCached,
     ReadCounters,
+    ReceiveDone,
     RevokeLease,
     SendComplete,
     SendDone,
@@ -39,6 +40,7 @@ from tercet.transport.memory.block_order import BlockOrder
 from tercet.transport.memory.handles import DeviceHandles
 from tercet.transport.outgoing import SendReport
 from tercet.transport.rank import RankTransport
+from tercet.transport.receive_traces import ReceiveEnd
 from tercet.transport.region import (
     CORE_WORDS,
     PAGE_BYTES,
@@ -82,6 +84,8 @@ __all__ = [
     "RankRoute",
     "RankTransport",
     "ReadCounters",
+    "ReceiveDone",
+    "ReceiveEnd",
     "RegionShape",
     "RevokeLease",
     "SendComplete",

@@ -25,11 +25,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TransferFailed, content_of
+from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TercetError, TransferFailed, content_of
 from tercet.protocol.content import TOKEN_BYTES
 from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.block_sizes import Move, first_token, moves
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
+from tercet.transport.receive_traces import OnReceiveEnd, ReceiveTrace
 from tercet.transport.region import Numbers, planes_of_groups
 from tercet.transport.validity import Ranges, Validity
 
@@ -65,7 +66,7 @@ class _Receive:
     """One send under a lease, of the first ``limit`` tokens, which fills some ``planes``.
 
     ``arrived`` tells what has arrived, by layer and slot, in one part (``part`` of ``parts``) of blocks of ``unit``
-    tokens; ``ended`` is the send's end message once it has arrived.
+    tokens; ``ended`` is the send's end message once it has arrived. ``trace`` is there for a traced sender.
     """
 
     limit: int
@@ -74,6 +75,7 @@ class _Receive:
     kind: tuple[int, int, int] | None = None  # part, parts and unit, after the first chunk
     chunks: int = 0
     ended: SendEnd | None = None
+    trace: ReceiveTrace | None = None
 
 
 # The sender, and its number for the send.
@@ -91,9 +93,13 @@ class _Lease:
 
 
 class GrantTable:
-    """All open grants of one rank; ``groups`` has the number of layers of each group. Thread-safe."""
+    """All open grants of one rank; ``groups`` has the number of layers of each group. Thread-safe.
 
-    def __init__(self, *groups: int) -> None:
+    ``on_receive_end`` hears of the receives of traced senders, under the table's lock: it never waits.
+    """
+
+    def __init__(self, *groups: int, on_receive_end: OnReceiveEnd = lambda _: None) -> None:
+        self._on_receive_end = on_receive_end
         self._groups = planes_of_groups(groups)
         self._num_layers = sum(groups)
         self._open: dict[str, _Lease] = {}
@@ -154,7 +160,8 @@ class GrantTable:
                     "send the prompt of the prep_recv call",
                     "kv_addr_info",
                 )
-            opened.sends[send] = _Receive(limit, self._planes_of(begun), _NOTHING)
+            trace = ReceiveTrace(begun.lease, begun.traceparent) if begun.traceparent else None
+            opened.sends[send] = _Receive(limit, self._planes_of(begun), _NOTHING, trace=trace)
 
     def content(self, lease: str, end: int) -> Content | None:
         """The content of a lease's first ``end`` tokens; None if the lease has ended."""
@@ -253,6 +260,8 @@ class GrantTable:
             if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*found.planes.tolist()}:
                 raise BadRequest("a send must fill the planes of its begin message only")
             found.chunks += 1
+            if found.trace is not None:
+                found.trace.bytes += chunk.nbytes
             found.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
             return self._settle(opened, send, found)
 
@@ -275,19 +284,20 @@ class GrantTable:
             found.ended = end
             return self._settle(opened, send, found)
 
-    def forget(self, lease: str, send: SendKey) -> None:
-        """Forget a send that will not be completed; its part that arrived in every layer is valid."""
+    def forget(self, lease: str, send: SendKey, error: TercetError) -> None:
+        """Forget a send that an error ended; its part that arrived in every layer is valid."""
         with self._changed:
             opened = self._open.get(lease)
             found = None if opened is None else opened.sends.pop(send, None)
             if opened is not None and found is not None:
                 self._keep(opened, found)
+                self._tell_end(found, error)
 
     def forget_sender(self, sender: str) -> list[tuple[str, int]]:
         """As :meth:`forget`, for a lost sender; returns lease and valid end of each incomplete send."""
         with self._changed:
             lost = [(opened, key) for opened in self._open.values() for key in opened.sends if key[0] == sender]
-            half_way = [opened for opened, key in lost if self._keep(opened, opened.sends.pop(key))]
+            half_way = [opened for opened, key in lost if self._lose(opened, opened.sends.pop(key))]
             return [(opened.grant.lease, opened.valid.end) for opened in half_way]
 
     def progress(self, lease: str, now: float) -> int | None:
@@ -322,6 +332,7 @@ class GrantTable:
             self._changed.wait_for(lambda: not opened.writers)
             for found in opened.sends.values():
                 self._keep(opened, found)
+                self._tell_end(found, LeaseEnded("the lease ended while KV arrived"))
             return opened.valid.end
 
     def _find(self, lease: str) -> _Lease:
@@ -393,6 +404,15 @@ class GrantTable:
         opened.valid.add(part, parts, found.planes.tolist(), pieces)
         return True
 
+    def _lose(self, opened: _Lease, found: _Receive) -> bool:
+        """As :meth:`_keep`, for a send whose sender was lost."""
+        self._tell_end(found, TransferFailed("the sender closed the connection"))
+        return self._keep(opened, found)
+
+    def _tell_end(self, found: _Receive, error: TercetError | None = None) -> None:
+        if found.trace is not None:
+            self._on_receive_end(found.trace.end(error))
+
     def _settle(self, opened: _Lease, send: SendKey, found: _Receive) -> int | None:
         if found.ended is None or found.chunks < found.ended.chunks:
             return None
@@ -406,9 +426,12 @@ class GrantTable:
             layers = covered.sum(axis=0)
             at = int((layers < self._num_layers).argmax())
             missing = self._num_layers - int(layers[at])
-            raise TransferFailed(f"slot {first + at} lacks {missing} of {self._num_layers} layers")
+            error = TransferFailed(f"slot {first + at} lacks {missing} of {self._num_layers} layers")
+            self._tell_end(found, error)
+            raise error
         opened.valid.add(part, parts, found.planes.tolist(), [(max(begin, grant.begin), end)])
         opened.reported_at = time.monotonic()
+        self._tell_end(found)
         return opened.valid.end
 
 

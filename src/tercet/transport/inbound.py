@@ -207,7 +207,7 @@ class Inbound:
     def _refuse(self, message: ReadDescriptors | SendEnd, error: TercetError) -> list[Action]:
         is_end = isinstance(message, SendEnd)
         self._rank.counters.count(chunks_refused=not is_end, receives_refused=is_end)
-        self._grants.forget(message.lease, (self._session, message.send))
+        self._grants.forget(message.lease, (self._session, message.send), error)
         return self._refuse_send(message.send, error.message)
 
     def _refuse_send(self, send: int, reason: str) -> list[Action]:

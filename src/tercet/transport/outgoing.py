@@ -38,7 +38,7 @@ class Leg:
     ``planes`` are those that it gets, all of them if empty. ``chunks`` are those that the receiver was told to read.
     ``on_done`` is called once, without locks of the transport. ``number`` names the send. It is also the value of its
     generation word, which is written here while the blocks are pinned, or by the core (:mod:`.core_words`), whose
-    number must not be cleared here.
+    number must not be cleared here. ``traceparent`` is its place in a sampled trace, if it has one.
     """
 
     lease: str
@@ -47,6 +47,7 @@ class Leg:
     on_done: OnDone
     number: int = field(default_factory=lambda: next(send_numbers))
     planes: tuple[PlaneRun, ...] = ()
+    traceparent: str = ""
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
     begun: bool = False  # whether the receiver has the begin message
     finished_at: float | None = None  # when the receiver got the end message
@@ -60,7 +61,7 @@ class Leg:
             return b""
         self.begun = True
         planes = tuple((run.target, run.target + run.length) for run in self.planes)
-        return framed(SendBegin(self.number, self.lease, self.content, planes))
+        return framed(SendBegin(self.number, self.lease, self.content, planes, self.traceparent))
 
     def ending(self, begin: int, end: int) -> SendEnd:
         """The end message: ``[begin, end)`` is complete with the chunks so far."""

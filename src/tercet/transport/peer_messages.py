@@ -39,6 +39,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 SendNumber = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Lease = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+# A place in a distributed trace; what a later version of the header adds has room, too.
+Traceparent = Annotated[str, msgspec.Meta(max_length=128)]
 M = TypeVar("M")
 
 
@@ -84,12 +86,15 @@ class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """The content of a send's KV; its first message. It ends at ``content.end`` at the latest.
 
     ``planes`` are those of the receiver that it fills, as ranges ``[begin, end)``; all of them if empty.
+    ``traceparent`` is the sender's place in a sampled trace (W3C Trace Context), empty without one; a receiver that
+    does not know the field ignores it.
     """
 
     send: SendNumber
     lease: Lease
     content: Content
     planes: tuple[tuple[Count, Count], ...] = ()
+    traceparent: Traceparent = ""
 
 
 class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -9,6 +9,7 @@ from tercet.transport.block_sizes import BlockShape
 from tercet.transport.grants import GrantTable
 from tercet.transport.local_rank import LocalRank, TransportSettings
 from tercet.transport.memory.staged import StagedMemory
+from tercet.transport.receive_traces import OnReceiveEnd
 from tercet.transport.receiver import KVReceiver, OnFilled
 from tercet.transport.region import KVRegion
 from tercet.transport.sender import KVSender
@@ -22,7 +23,7 @@ class RankTransport:
     ``block``, KV can be exchanged with ranks whose blocks have another size; the fingerprint must not depend on that
     size then. KV outside of the region's host memory is reached through ``staged``. Calls come from several threads;
     none of them waits for the network. Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings
-    name an unavailable backend.
+    name an unavailable backend. ``on_receive_end`` is :class:`~tercet.transport.grants.GrantTable`'s.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class RankTransport:
         on_filled: OnFilled = lambda _lease, _end: None,
         block: BlockShape | None = None,
         staged: StagedMemory | None = None,
+        on_receive_end: OnReceiveEnd = lambda _: None,
     ) -> None:
         settings = settings or TransportSettings()
         if staged is None:
@@ -40,7 +42,7 @@ class RankTransport:
         else:
             backends = backends_of_device(settings.transport, region, staged)
         self._rank = LocalRank(region, fingerprint, settings, backends, block, staged)
-        self.grants = GrantTable(*map(len, region.shape.group_planes))
+        self.grants = GrantTable(*map(len, region.shape.group_planes), on_receive_end=on_receive_end)
         self.sends = KVSender(self._rank)
         try:
             self._receiver = KVReceiver(self._rank, self.grants, on_filled)

@@ -81,10 +81,12 @@ class KVSender:
         destinations: Sequence[SendDestination],
         on_done: OnDone,
         word: int | None = None,
+        traceparent: str = "",
     ) -> None:
         """Begin a send of ``content``, to each of ``destinations``; a send that was cancelled before is dropped.
 
         Its blocks are pinned, unless ``word`` is given: the number of a core's word that guarantees them, used once.
+        Receivers get ``traceparent``, its place in a sampled trace.
 
         ``on_done`` is called exactly once, when all destinations have it or one failed, also for wrong input, without
         locks of the transport; mostly from another thread, but perhaps before a call for this send returns. KV that is
@@ -98,7 +100,8 @@ class KVSender:
             if refusal is None:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
                 for to in destinations:
-                    leg = Leg(lease, content, to.head_slice, partial(self._ended, send_id, send), planes=to.planes)
+                    ended = partial(self._ended, send_id, send)
+                    leg = Leg(lease, content, to.head_slice, ended, planes=to.planes, traceparent=traceparent)
                     leg.number = word or leg.number
                     send.legs.append((self._session(to.addresses, leg, started), leg))
                 if not send.legs:  # other ranks hold the same heads, and send them

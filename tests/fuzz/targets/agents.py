@@ -13,6 +13,7 @@ from tercet.fleet import FleetKnowledge
 from tercet.fleet.kv_events import _numbered
 from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
 from tercet.protocol import Request, packed
+from tercet.protocol.spans import SpanContext
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport import (
     CancelSend,
@@ -23,6 +24,8 @@ from tercet.transport import (
     Push,
     PushCached,
     ReadCounters,
+    ReceiveDone,
+    ReceiveEnd,
     RevokeLease,
     SendComplete,
     SendDestination,
@@ -39,6 +42,7 @@ from tests.fuzz.targets.kv_transfer import kind_of
 from tests.unit.transport.models import whose
 
 SECRET, LEASE, NOTIFY = "s" * 32, "ab" * 16, "inproc://nobody"
+TRACED = SpanContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 
 # ---- the control channel ---------------------------------------------------------------------------------------------
@@ -101,7 +105,9 @@ def _command_cases() -> list[Case]:
             SendOpening("a", LEASE, whose(48), (), NOTIFY), (Push("a", 0, (1, 2, 3)),), SendComplete("a", 0, 48)
         ),
         PushCached(
-            SendOpening("b", LEASE, whose(48), to, NOTIFY), (Push("b", 0, (1, 2, 3)),), SendComplete("b", 0, 48)
+            SendOpening("b", LEASE, whose(48), to, NOTIFY, TRACED.traceparent),
+            (Push("b", 0, (1, 2, 3)),),
+            SendComplete("b", 0, 48),
         ),
         CancelSend("a"),
         CancelSend("b"),
@@ -149,7 +155,7 @@ async def _reports() -> AsyncGenerator[ReportsRoom]:
 
 
 def _report_cases() -> list[Case]:
-    def said(report: SendDone | LeaseFilled) -> bytes:
+    def said(report: SendDone | LeaseFilled | ReceiveDone) -> bytes:
         return msgspec.msgpack.encode([type(report).__name__, report])
 
     done = [said(SendDone("the-send", rank, 10, 2, "tcp")) for rank in range(2)]
@@ -158,6 +164,7 @@ def _report_cases() -> list[Case]:
         done,
         [done[0], failed],
         [said(LeaseFilled(LEASE, 0, whose(32))), said(LeaseFilled(LEASE, 1, whose(48))), done[1]],
+        [said(ReceiveDone(0, ReceiveEnd(LEASE, TRACED.traceparent, 1, 2, 64))), done[0]],
     ]
 
 

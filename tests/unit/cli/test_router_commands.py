@@ -19,10 +19,11 @@ from fastapi import FastAPI
 from tercet.cli import app
 from tercet.cli.roles_in_words import roles_in_words
 from tercet.decisions.migration import Stage
+from tercet.decisions.objectives import Attainments
 from tercet.router.admin.programs import version_shown
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
-from tercet.settings.role_settings import Objectives
+from tercet.settings.role_settings import ObjectiveClass, Objectives
 from tests.servers import served_in_thread
 from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics
 
@@ -323,12 +324,15 @@ def test_the_status_is_one_screen(router: Running, tercet: Any) -> None:
 def test_roles_are_explained(router: Running, tercet: Any) -> None:
     service = router.live_router.service
     assert tercet("engines", "roles").splitlines() == ["no objectives", "roles: fixed; prefill: p; decode: d"]
-    service.attainment.objectives = Objectives(ttft=1.0, tpot=0.025)
+    batch = ObjectiveClass("batch", ttft=30.0, share=0.9)
+    service.attainments = Attainments(Objectives(ttft=1.0, tpot=0.025, classes=(batch,)))
     assert tercet("engines", "roles").splitlines()[0].endswith("for 99.0% of the requests; none has ended")
-    service.attainment.ended_with(0.5, 0.02)
-    service.attainment.failed()
-    said = tercet("status").splitlines()[2]
-    assert said == "objectives: TTFT 1 s, TPOT 0.025 s for 99.0% of the requests; met by 50.0% of 2; roles: fixed"
+    service.attainments.default.ended_with(0.5, 0.02)
+    service.attainments.default.failed()
+    assert tercet("status").splitlines()[2:4] == [
+        "objectives: TTFT 1 s, TPOT 0.025 s for 99.0% of the requests; met by 50.0% of 2; roles: fixed",
+        "  x-objective-class: batch: TTFT 30 s for 90.0% of the requests; none has ended",
+    ]
 
 
 def test_what_roles_are_decided_by_is_said() -> None:

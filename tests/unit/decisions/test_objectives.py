@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.cluster.up_config import UpConfig
-from tercet.decisions.objectives import Attainment, meets, within
+from tercet.decisions.objectives import Attainment, Attainments, meets, within
+from tercet.lab.bench.simulated.request_classes import ClassedSamples, classed, weights_of
 from tercet.lab.bench.summary import MS, Samples, Slo
-from tercet.protocol import BadRequest
-from tercet.settings.role_settings import Objectives, require_objectives
+from tercet.protocol import BadRequest, Request
+from tercet.settings.decoding import Source, decode_settings
+from tercet.settings.role_settings import ObjectiveClass, Objectives, require_objectives
 
 LATENCY = st.none() | st.floats(0.001, 10)
 
@@ -58,6 +60,31 @@ def test_the_benchmark_goes_by_it() -> None:
     assert [meets(objectives, ttft, 0.1) for ttft in (0.5, 2.0)] == [True, False]
 
 
+def test_a_simulated_run_counts_each_request_by_its_class() -> None:
+    """Requests of 11 tokens: TTFT 2 s, TPOT 0.1 s."""
+    batch = ObjectiveClass("batch", ttft=30.0)
+    classes, ones = (None, batch, batch), np.ones(3)
+    samples = ClassedSamples(
+        scheduled=np.zeros(3), sent=np.zeros(3), first=2 * ones, last=3 * ones, input_tokens=ones,
+        output_tokens=11 * ones, ok=np.array([True, True, False]), itl=np.empty(0), ended=3 * ones, classes=classes,
+    )  # fmt: skip
+    assert samples.meets(Slo(ttft=1.0 * MS)).tolist() == [False, True, False]
+    assert samples.attainment(Slo(ttft=1.0 * MS)) == {"default": 0.0, "batch": 0.5}
+
+
+def test_simulated_requests_are_of_classes_by_their_weights() -> None:
+    classes = Objectives(classes=(ObjectiveClass("batch", ttft=30.0),))
+    for traffic, said in (({}, "no simulated request"), ({"x": "1"}, "no class x"), ({"batch": "0"}, "positive")):
+        with pytest.raises(BadRequest, match=said):
+            weights_of(traffic, classes)
+    weights = weights_of({"batch": "1", "default": "3"}, classes)
+    arrivals = [(float(number), Request(seq_id=f"r{number}", prompt=(1,))) for number in range(400)]
+    found = [request.headers.get("h", "") for _, request in classed(arrivals, weights, "h", 0)]
+    assert {*found} == {"", "batch"}
+    assert 60 < found.count("batch") < 140
+    assert found == [request.headers.get("h", "") for _, request in classed(arrivals, weights, "h", 0)]
+
+
 def test_failures_count_against_attainment() -> None:
     attainment = Attainment(Objectives(ttft=1.0))
     assert attainment.ended_with(0.5, None)
@@ -66,11 +93,49 @@ def test_failures_count_against_attainment() -> None:
     assert (attainment.ended, attainment.met) == (3, 1)
 
 
-@pytest.mark.parametrize("given_ones", [{}, {"ttft": 1.0}, {"tpot": 0.02}])
-def test_roles_need_both_objectives(given_ones: dict[str, float]) -> None:
-    require_objectives("fixed", Objectives(**given_ones))
+CLASSES = ("interactive,ttft=0.5,share=0.95", {"name": "batch", "ttft": 30.0, "tpot": 0.2})
+
+
+def test_a_header_names_the_class_of_a_request() -> None:
+    found = decode_settings(Objectives, Source({"objective-class": CLASSES, "objective-ttft": 1.0}))
+    assert found.classes == (ObjectiveClass("interactive", 0.5, None, 0.95), ObjectiveClass("batch", 30.0, 0.2))
+    attainments = Attainments(found)
+    asked = ({}, {found.header: "batch"}, {found.header: "unheard-of"}, {found.header: "interactive"})
+    for headers in asked:
+        attainment = attainments.of(headers)
+        assert attainment is not None
+        attainment.ended_with(0.7, None)
+    assert attainments.counts() == {"default": (2, 2), "interactive": (1, 0), "batch": (1, 1)}
+
+
+def test_without_objectives_of_its_own_a_request_counts_nowhere() -> None:
+    attainments = Attainments(Objectives(classes=(ObjectiveClass("batch", ttft=30.0),)))
+    assert attainments.of({}) is None
+    assert attainments.of({"x-objective-class": "batch"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        (["a"], "a has neither ttft nor tpot"),
+        (["a,ttft=1", "a,tpot=1"], "another name"),
+        (["default,ttft=1"], "another name"),
+        (["a,ttft=soon"], "ttft"),
+        (["a,ttft=1,shares=0.9"], "shares"),
+        (["a b,ttft=1"], "name"),
+        ([f"c{number},ttft=1" for number in range(17)], "at most 16"),
+    ],
+)
+def test_classes_that_cannot_be_are_refused(classes: list[str], said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        decode_settings(Objectives, Source({"objective-class": classes}))
+
+
+@pytest.mark.parametrize("objectives", [Objectives(), Objectives(ttft=1.0), Objectives(tpot=0.02)])
+def test_roles_need_both_objectives(objectives: Objectives) -> None:
+    require_objectives("fixed", objectives)
     with pytest.raises(BadRequest, match="--objective-ttft and --objective-tpot"):
-        require_objectives("auto", Objectives(**given_ones))
+        require_objectives("auto", objectives)
 
 
 def test_no_property_of_a_fleet_hides_a_setting_of_its_router() -> None:

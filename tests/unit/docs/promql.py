@@ -47,6 +47,8 @@ def _labels_of_all(recorded: dict[str, set[str]]) -> dict[str, set[str]]:
         labels = {*metric.labels, *OF_TARGETS}
         if metric.kind == "histogram":
             known |= {f"{metric.name}_{part}": labels | more for part, more in PARTS.items()}
+        elif metric.kind == "summary":
+            known |= {f"{metric.name}_{part}": labels for part in PARTS if part != "bucket"}
         else:
             known[metric.name] = labels
     return known

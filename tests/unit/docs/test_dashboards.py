@@ -154,9 +154,9 @@ def exposed(metric: Metric) -> str:
     """One series of a metric, as a scrape has it."""
     labels = ",".join(f'{label}="x"' for label in sorted(metric.labels))
     about = f"# HELP {metric.name} {metric.meaning}\n# TYPE {metric.name} {metric.kind}\n"
-    if metric.kind != "histogram":
+    if metric.kind not in ("histogram", "summary"):
         return f"{about}{metric.name}{{{labels}}} 1\n"
-    ends = (("_bucket", 'le="+Inf"'), ("_sum", ""), ("_count", ""))
+    ends = (("_bucket", 'le="+Inf"'), ("_sum", ""), ("_count", ""))[metric.kind == "summary" :]
     return about + "".join(f"{metric.name}{end}{{{','.join(filter(None, (labels, le)))}}} 1\n" for end, le in ends)
 
 

@@ -88,6 +88,7 @@ def test_yaml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
         assert content.keys() & {
             "services",
             "scrape_configs",
+            "routes",
             "groups",
             "transport_socket",
             "providers",

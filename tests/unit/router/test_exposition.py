@@ -13,11 +13,14 @@ from starlette.types import Receive, Scope, Send
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.spans import SpanContext, working_in
-from tercet.router import exposition
+from tercet.router import exposition, shared_traces
+from tercet.router.exemplars import MOST_EXEMPLARS, WORKERS_VARIABLE, Exemplars, by_bucket
 from tercet.router.exposition import KNOWN_HERE, with_metrics
 from tercet.router.metrics import MOST_REASONS
 from tercet.router.moves import MoveRecord
+from tercet.router.request_traces import RequestTraces
 from tercet.router.routing import Plan, Rule
+from tercet.router.shared_traces import SharedTraces, TraceQuestion
 
 from .conftest import LiveRouter, series
 
@@ -51,7 +54,9 @@ async def read(router: LiveRouter, path: str = "/metrics", **headers: str) -> st
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": b"vLLM's own"})
 
-    transport = httpx.ASGITransport(with_metrics(vllms, router.fleet))
+    transport = httpx.ASGITransport(
+        with_metrics(vllms, router.fleet, SharedTraces(RequestTraces(), exemplars=router.metrics.exemplars).exemplars)
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://router", follow_redirects=True) as client:
         return (await client.get(path, headers=headers)).text
 
@@ -103,6 +108,41 @@ async def test_exemplars_name_the_trace_to_a_scraper_that_asks_for_openmetrics(r
     plain = await read(router)
     assert "trace_id" not in plain
     assert "tercet_ttft_seconds_bucket" in plain
+
+
+async def test_exemplars_of_all_workers_of_one_router_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WORKERS_VARIABLE, "/one/router")
+    labels = {"program": "p"}
+    ours, theirs, far = Exemplars(), Exemplars(), PLACE._replace(trace_id="d" * 32)
+    ours.note("tercet_ttft_seconds", labels, 0.3, 5.0, PLACE)
+    ours.note("tercet_ttft_seconds", labels, 0.01, 5.0, PLACE)
+    theirs.note("tercet_ttft_seconds", labels, 0.4, 6.0, far)
+    theirs.note("tercet_ttft_seconds", labels, 700.0, 4.0, far)
+
+    async def others() -> list[str]:
+        return ["test-exemplars"]
+
+    asking = SharedTraces(RequestTraces(), "test-asks", others, ours)
+    async with SharedTraces(RequestTraces(), "test-exemplars", exemplars=theirs).answering():
+        found = by_bucket(await asking.exemplars())
+        monkeypatch.setenv(WORKERS_VARIABLE, "/another")
+        question = TraceQuestion(exemplars="/one/router")
+        assert await asking._of_others(question, shared_traces._exemplars) == [], "it counts elsewhere"
+        monkeypatch.delenv(WORKERS_VARIABLE)
+        assert len(await asking.exemplars()) == 2, "one process asks nobody"
+    of_bound = {dict(labels)["le"]: exemplar for (_, labels), exemplar in found.items()}
+    assert {le: (each.value, each.labels["trace_id"][0]) for le, each in of_bound.items()} == {
+        "0.01": (0.01, "a"), "0.5": (0.4, "d"), "+Inf": (700.0, "d"),
+    }  # fmt: skip
+
+
+def test_no_more_exemplars_are_kept_than_that() -> None:
+    kept = Exemplars()
+    for number in range(MOST_EXEMPLARS + 5):
+        kept.note("h", {"engine": str(number)}, 1.0, 1.0, PLACE)
+    kept.note("h", {"engine": "5"}, 1.0, 2.0, PLACE)
+    found = [each.labels["engine"] for each in kept.kept()]
+    assert (len(found), found[0], found[-1]) == (MOST_EXEMPLARS, "6", "5")
 
 
 HOSTILE = ("x-tercet-program", "x-request-id", "x-session-token", "x-tenant", "x-priority", "user-agent", "traceparent")

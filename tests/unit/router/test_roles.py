@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tercet.decisions.objectives import Attainments
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet.membership import MemberState
 from tercet.protocol import EngineLoad
@@ -17,7 +18,7 @@ from tercet.router.role_keeper import RoleKeeper
 from tercet.router.roles import FleetRoles, with_roles_followed
 from tercet.router.routing import Plan
 from tercet.settings import EngineAddress, RescheduleSettings
-from tercet.settings.role_settings import Objectives
+from tercet.settings.role_settings import ObjectiveClass, Objectives
 
 from .conftest import LiveRouter, counted
 
@@ -191,14 +192,16 @@ def test_decodes_leave_engines_that_prefill_from_now_on() -> None:
 
 
 async def test_requests_count_by_whether_they_meet_the_objectives(router: LiveRouter, programs: str) -> None:
-    router.service.attainment.objectives = Objectives(ttft=60.0)
+    router.service.attainments = Attainments(Objectives(ttft=60.0, classes=(ObjectiveClass("strict", ttft=1e-9),)))
     await router.ask()
-    router.service.attainment.objectives = Objectives(ttft=1e-9)
-    await router.ask()
+    await router.ask({"x-objective-class": "unheard-of"})
+    await router.ask({"x-objective-class": "strict"})
     await router.use(Plan(program=f"{programs}:refuses"))
     async with router.client() as client:
         found = (await client.get("/roles")).json()["objectives"]
         assert (await client.get("/status")).json()["objectives"] == found
-    assert (found["requests"], found["met"], found["attainment"]) == (2, 1, 0.5)
-    assert counted("tercet_objective_requests_total", result="met") == 1
-    assert counted("tercet_objective_requests_total", result="missed") == 1
+    assert (found["requests"], found["met"], found["attainment"]) == (2, 2, 1.0)
+    (strict,) = found["classes"]
+    assert (strict["name"], strict["ttft"], strict["requests"], strict["met"]) == ("strict", 1e-9, 1, 0)
+    assert counted("tercet_objective_requests_total", **{"class": "default"}, result="met") == 2
+    assert counted("tercet_objective_requests_total", **{"class": "strict"}, result="missed") == 1

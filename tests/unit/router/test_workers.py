@@ -35,11 +35,11 @@ WAIT_SECONDS = 200
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 
-def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """One request on a connection of its own, so that any worker may get it."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"}, method=method
+        f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json", **headers}, method=method
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -56,6 +56,12 @@ def metric(port: int, name: str) -> float:
 
 def lines(port: int, name: str) -> list[str]:
     return [line for line in ask(port, "GET", "/metrics")[1].splitlines() if line.startswith(f"{name}{{")]
+
+
+def traces_of_ttft(port: int) -> set[str]:
+    """Trace ids of the exemplars that whichever worker is scraped has."""
+    said: str = ask(port, "GET", "/metrics", accept="application/openmetrics-text")[1]
+    return {*re.findall(r"^tercet_ttft_seconds_bucket.* # \{.*trace_id=\"(\w+)\"", said, re.MULTILINE)}
 
 
 def serves(router: LiveRouter, workers: int) -> bool:
@@ -188,6 +194,12 @@ def test_workers_are_of_one_mind_and_replaced(router: LiveRouter) -> None:
     assert ask(port, "POST", "/v1/chat/completions", CHAT)[0] == 200
     until(lambda: len(lines(port, "tercet_engine_waiting")) > 0)
     assert lines(port, "tercet_engine_waiting") == ['tercet_engine_waiting{engine="e"} 0.0'], "once, not by worker"
+    for number in range(1, 9):
+        traced = f"00-{number:032x}-{number:016x}-01"
+        assert ask(port, "POST", "/v1/chat/completions", CHAT, traceparent=traced)[0] == 200
+    until(lambda: f"{8:032x}" in traces_of_ttft(port))
+    assert len({frozenset(traces_of_ttft(port)) for _ in range(10)}) == 1, "both say what either has"
+    assert metric(port, "tercet_ttft_by_engine_seconds_count") == metric(port, "tercet_ttft_seconds_count") >= 8
 
     status, found = ask(port, "PUT", "/tercet/v1/program", {"program": "disaggregated"})
     assert (status, found["version"]) == (200, 2)

@@ -30,6 +30,7 @@ from tercet.transport.agent.agent_messages import (
     LeaseFilled,
     Push,
     ReadCounters,
+    ReceiveDone,
     SendComplete,
     SendDone,
     SendOpening,
@@ -51,12 +52,14 @@ class Edge:
         self._inbox = inbox
         self.address = f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}#key"
 
-    def next(self) -> SendDone | LeaseFilled:
+    def next(self) -> SendDone | LeaseFilled | ReceiveDone:
         assert self._inbox.poll(int(SECONDS * 1000)), "no report"
         key, message = self._inbox.recv_multipart()
         assert key == b"key"
         kind, body = msgspec.msgpack.decode(message, type=tuple[str, msgspec.Raw])
-        known = {"SendDone": SendDone, "LeaseFilled": LeaseFilled}
+        known: dict[str, type[SendDone | LeaseFilled | ReceiveDone]] = {
+            each.__name__: each for each in (SendDone, LeaseFilled, ReceiveDone)
+        }
         return msgspec.msgpack.decode(body, type=known[kind])
 
     def done(self) -> SendDone:

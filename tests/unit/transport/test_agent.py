@@ -31,6 +31,7 @@ from tercet.transport.agent.agent_messages import (
     Push,
     PushCached,
     ReadCounters,
+    ReceiveDone,
     RevokeLease,
     SendComplete,
     SendDone,
@@ -101,6 +102,29 @@ def test_kv_of_a_step_arrives_and_both_edges_hear_of_it(source: Rank, target: Ra
     assert sent == [SendDone("one", 1, LAYERS * BLOCKS * BYTES, sent[0].chunks, "host")]
     assert target.order(RevokeLease(lease)) == END
     assert content(target.region) == expected
+
+
+def test_a_traced_send_is_told_of_where_it_arrives(source: Rank, target: Rank, inbox: Edge) -> None:
+    traced = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    whole, cut = (target.grant(inbox.address) for _ in range(2))
+    for name, lease in (("whole", whole), ("cut", cut)):
+        opened = msgspec.structs.replace(opening(name, lease, inbox.address, target.addresses), traceparent=traced)
+        step(source.agent, [opened], [Push(name, 0, ALL)], [SendComplete(name, 0, END)][: name == "whole"])
+    told = inbox.next()
+    while not isinstance(told, ReceiveDone):
+        told = inbox.next()
+    assert (told.rank, told.ended.lease, told.ended.traceparent) == (2, whole, traced)
+    assert (told.ended.bytes, told.ended.code) == (LAYERS * BLOCKS * BYTES, "")
+    settle(lambda: target.counters()["receives_active"] == 1)
+    target.order(RevokeLease(cut))
+    told = inbox.next()
+    while not isinstance(told, ReceiveDone):
+        told = inbox.next()
+    assert (told.ended.lease, told.ended.code) == (cut, "lease_ended")
+    source.order(CancelSend("cut"))
+    target.order(RevokeLease(whole))
+    while not (isinstance(report := inbox.next(), SendDone) and report.send_id == "cut"):
+        pass
 
 
 def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Edge) -> None:
@@ -385,6 +409,7 @@ def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank,
     # How far it is may be told before, since the lease is old by now.
     report = inbox.next()
     while not isinstance(report, SendDone):
+        assert isinstance(report, LeaseFilled)
         assert report.valid.end in (0, END)
         report = inbox.next()
     assert (report.send_id, report.error) == ("kept", None)

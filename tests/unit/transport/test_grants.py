@@ -29,18 +29,23 @@ from tercet.transport import Grant
 from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, REPORT_SECONDS, GrantTable, SendKey
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
+from tercet.transport.receive_traces import ReceiveEnd
 from tests.unit.transport.models import LEASE, LeaseModel, a_grant, chunk, ending, whose
 
 LAYERS, SIZE = 3, 16
 SEND: SendKey = ("sender", 1)
+TRACED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+BROKEN = TransferFailed("broken")
 
 
 class BegunTable(GrantTable):
     """Where a send that has not begun begins by itself, with the lease's tokens, for the layers that it ``fills``."""
 
     def __init__(self, *groups: int) -> None:
-        super().__init__(*groups)
+        super().__init__(*groups, on_receive_end=lambda end: self.over.append(end))
         self.fills: dict[SendKey, range] = {}
+        self.begun = 0
+        self.over: list[ReceiveEnd] = []
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
         self._begun(send, chunk.lease)
@@ -55,7 +60,8 @@ class BegunTable(GrantTable):
         if opened is not None and send not in opened.sends:
             some = self.fills.get(send)
             planes = () if some is None else ((some.start, some.stop),)
-            self.begin(send, SendBegin(1, lease, whose(opened.grant.end), planes))
+            self.begin(send, SendBegin(1, lease, whose(opened.grant.end), planes, TRACED))
+            self.begun += 1
 
 
 def unreachable() -> None:
@@ -297,7 +303,7 @@ def test_sends_under_a_lease_are_limited() -> None:
         table.arrived(("sender", number), chunk(0, 0, 1))
     with pytest.raises(BadRequest, match="64 sends"):
         table.arrived(("sender", MAX_SENDS), chunk(0, 0, 1))
-    table.forget(LEASE, ("sender", 0))
+    table.forget(LEASE, ("sender", 0), BROKEN)
     table.arrived(("sender", MAX_SENDS), chunk(0, 0, 1))
     assert table.receives == MAX_SENDS
 
@@ -311,9 +317,50 @@ def test_what_is_there_in_every_layer_is_kept_of_a_send_that_is_lost() -> None:
     assert table.receives == 1
     with pytest.raises(TransferFailed):
         table.ended(("lost", 2), ending(64, 100, 0))
-    table.forget(LEASE, ("other", 1))
-    table.forget("cd" * 16, ("nobody", 1))
+    table.forget(LEASE, ("other", 1), BROKEN)
+    table.forget("cd" * 16, ("nobody", 1), BROKEN)
     assert table.revoke(LEASE) == 80
+
+
+def complete(table: GrantTable) -> None:
+    table.ended(SEND, ending(32, 100, LAYERS))
+
+
+def lacking_a_layer(table: GrantTable) -> None:
+    again = chunk(0, 0, 5)
+    table.begin(("again", 1), SendBegin(2, LEASE, whose(100), traceparent=TRACED))
+    table.arrived(("again", 1), again)
+    with pytest.raises(TransferFailed):
+        table.ended(("again", 1), ending(32, 100, 1))
+
+
+@pytest.mark.parametrize(
+    ("over", "code", "layers"),
+    [
+        (complete, "", LAYERS),
+        (lacking_a_layer, "transfer_failed", 1),
+        (lambda table: table.forget(LEASE, SEND, BROKEN), "transfer_failed", LAYERS),
+        (lambda table: table.forget_sender("sender"), "transfer_failed", LAYERS),
+        (lambda table: table.revoke(LEASE), "lease_ended", LAYERS),
+    ],
+    ids=["complete", "lacking", "refused", "lost", "revoked"],
+)
+def test_a_traced_receive_tells_how_it_ended(over: Callable[[GrantTable], object], code: str, layers: int) -> None:
+    table = opened()
+    size = sum(chunk(layer, 0, 5).nbytes for layer in range(layers))
+    fill(table, 0, 5)
+    over(table)
+    (end,) = table.over
+    assert (end.lease, end.traceparent, end.code, end.bytes) == (LEASE, TRACED, code, size)
+    assert 0 < end.began_ns <= end.ended_ns
+
+
+def test_a_receive_without_a_trace_is_not_told_of() -> None:
+    table = opened()
+    table.begin(SEND, SendBegin(1, LEASE, whose(100)))
+    fill(table, 0, 5)
+    complete(table)
+    assert not table.over
 
 
 def test_no_more_is_kept_than_the_send_was_for() -> None:
@@ -628,7 +675,7 @@ class AnythingIsSaid(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         lease, key, _ = data.draw(st.sampled_from(self.under_way))
-        self.table.forget(lease, key)
+        self.table.forget(lease, key, BROKEN)
         if lease in self.models and key in self.models[lease].sends:
             self.models[lease].lose(key)
 
@@ -646,6 +693,11 @@ class AnythingIsSaid(RuleBasedStateMachine):
     def as_many_receives_and_leases(self) -> None:
         assert self.table.receives == sum(len(model.sends) for model in self.models.values())
         assert len(self.table) == len(self.models)
+
+    @invariant()
+    def each_traced_receive_is_told_of_once(self) -> None:
+        under_way = sum(len(opened.sends) for opened in self.table._open.values())
+        assert len(self.table.over) + under_way == self.table.begun
 
 
 def outcome(call: Callable[[], int | None]) -> int | type[TercetError] | None:

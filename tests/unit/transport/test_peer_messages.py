@@ -28,19 +28,23 @@ from tercet.transport.peer_messages import (
     ReadDescriptors,
     ReadRequest,
     Refused,
+    SendBegin,
     SendEnd,
     Welcome,
     framed,
     proof_of,
 )
 from tercet.transport.region import shape_of
+from tests.unit.transport.models import whose
 
 LEASE = "ab" * 16
 GREETING = Greeting(
     "same", "a", 0, b"n" * 16, b"p" * 32, shape_of([64], 1, 64), 5, {"host": b"x", "tcp": b""}, BlockShape(16, 1, 2, 2)
 )  # fmt: skip
 CHUNK = ReadDescriptors(1, LEASE, 2, 3, 4, 5, 6, bytes(8), 7, 8, 0, 2)
-OF_SENDERS = [GREETING, Greeting("same", "a", 1, b"n", b"p"), CHUNK, SendEnd(1, LEASE, 0, 16, 2)]
+TRACED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+BEGIN = SendBegin(1, LEASE, whose(16), ((0, 2),), TRACED)
+OF_SENDERS = [GREETING, Greeting("same", "a", 1, b"n", b"p"), BEGIN, CHUNK, SendEnd(1, LEASE, 0, 16, 2)]
 OF_RECEIVERS = [Challenge(b"n"), Welcome("tcp", b"p"), Acknowledged(7), Refused(0, "nö"), Refused(8, "")]
 
 
@@ -67,6 +71,18 @@ def test_where_the_fields_are() -> None:
     """Another implementation reads this layout: it must not change without another magic."""
     body = msgspec.msgpack.encode([4, 1, LEASE, 2, 3, 4, 5, 6, bytes(8), 7, 8, 0, 2, 0, None])
     assert framed(CHUNK) == struct.pack("<4sI", b"TRC8", len(body)) + body
+
+
+def test_a_peer_without_traces_and_one_with_more_than_ours_are_understood() -> None:
+    """Fields come at the end of a message, so that a version ignores those of a later one."""
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(BEGIN))
+    splitter = MessageSplitter(FROM_SENDER)
+    assert splitter.feed(framed(msgspec.Raw(msgspec.msgpack.encode(said[:-1])))) == [  # type: ignore[arg-type]
+        msgspec.structs.replace(BEGIN, traceparent="")
+    ]
+    assert splitter.feed(framed(msgspec.Raw(msgspec.msgpack.encode([*said, "later"])))) == [BEGIN]  # type: ignore[arg-type]
+    with pytest.raises(ProtocolViolation):
+        splitter.feed(framed(msgspec.structs.replace(BEGIN, traceparent="x" * 129)))
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=64))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import pytest
 import zmq.asyncio
 
-from tercet.transport import LeaseFilled, SendDone
+from tercet.protocol.spans import Span, SpanContext, process
+from tercet.transport import LeaseFilled, ReceiveDone, ReceiveEnd, SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tests.unit.transport.models import whose
@@ -57,3 +59,44 @@ async def test_agents_on_other_machines_report_to_the_address_that_they_reach(ho
         reports._task.cancel()
         reports._socket.close()
         reporter.close()
+
+
+class Sink:
+    """Keeps what it is told, below its caller."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
+        assert caller is not None
+        return caller.child()
+
+    def take(self, spans: Iterable[Span]) -> None:
+        self.spans += spans
+
+
+SENDER = SpanContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+
+
+async def test_a_receive_is_a_span_below_its_sender_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, (reports, reporter) = Sink(), (AgentReports(1, print), Reporter())
+    lost = ReceiveEnd("f" * 32, SENDER.traceparent, 5, 9, 64, "transfer_failed", "gone")
+    try:
+        with reports.sending() as sending:
+            reporter.report(reports.address, ReceiveDone(0, ReceiveEnd("f" * 32, SENDER.traceparent, 3, 4, 1)))
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            await asyncio.wait_for(sending.wait(), SECONDS)  # nobody wants spans
+            monkeypatch.setattr(process, "sink", sink)
+        with reports.sending() as sending:
+            reporter.report(reports.address, ReceiveDone(0, msgspec.structs.replace(lost, traceparent="nonsense")))
+            reporter.report(reports.address, ReceiveDone(1, lost))
+            reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
+            await asyncio.wait_for(sending.wait(), SECONDS)
+    finally:
+        reports._task.cancel()
+        reports._socket.close()
+        reporter.close()
+    (span,) = sink.spans
+    assert (span.name, span.parent, span.place.trace_id) == ("receive", SENDER.span_id, SENDER.trace_id)
+    assert (span.began_ns, span.ended_ns, span.error, span.reason) == (5, 9, "transfer_failed", "gone")
+    assert span.attributes == {"tercet.rank": 1, "tercet.bytes": 64}

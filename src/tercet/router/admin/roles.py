@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
 from tercet.router.shared_state import SharedState
+from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 
 routes = APIRouter(route_class=AdminRoute)
 
@@ -30,9 +31,17 @@ async def roles(request: Request) -> Response:
 
 
 def objectives_shown(shared: SharedState) -> dict[str, Any]:
-    """The objectives, in seconds, and the requests of all processes; ``attainment`` is None before any has ended."""
-    wanted = shared.service.attainment.objectives
-    ended, met = shared.attainment()
+    """The objectives, in seconds, and the requests of all processes; ``attainment`` is None before any has ended.
+
+    ``classes`` have those of requests whose ``header`` names them; all others are counted above them.
+    """
+    wanted, counts = shared.service.attainments.objectives, shared.attainment()
+    classes = [{"name": each.name, **_shown(each, counts[each.name])} for each in wanted.classes]
+    return {**_shown(wanted, counts[DEFAULT_CLASS]), "header": wanted.header, "classes": classes}
+
+
+def _shown(wanted: Objectives | ObjectiveClass, counts: tuple[int, int]) -> dict[str, Any]:
+    ended, met = counts
     return {
         "ttft": wanted.ttft,
         "tpot": wanted.tpot,

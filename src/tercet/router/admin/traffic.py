@@ -28,7 +28,7 @@ async def traffic(request: Request) -> Response:
     service, now = shared.service, fleet.costs.clock()
     seen = service.seen
     if seen is None:
-        seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainment.objectives, fleet.costs.clock))
+        seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainments.objectives, fleet.costs.clock))
         fleet.costs.watch()
         fleet.knowledge.needed()
     lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.engines().items()}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.fleet import EngineFleet, Member
-from tercet.router.page.records import DEAD, DRAINING, REFUSED, SILENT, STOPPING, Seat, Unseen
+from tercet.router.page.records import DEAD, DRAINING, REFUSED, SILENT, STOPPING, EngineTTFT, Seat, Unseen
 
 MOST_ENGINES = 2000
 """Engines that are drawn one by one; of those after them there are sums by role."""
@@ -55,13 +55,28 @@ class FirstTokenTimes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._found: dict[str, tuple[float, float, float]] = {}
+        self._own: dict[str, EngineTTFT] = {}
 
     def add(self, engine: str, ttft: float) -> None:
-        """A request had its first token."""
+        """A request of this process had its first token."""
+        _, requests, seconds = self._own.get(engine, (engine, 0, 0.0))
+        self._own[engine] = EngineTTFT(engine, requests + 1, seconds + ttft)
+        self._count(engine, 1, ttft)
+
+    def add_of_others(self, seen: EngineTTFT) -> None:
+        """Requests of another process had theirs."""
+        self._count(*seen)
+
+    def take(self) -> list[EngineTTFT]:
+        """What was added of this process since the last call."""
+        own, self._own = self._own, {}
+        return [*own.values()]
+
+    def _count(self, engine: str, requests: int, seconds: float) -> None:
         now = self._clock()
         total, count, at = self._found.get(engine, (0.0, 0.0, now))
         kept = math.exp((at - now) / TTFT_SECONDS)
-        self._found[engine] = (total * kept + ttft, count * kept + 1, now)
+        self._found[engine] = (total * kept + seconds, count * kept + requests, now)
 
     def in_ms(self, members: Sequence[Member]) -> list[int]:
         """In the order of ``members``; 0 without a request, at least 1 with one."""

@@ -1,7 +1,8 @@
 """What the other workers of a router serve, put into the frames of the one whose page is open.
 
 Each worker sends its own frames to the others that show a page, over the sockets by which they ask each other for
-traces. Lanes and moves get numbers that no other worker gives. Engines are not joined: each worker has their reports.
+traces. Lanes and moves get numbers that no other worker gives. Of engines only TTFT is joined: each worker has their
+reports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from tercet.aio import TaskSet
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.page.lanes import KEPT, KeptLane
-from tercet.router.page.records import FleetPoint, Frame, MoveShown, ProgramPoint
+from tercet.router.page.records import EngineTTFT, FleetPoint, Frame, MoveShown, ProgramPoint
 from tercet.router.page.watch import MOVES_KEPT, POINTS_KEPT
 
 APART = 10_000_000
@@ -47,6 +48,7 @@ class OtherWorkers:
         self._lanes: OrderedDict[int, KeptLane] = OrderedDict()
         self._moves: OrderedDict[int, MoveShown] = OrderedDict()
         self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
+        self._ttfts: list[EngineTTFT] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -58,7 +60,7 @@ class OtherWorkers:
     def end(self) -> None:
         """Follow them no more, and forget what they said."""
         self._tasks.cancel()
-        for kept in (self._known, self._waiting, self._lanes, self._moves, self._points):
+        for kept in (self._known, self._waiting, self._lanes, self._moves, self._points, self._ttfts):
             kept.clear()
 
     async def _find(self) -> None:
@@ -85,6 +87,12 @@ class OtherWorkers:
         if len(self._waiting) >= MOST_WAITING:
             self._waiting.popleft()
         self._waiting.append(replace(frame, points=()) if frame.whole else frame)
+        self._ttfts += frame.ttfts
+
+    def ttfts(self) -> list[EngineTTFT]:
+        """What others have seen of engines' TTFT since the last call; it counts in this worker's next frame."""
+        found, self._ttfts = self._ttfts, []
+        return found
 
     def join(self, own: Frame) -> Frame:
         """This worker's frame with what others said since the last one."""
@@ -137,7 +145,7 @@ def numbered(frame: Frame, offset: int) -> Frame:
         lanes=[each._replace(lane=each.lane + offset) for each in frame.lanes],
         spans=[each._replace(lane=each.lane + offset) for each in frame.spans],
         ends=[each._replace(lane=each.lane + offset) for each in frame.ends],
-        moves=[replace(each, number=each.number + offset) for each in frame.moves],
+        moves=[replace(each, number=each.number + offset) for each in frame.moves], ttfts=frame.ttfts,
     )  # fmt: skip
 
 

@@ -59,6 +59,14 @@ class FleetPoint(msgspec.Struct, frozen=True):
     programs: dict[str, ProgramPoint]
 
 
+class EngineTTFT(NamedTuple):
+    """An engine, and how many requests spent most of their TTFT there, with its sum in seconds."""
+
+    engine: str
+    requests: int
+    seconds: float
+
+
 class LaneStart(NamedTuple):
     """A request that is drawn begins; ``lane`` is its number on the page, ``seq_id`` is empty for clients."""
 
@@ -145,7 +153,7 @@ class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):
     A row of ``loads`` has an engine's place in the last list, its KV fill (thousandths), the running and the waiting
     requests, the time of its last steps (microseconds), the sequences of this router there, the mean time to first
     token (milliseconds) of the requests that spent most of it there, and its state: a sum of :data:`DEAD` and its like.
-    A time of 0 is not known.
+    A time of 0 is not known. ``ttfts`` are for other workers alone.
     """
 
     t: float
@@ -159,6 +167,7 @@ class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):
     spans: Sequence[LaneSpan] = ()
     ends: Sequence[LaneEnd] = ()
     moves: Sequence[MoveShown] = ()
+    ttfts: Sequence[EngineTTFT] = ()
 
 
 def for_clients(frame: Frame) -> Frame:

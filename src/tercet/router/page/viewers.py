@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import cached_property
 
 import msgspec
+from msgspec.structs import replace
 
 from tercet.aio import TaskSet
 from tercet.protocol import NoSpace, ShuttingDown
@@ -196,9 +197,11 @@ class Viewers:
         try:
             watch = self._watch = self._new_watch()
             while self._viewers and not self._is_over():
+                if self._others:
+                    watch.heard(self._others.ttfts())
                 own = watch.frame()
-                mine = EncodedFrame(own)
-                joined = EncodedFrame(self._others.join(own)) if self._others and self._follows else mine
+                mine = EncodedFrame(replace(own, ttfts=watch.own_ttfts()))
+                joined = EncodedFrame(self._others.join(own) if self._others and self._follows else own)
                 self._whole = None
                 for viewer in self._viewers:
                     viewer.give(mine if isinstance(viewer, Worker) else joined)

@@ -6,18 +6,17 @@ It observes the sequences of a service while a page is open, and costs nothing o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import UnknownSequence
-from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.moves import MoveRecord
 from tercet.router.page.engine_rows import EngineRows, FirstTokenTimes, LoadSource
 from tercet.router.page.lanes import LONGEST_WORDS, Lanes, in_ms
 from tercet.router.page.program_counts import ProgramCounts
-from tercet.router.page.records import About, FleetPoint, Frame, MoveShown, ShareShown
+from tercet.router.page.records import About, EngineTTFT, FleetPoint, Frame, MoveShown, ShareShown
 from tercet.router.sequence_observers import Outcome
 from tercet.router.service import Service
 
@@ -25,7 +24,6 @@ POINTS_KEPT = 600
 """Moments of the charts that a new viewer is shown."""
 MOVES_KEPT = 60
 MOVES_PER_FRAME = 100
-_NO_TIME = frozenset({FALLBACK, RETRY, "move"})
 
 
 class FleetWatch:
@@ -75,7 +73,7 @@ class FleetWatch:
         """A sequence is over."""
         self._lanes.ends(sequence, trace.ttft, trace.tpot)
         self._counts.ends(sequence, trace)
-        if trace.ttft is not None and (slowest := slowest_engine(trace.events)):
+        if trace.ttft is not None and (slowest := trace.slowest_engine):
             self._ttfts.add(slowest, trace.ttft)
 
     def moved(self, move: MoveRecord) -> None:
@@ -85,6 +83,17 @@ class FleetWatch:
         if move.outcome == "under_way":
             with suppress(UnknownSequence):
                 self._lanes.moves(self._service.sequences.named(move.seq_id))
+
+    # ---- between workers -------------------------------------------------------------------------------------
+
+    def own_ttfts(self) -> list[EngineTTFT]:
+        """What this process has seen of engines' TTFT since the last call."""
+        return self._ttfts.take()
+
+    def heard(self, ttfts: Iterable[EngineTTFT]) -> None:
+        """What other workers have seen of engines' TTFT; the next frame counts it in."""
+        for each in ttfts:
+            self._ttfts.add_of_others(each)
 
     # ---- frames ----------------------------------------------------------------------------------------------
 
@@ -150,20 +159,9 @@ class FleetWatch:
         )
 
 
-def slowest_engine(events: list[TraceEvent]) -> str:
-    """The engine on which a request spent most of the time until its first token; empty if no verb was called."""
-    slowest, longest = "", -1.0
-    for event in events:
-        if event.verb not in _NO_TIME and event.seconds > longest:
-            slowest, longest = event.engine, event.seconds
-        if event.verb == "start_generate":
-            break
-    return slowest
-
-
 def about_service(service: Service[Any], model: str, roles: str = "fixed", why: str = "") -> About:
     """What is watched: the programs in use, and the objectives. ``why`` says why nothing is served now."""
-    routing, wanted = service.routing, service.attainment.objectives
+    routing, wanted = service.routing, service.attainments.objectives
     plan, returned = routing.current.plan, routing.returned
     shares = tuple(ShareShown(share.label, share.program, share.weight) for share in plan.shares)
     said = "" if returned is None else f"{returned.program} failed {returned.failures} times in a row"

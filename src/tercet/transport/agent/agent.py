@@ -27,6 +27,7 @@ from tercet.transport.agent.agent_messages import (
     Push,
     PushCached,
     ReadCounters,
+    ReceiveDone,
     Report,
     RevokeLease,
     SendDone,
@@ -44,6 +45,7 @@ from tercet.transport.memory.handles import DeviceHandles, RdmaHandles
 from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.outgoing import SendReport
 from tercet.transport.rank import RankTransport
+from tercet.transport.receive_traces import ReceiveEnd
 from tercet.transport.region import KVRegion, RegionShape
 
 if TYPE_CHECKING:
@@ -123,8 +125,9 @@ class Agent:
         self._groups = setup.shape.group_planes
         staged, self._computed = (None, None) if not setup.staged else _through_buffers(self._region, setup)
         self._transport = RankTransport(
-            self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block, staged
-        )
+            self._region, setup.fingerprint, setup.settings, self._lease_filled, setup.block, staged,
+            self._receive_ended,
+        )  # fmt: skip
         self._control = ControlServer(self._handle, setup.control_host)
         self._pushes: tuple[Push, ...] = ()
         self.ready = Ready(self._transport.addresses, self._control.address, self._control.secret)
@@ -160,7 +163,9 @@ class Agent:
                 report = SendDone(opening.send_id, self._rank, error=outcome.message)
             self._reporter.report(opening.notify, report)
 
-        self._transport.sends.open(opening.send_id, opening.lease, opening.content, opening.destinations, done, word)
+        self._transport.sends.open(
+            opening.send_id, opening.lease, opening.content, opening.destinations, done, word, opening.traceparent
+        )
 
     def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         together = list(neighbouring(planes))
@@ -176,6 +181,11 @@ class Agent:
         if notify is not None and valid is not None:
             self._reporter.report(notify, LeaseFilled(lease, self._rank, valid))
 
+    def _receive_ended(self, ended: ReceiveEnd) -> None:
+        notify = self._notify_of_lease.get(ended.lease)
+        if notify is not None:
+            self._reporter.report(notify, ReceiveDone(self._rank, ended))
+
     def _handle(self, command: Command) -> Any:
         match command:
             case GrantLease():
@@ -185,8 +195,9 @@ class Agent:
             case ExtendLease():
                 return self._transport.grants.extend(command)
             case RevokeLease():
+                valid_end = self._transport.grants.revoke(command.lease) or 0
                 self._notify_of_lease.pop(command.lease, None)
-                return self._transport.grants.revoke(command.lease) or 0
+                return valid_end
             case CancelSend():
                 return self._transport.sends.cancel(command.send_id)
             case PushCached():

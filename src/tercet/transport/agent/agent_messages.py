@@ -10,13 +10,15 @@ import msgspec
 
 from tercet.protocol import Content
 from tercet.transport.grants import Grant
+from tercet.transport.receive_traces import ReceiveEnd
 from tercet.transport.sender import SendDestination
 
 
 class SendOpening(msgspec.Struct, frozen=True):
     """A send of ``content`` begins: under ``lease``, to each of ``destinations``.
 
-    ``notify`` is the destination of the report of its end: an address, ``#``, and the inbox's key.
+    ``notify`` is the destination of the report of its end: an address, ``#``, and the inbox's key. ``traceparent`` is
+    its place in a sampled trace, empty without one.
     """
 
     send_id: str
@@ -24,6 +26,7 @@ class SendOpening(msgspec.Struct, frozen=True):
     content: Content
     destinations: tuple[SendDestination, ...]
     notify: str
+    traceparent: str = ""
 
 
 class Push(msgspec.Struct, frozen=True):
@@ -133,4 +136,11 @@ class LeaseFilled(msgspec.Struct, frozen=True):
     valid: Content
 
 
-Report = SendDone | LeaseFilled
+class ReceiveDone(msgspec.Struct, frozen=True):
+    """A receive on one rank ended, whose sender is traced."""
+
+    rank: int
+    ended: ReceiveEnd
+
+
+Report = SendDone | LeaseFilled | ReceiveDone

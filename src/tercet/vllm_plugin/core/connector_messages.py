@@ -27,7 +27,8 @@ class SendParams(msgspec.Struct, frozen=True):
 
     ``destinations[rank]`` are the receiving ranks of each rank of this engine. ``base`` is the token position of the
     receiver's slot 0 under ``lease``; ``notify`` is the destination of agents' reports. ``group_begins`` is the first
-    token whose KV the receiver needs, for each group of layers; all KV, if empty.
+    token whose KV the receiver needs, for each group of layers; all KV, if empty. ``traceparent`` is the send's place
+    in a sampled trace, empty without one.
     """
 
     send_id: str
@@ -39,6 +40,7 @@ class SendParams(msgspec.Struct, frozen=True):
     destinations: list[list[SendDestination]]
     notify: str
     group_begins: tuple[int, ...] = ()
+    traceparent: str = ""
 
     def first_block(self, group: int, block_size: int) -> int:
         """The first of a group's blocks to send, by its position in the block table."""
@@ -48,7 +50,8 @@ class SendParams(msgspec.Struct, frozen=True):
     def openings(self) -> list[SendOpening]:
         """The opening for each rank's agent, by rank."""
         return [
-            SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify) for each in self.destinations
+            SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify, self.traceparent)
+            for each in self.destinations
         ]
 
 

@@ -1,4 +1,4 @@
-"""The edge's inbox for agents' reports: sends that ended, leases that were filled."""
+"""The edge's inbox for agents' reports: sends that ended, leases that were filled, receives of traced senders."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import zmq
 import zmq.asyncio
 
 from tercet.protocol import TransferFailed
+from tercet.protocol.spans import Span, process, read_traceparent
 from tercet.protocol.wire import UNREADABLE
-from tercet.transport import LeaseFilled, SendDone
+from tercet.transport import LeaseFilled, ReceiveDone, SendDone
 from tercet.transport.bounded_sockets import LOOPBACK, bind_somewhere, bounded
+
+RECEIVE = "receive"
 
 
 @dataclass(frozen=True)
@@ -112,3 +115,23 @@ class AgentReports:
                 sending.take(done)
         elif kind == LeaseFilled.__name__:
             self._on_filled(msgspec.msgpack.decode(body, type=LeaseFilled))
+        elif kind == ReceiveDone.__name__:
+            _tell_receive(msgspec.msgpack.decode(body, type=ReceiveDone))
+
+
+def _tell_receive(done: ReceiveDone) -> None:
+    """A span of a receive, below its sender's on another engine, if this process exports spans."""
+    sink, ended = process.sink, done.ended
+    sender = read_traceparent(ended.traceparent)
+    if sink is None or sender is None:
+        return
+    told = {"tercet.rank": done.rank, "tercet.bytes": ended.bytes}
+    place = sink.enters(sender, RECEIVE, told)
+    sink.take(
+        [
+            Span(
+                RECEIVE, place, sender.span_id, ended.began_ns, ended.ended_ns, "server", told,
+                error=ended.code, reason=ended.reason,
+            )
+        ]
+    )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tercet.aio import TaskSet
 from tercet.protocol import Output, Sent, UnknownSequence, Usage, resolve_range
 from tercet.protocol.multimodal import whole_features
+from tercet.protocol.spans import current_span
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import Push, PushCached, SendComplete
 from tercet.vllm_plugin.core import core_methods
@@ -98,6 +99,7 @@ class SendingVerb:
             destinations=destinations_of(info, self._layout, len(self._about.transports)),
             notify=self._reports.address,
             group_begins=info.group_begins,
+            traceparent=place.traceparent if (place := current_span()) is not None and place.sampled else "",
         )
 
     async def _push(

@@ -12,7 +12,17 @@ from msgspec.structs import replace
 
 from tercet.router.page.engine_rows import ReportedLoads
 from tercet.router.page.other_workers import APART, OtherWorkers, added, numbered
-from tercet.router.page.records import About, FleetPoint, Frame, LaneEnd, LaneSpan, LaneStart, MoveShown, ProgramPoint
+from tercet.router.page.records import (
+    About,
+    EngineTTFT,
+    FleetPoint,
+    Frame,
+    LaneEnd,
+    LaneSpan,
+    LaneStart,
+    MoveShown,
+    ProgramPoint,
+)
 from tercet.router.page.viewers import Viewers
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.request_traces import RequestTraces
@@ -34,7 +44,7 @@ def did(done: int, tokens: int, ttft: float | None) -> ProgramPoint:
 OF_OTHER = Frame(
     t=2.0, points=[point(a=did(3, 30, 40.0), b=did(1, 5, None))], lanes=[LaneStart(7, 1.0, "a", 100, "s")],
     spans=[LaneSpan(7, "prep_recv", "d", 1.0, 1.1, "", 100, 0, 0, 0, "")], ends=[LaneEnd(7, 2.0, True, 9, 1.0, 1.0)],
-    moves=[MoveShown(1, 1.5, "d", "e", "drain", "moved", 9)], loads=[[0, 1]],
+    moves=[MoveShown(1, 1.5, "d", "e", "drain", "moved", 9)], loads=[[0, 1]], ttfts=[EngineTTFT("d", 2, 3.0)],
 )  # fmt: skip
 
 
@@ -60,6 +70,8 @@ def test_frames_are_joined_and_kept_for_those_who_come_later() -> None:
     assert [lane.lane for lane in joined.lanes] == [7, 7 + APART]
     assert (joined.spans[0].lane, joined.ends[0].lane, joined.moves[0].number) == (7 + APART, 7 + APART, 1 + APART)
     assert joined.loads == [[0, 5]], "each worker has the engines' reports"
+    assert (others.ttfts(), others.ttfts()) == ([EngineTTFT("d", 2, 3.0)], [])
+    assert not joined.ttfts, "they are in the loads"
     assert joined.points[0].programs["a"].done == 4
     assert others.join(own).lanes == own.lanes, "once"
     whole = others.join_whole(replace(own, whole=True))

@@ -11,13 +11,13 @@ import pytest
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import EngineLoad, OutputStream, Request, TercetError
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.router.page import engine_rows, lanes
 from tercet.router.page.engine_rows import FirstTokenTimes, ReportedLoads
 from tercet.router.page.lanes import MOST_OPEN, Lanes
 from tercet.router.page.program_counts import MOST_PROGRAMS, OTHER, ProgramCounts, percentile
-from tercet.router.page.records import DEAD, DRAINING, SILENT, Frame
-from tercet.router.page.watch import FleetWatch, about_service, slowest_engine
+from tercet.router.page.records import DEAD, DRAINING, SILENT, EngineTTFT, Frame
+from tercet.router.page.watch import FleetWatch, about_service
 from tercet.settings import RetryBudget
 from tests.unit.router.conftest import LiveRouter
 
@@ -242,7 +242,7 @@ def test_percentiles_are_of_the_times_in_milliseconds() -> None:
 def test_the_slowest_engine_is_that_of_the_longest_verb_before_the_first_token(
     events: list[TraceEvent], slowest: str
 ) -> None:
-    assert slowest_engine(events) == slowest
+    assert VerbTrace("p", events).slowest_engine == slowest
 
 
 async def test_an_engines_ttft_forgets(router: LiveRouter) -> None:
@@ -255,6 +255,20 @@ async def test_an_engines_ttft_forgets(router: LiveRouter) -> None:
     assert 100 < times.in_ms(router.fleet.members)[0] < 250
     now = 60.0 + engine_rows.FORGOTTEN_AFTER + 1
     assert times.in_ms(router.fleet.members) == [0, 0]
+
+
+async def test_an_engines_ttft_is_that_of_all_workers(router: LiveRouter) -> None:
+    now = 0.0
+    times, others = FirstTokenTimes(lambda: now), FirstTokenTimes(lambda: now)
+    times.add("p", 1.0)
+    for seconds in (2.0, 3.0):
+        others.add("p", seconds)
+    told = others.take()
+    assert (told, others.take()) == ([EngineTTFT("p", 2, 5.0)], [])
+    for each in told:
+        times.add_of_others(each)
+    assert times.in_ms(router.fleet.members) == [2000, 0]
+    assert times.take() == [EngineTTFT("p", 1, 1.0)], "others hear of this one's requests alone"
 
 
 async def test_a_fleet_without_engines_has_a_frame(router: LiveRouter) -> None:

@@ -6,13 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from tercet.decisions.sessions import Pause
 from tercet.fleet import Trace
+from tercet.lab.bench.simulated.request_classes import weights_of
 from tercet.lab.bench.simulated.virtual_roles import VirtualRoles
 from tercet.lab.sim import SimEngine
 from tercet.router.moves import MoveRecord
@@ -21,8 +22,9 @@ from tercet.router.roles import with_roles_followed
 from tercet.router.service import Service
 from tercet.router.sessions import MoveEnd, PinEnd, Ran, Sessions
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
+from tercet.settings.declaration import Setting
 from tercet.settings.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
-from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
+from tercet.settings.role_settings import OBJECTIVES, Objectives, RolesBy, require_objectives
 from tercet.settings.session_settings import SessionSettings
 
 # The interval of the router's watch for stuck engines.
@@ -40,9 +42,17 @@ class MovingSettings(Settings, frozen=True):
     roles: RolesBy = "fixed"
     planner: PlannedBy = NO_PLANNER
     planning: PlannerSettings = PlannerSettings()
+    class_traffic: Annotated[
+        Mapping[str, str],
+        Setting(
+            "NAME=WEIGHT: how often a simulated request is of this class; `default` has no class. Repeatable.",
+            panel=OBJECTIVES,
+        ),
+    ] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        weights_of(self.class_traffic, self.objectives)
         require_objectives(self.roles, self.objectives)
         require_planner(self.planner, self.roles, self.objectives)
 
@@ -113,7 +123,7 @@ class MoveCounts:
 
     def finished(self, trace: Trace) -> None: ...
 
-    def objectives(self, met: bool) -> None: ...
+    def objectives(self, of_class: str, met: bool) -> None: ...
 
     def retried(self, code: str, answered: bool) -> None: ...
 

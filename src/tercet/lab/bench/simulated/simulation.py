@@ -19,10 +19,11 @@ from tercet.lab.bench.simulated.kv_imbalance import KVImbalance
 from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings
 from tercet.lab.bench.simulated.planned import PlannedWorkload
 from tercet.lab.bench.simulated.planned_run import PlannedRun
+from tercet.lab.bench.simulated.request_classes import slo_of_class
 from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
 from tercet.lab.bench.simulated.virtual_run import Outcome, run_once
-from tercet.lab.bench.summary import MS, Distribution, Slo, Summary, achieved, enough, summarize
+from tercet.lab.bench.summary import Distribution, Slo, Summary, achieved, enough, summarize
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
@@ -51,6 +52,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     flips: tuple[VirtualFlip, ...] = ()
     timeline: tuple[Frame, ...] = ()
     planned: PlannedRun | None = None
+    classes: dict[str, float] = {}
 
     @property
     def _met(self) -> int:
@@ -61,6 +63,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
         """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
         engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
         engines |= self.counts
+        engines |= {f"attainment_{name}": share for name, share in self.classes.items()}
         if self.flips:
             engines["role_flips"] = len(self.flips)
             engines["engines_flipped"] = sum(len(each.engines) for each in self.flips)
@@ -119,11 +122,13 @@ def _run_name(point: SimulatedPoint) -> str:
 
 def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
     """One run's figures."""
-    summary = summarize(outcome.samples(), slo)
+    samples = outcome.samples()
+    summary = summarize(samples, slo)
     return SimulatedPoint(
         rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,
         counts=outcome.counts, moves=outcome.moves, imbalance=outcome.imbalance,
         flips=tuple(outcome.flips), timeline=tuple(outcome.timeline),
+        classes=samples.attainment(slo) if slo is not None and outcome.objectives.classes else {},
     )  # fmt: skip
 
 
@@ -251,6 +256,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             note(f"rate {_shown(rate)}: {flip.at:.1f} s: {', '.join(flip.engines)} -> {flip.role}: {flip.reason}")
         if point.summary.attainment is not None:
             note(f"rate {_shown(rate)}: {point.summary.attainment:.2%} of the requests met the SLO")
+        for name, share in point.classes.items():
+            note(f"rate {_shown(rate)}: of class {name} {share:.2%} met its objectives")
         if outcome.retries:
             note(f"rate {_shown(rate)}: {_made_good(outcome)}")
         if outcome.first_error is not None:
@@ -262,12 +269,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     def _objectives(self) -> Slo | None:
         """The same objectives as a router's, in milliseconds."""
         wanted = self.moving.objectives
-        if not wanted.any:
-            return None
-        return Slo(
-            ttft=None if wanted.ttft is None else wanted.ttft * MS,
-            tpot=None if wanted.tpot is None else wanted.tpot * MS,
-        )
+        return slo_of_class(wanted) if wanted.any or wanted.classes else None
 
     def report(
         self,

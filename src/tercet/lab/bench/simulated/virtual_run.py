@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from tercet.decisions.scheduling import Scheduling
@@ -21,10 +22,10 @@ from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, T
 from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalance
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MoveTotals, MovingFleet, MovingSettings, alongside
 from tercet.lab.bench.simulated.planned import FollowUp, PlannedTraffic, PlannedWorkload
+from tercet.lab.bench.simulated.request_classes import ClassedSamples, classed, weights_of
 from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
 from tercet.lab.bench.simulated.timeline import TimelineRecorder
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
-from tercet.lab.bench.summary import Samples
 from tercet.lab.sim import (
     EngineOptions,
     Host,
@@ -42,6 +43,7 @@ from tercet.router.attempts import ProgramFault
 from tercet.router.page.records import Frame
 from tercet.router.service import Service
 from tercet.settings import RetryBudget, RouterSettings
+from tercet.settings.role_settings import ObjectiveClass, Objectives
 
 RETRIES = RetryBudget()
 WAIT_FOR_ENGINE = RouterSettings().wait_for_engine_s
@@ -72,6 +74,8 @@ class Outcome:
     imbalance: KVImbalance | None = None
     flips: list[VirtualFlip] = field(default_factory=list[VirtualFlip])
     timeline: list[Frame] = field(default_factory=list[Frame])
+    objectives: Objectives = field(default_factory=Objectives)
+    classes: list[ObjectiveClass | None] = field(default_factory=list[ObjectiveClass | None])
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
         """Record a request; ``first`` is NaN if it failed."""
@@ -80,6 +84,8 @@ class Outcome:
         self.ended.append(ended)
         self.input_tokens.append(request.num_tokens)
         self.output_tokens.append(tokens)
+        if self.objectives.classes:
+            self.classes.append(self.objectives.class_of(request.headers))
 
     def count_attempts(self, trace: Trace) -> None:
         """Count the attempts after failures in the trace of a request."""
@@ -89,11 +95,11 @@ class Outcome:
                 self.fallbacks += event.verb == FALLBACK
                 self.first_retried = self.first_retried or event.reason
 
-    def samples(self) -> Samples:
+    def samples(self) -> ClassedSamples:
         """The rows as the benchmark's columns; gaps between tokens are not stored."""
         sent, first, ended = np.array(self.sent), np.array(self.first), np.array(self.ended)
         ok = ~np.isnan(first)
-        return Samples(
+        return ClassedSamples(
             scheduled=sent,
             sent=sent,
             first=first,
@@ -104,6 +110,7 @@ class Outcome:
             itl=np.empty(0),
             ended=ended,
             failures=self.failures,
+            classes=tuple(self.classes),
         )
 
 
@@ -235,7 +242,10 @@ async def _run(
     built = _build(program, spec, profile, options, seed, moving)
     if scheduling is not None:
         built.service.fleet.scheduling = scheduling
-    outcome = Outcome()
+    outcome = Outcome(objectives=moving.objectives)
+    if moving.objectives.classes:
+        weights = weights_of(moving.class_traffic, moving.objectives)
+        arrivals = classed(arrivals, weights, moving.objectives.header, seed)
     for fault in spec.faults:
         _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
     recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
@@ -389,6 +399,9 @@ async def _converse(
                 built.service.sessions.answered(request, calls_tool=following is not None and following.is_after_tool)
             if following is None:
                 return
+            if outcome.objectives.classes:  # those of one conversation are of one class
+                headers = {**following.request.headers, **request.headers}
+                following = following._replace(request=msgspec.structs.replace(following.request, headers=headers))
             request = following.request
             await asyncio.sleep(following.pause)
     finally:

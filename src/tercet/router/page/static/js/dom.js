@@ -59,11 +59,13 @@ export function prepared(canvas, height) {
   return { pen, width, height };
 }
 
-// Dark blue to yellow, with a lightness that only grows: the order is plain to every kind of colour vision, and in grey.
-const STOPS = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
+// Between blue and yellow, away from the page's colour, with a lightness that only grows or only falls: the order is plain
+// to every kind of colour vision, and in grey; an idle engine is as quiet as the page, a full one stands out.
+const ON_DARK = [[42, 58, 98], [78, 87, 110], [118, 118, 114], [158, 150, 116], [204, 188, 100], [254, 232, 56]];
+const ON_LIGHT = [[230, 236, 240], [222, 203, 128], [168, 157, 117], [112, 113, 117], [62, 78, 110], [0, 34, 78]];
 export function heat(share) {
-  const least = color("bg") === "#0f151c" ? 0.22 : 0; // on a dark page the darkest blue would not be seen
-  const at = (least + (1 - least) * Math.min(1, Math.max(0, share))) * (STOPS.length - 1), low = Math.min(STOPS.length - 2, Math.floor(at));
-  const rgb = STOPS[low].map((from, i) => Math.round(from + (STOPS[low + 1][i] - from) * (at - low)));
+  const stops = color("bg") === "#0f151c" ? ON_DARK : ON_LIGHT;
+  const at = Math.min(1, Math.max(0, share)) * (stops.length - 1), low = Math.min(stops.length - 2, Math.floor(at));
+  const rgb = stops[low].map((from, i) => Math.round(from + (stops[low + 1][i] - from) * (at - low)));
   return { fill: `rgb(${rgb.join(" ")})`, ink: rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 130 ? "#111" : "#fff" };
 }
