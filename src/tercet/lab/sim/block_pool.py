@@ -169,8 +169,12 @@ class BlockPool:
         holding.run, holding.cached, holding.plain = None, 0, 0
 
     def close(self) -> None:
-        """Forget the cache, at the end of a simulation: nothing is left for the garbage collector."""
+        """Forget the cache, at the end of a simulation: nothing is left for the garbage collector.
+
+        A step that ends only then still takes and gives back blocks.
+        """
         self._idle.clear()
+        self._idle_blocks = 0
         self._tree.clear()
 
     def drop_plain(self, holding: Holding, count: int) -> None:

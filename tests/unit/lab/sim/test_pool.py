@@ -131,6 +131,17 @@ def test_idle_blocks_that_are_matched_need_room() -> None:
     assert not pool.fits(match, 3)
 
 
+def test_a_step_that_ends_after_the_pool_was_closed_still_finds_blocks() -> None:
+    pool = pool_of(6)
+    pool.give_back(held(pool, [1, 2, 3, 4]))
+    running = held(pool, [5])
+    pool.close()
+    pool.take(running, 5)
+    pool.give_back(running)
+    assert pool.free == 6
+    assert found(pool, 1, 2, 3, 4) == 0
+
+
 def test_a_salt_shares_nothing() -> None:
     pool = pool_of(10)
     held(pool, [1, 2])
