@@ -1,6 +1,6 @@
 """The state of routers on several machines in the head of a Ray cluster, as :mod:`.state_configmap` has it elsewhere.
 
-A router is no process of Ray's, which would end it when the head is away for long. A small process of its own asks the
+Ray ends a process that is connected to its head when that is away for long, so no router is. A small process asks the
 head for it; that one may end, and the next call starts another.
 """
 

@@ -1,6 +1,6 @@
 """Objects that are changed only if they are as they were read, in Ray's key-value store, which has no such change.
 
-What that store has is a put that fails if the key is there. So each version of an object has a key of its own, and who
+What that store has is a put that fails if the key is there. So each version of an object has its own key, and who
 puts version N + 1 first has changed version N. The newest :data:`KEPT` versions stay. A writer that was stopped for
 longer than these last, and puts a version that was there and is gone, is told by how old it is.
 
