@@ -72,8 +72,9 @@ quick: setup ## style, and the fast tests of the rooms that differ from the last
 
 # Beyond `make test`; docs/howto/test.md lists what runs here alone.
 LONG := moves_back_and_forth bypass moves_hostile router program_swaps sidecar plain_vllm two_machines chaos frozen starts thinking \
-	staged_engines paused_engines
+	staged_engines paused_engines scaled_models
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps, engines lost while they prefill
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/ray-jobs.txt
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -m 'processes or slow or hypothesis' $(UNIT)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target build/triton -r requirements/triton.txt
 	TERCET_LONG_TESTS=1 PYTHONPATH=build/triton $(BIN)/pytest -s tests/engines/test_second_model_runner.py

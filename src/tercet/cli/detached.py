@@ -123,9 +123,7 @@ async def _announce(config: UpConfig, fleet: RunningFleet | RayFleet) -> None:
 async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, detached: bool) -> AsyncGenerator[None]:
     """While entered, ``tercet scale`` finds the fleet, and ``tercet down`` a ``detached`` one."""
     port = urlsplit(fleet.url).port or config.port
-    stop_seconds = config.shutdown_timeout_s + 3 * GRACE_SECONDS
-    if config.on is not None:
-        stop_seconds += RAY_STOP_SECONDS
+    stop_seconds = stop_seconds_of(config)
     log_dir = str(fleet.log_dir)
     async with (
         Scaler(fleet.hands, lambda name, state: announce(f"{name}: {state}")) as scaler,
@@ -133,6 +131,12 @@ async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, de
     ):
         with announced(DetachedFleet(own_start(), port, fleet.url, log_dir, stop_seconds, str(control), detached)):
             yield
+
+
+def stop_seconds_of(config: UpConfig) -> float:
+    """The longest time that the end of the fleet takes."""
+    on_ray = RAY_STOP_SECONDS if config.on is not None else 0.0
+    return config.shutdown_timeout_s + 3 * GRACE_SECONDS + on_ray
 
 
 def down(

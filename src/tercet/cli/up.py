@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from tercet.aio import signals_to
 from tercet.cli.detached import detach, found_by_commands
 from tercet.cli.fleet_progress import FleetProgress
+from tercet.cli.ray_job import is_a_job, run_as_a_job
 from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
@@ -116,10 +118,13 @@ def up(config: UpConfig) -> None:
         require_usable(config)
         detach(config)
         return
-    run_fleet(config, lambda fleet: _stay(config, fleet))
+    if is_a_job(os.environ):
+        sys.exit(run_as_a_job(config))
+    run_fleet(config, lambda fleet: stay(config, fleet))
 
 
-async def _stay(config: UpConfig, fleet: StartedFleet) -> None:
+async def stay(config: UpConfig, fleet: StartedFleet) -> None:
+    """Say where the fleet is, and keep it until it breaks."""
     messages = [{"role": "user", "content": "Say hello."}]
     body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
     width = max(len(engine.name) for engine in fleet.engines)

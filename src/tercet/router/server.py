@@ -51,6 +51,7 @@ from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_server import serve_small
 from tercet.router.state_configmap import configmap_store
+from tercet.router.state_ray import ray_store
 from tercet.router.state_store import StateStore
 from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
@@ -153,6 +154,8 @@ async def _first_engine(config: RouterConfig, state: SharedState, membership: Me
 
 def store_of(config: RouterConfig) -> StateStore | None:
     """Where routers on several machines share the state; None if it is in the file of :func:`state_path`."""
+    if config.state_ray is not None:
+        return ray_store(config.state_ray)
     if config.state_configmap is None:
         return None
     return configmap_store(access_of(config.discovery), config.state_configmap)

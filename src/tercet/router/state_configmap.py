@@ -67,10 +67,20 @@ def _call(
 
 
 class ConfigMapStore:
-    """The ConfigMap ``name`` of a namespace, which the first change makes. ``clock`` is this process's own."""
+    """The ConfigMap ``name`` of a namespace, which the first change makes. ``clock`` is this process's own.
 
-    def __init__(self, ask: Ask, namespace: str, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ask, self._clock = ask, clock
+    ``kinds``: what it and the Lease are called in messages, where :mod:`.state_ray` keeps them elsewhere.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        namespace: str,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        kinds: tuple[str, str] = ("ConfigMap", "Lease"),
+    ) -> None:
+        self._ask, self._clock, self._kinds = ask, clock, kinds
         self._namespace, self._called = namespace, name
         self._objects = f"/api/v1/namespaces/{namespace}/configmaps"
         self._stamp: object = None
@@ -79,7 +89,7 @@ class ConfigMapStore:
     @property
     def name(self) -> str:
         """What it is called in messages."""
-        return f"the ConfigMap {self._namespace}/{self._called}"
+        return f"the {self._kinds[0]} {self._namespace}/{self._called}"
 
     def load(self) -> Stored:
         """The content, marked by the object's version."""
@@ -118,14 +128,16 @@ class ConfigMapStore:
     def turn(self, what: str) -> SharedTurn:
         """A Lease next to the ConfigMap."""
         claim = LeaseClaim(name_of_this_process())
-        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock)
+        return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock, self._kinds[1])
 
 
 class LeaseTurn:
     """The Lease ``name`` of a namespace."""
 
-    def __init__(self, ask: Ask, namespace: str, name: str, claim: LeaseClaim, clock: Callable[[], float]) -> None:
-        self._ask, self._claim, self._clock = ask, claim, clock
+    def __init__(
+        self, ask: Ask, namespace: str, name: str, claim: LeaseClaim, clock: Callable[[], float], kind: str = "Lease"
+    ) -> None:
+        self._ask, self._claim, self._clock, self._kind = ask, claim, clock, kind
         self._namespace, self._called = namespace, name
         self._objects = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._changes = 0
@@ -133,7 +145,7 @@ class LeaseTurn:
     @property
     def name(self) -> str:
         """What it is called in messages."""
-        return f"the Lease {self._namespace}/{self._called}"
+        return f"the {self._kind} {self._namespace}/{self._called}"
 
     def take(self) -> bool:
         """As :meth:`.SharedTurn.take`; an API server that is away for a moment changes nothing."""

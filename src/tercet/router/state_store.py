@@ -1,7 +1,7 @@
 """Where routers keep the state that they share, and whose turn it is among them; in files of one file system.
 
 A store is the smallest that sharing needs: read the content, replace it unless it has changed since, and have one
-process at a time do something. :mod:`.state_configmap` is another one.
+process at a time do something. :mod:`.state_configmap` is another one, :mod:`.state_ray` a third.
 """
 
 from __future__ import annotations

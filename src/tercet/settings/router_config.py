@@ -44,6 +44,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 LABEL = "label."
 _KUBERNETES_NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _CONFIGMAP = rf"^({_KUBERNETES_NAME}/)?{_KUBERNETES_NAME}$"
+_RAY_RECORD = rf"^([^\s/]+:[0-9]{{1,5}}/)?{_KUBERNETES_NAME}$"
 # Prompts of a million tokens are a few megabytes of JSON.
 
 
@@ -412,6 +413,13 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
             metavar="[NAMESPACE/]NAME", default="in a file", panel=ENGINES,
         ),
     ] = None  # fmt: skip
+    state_ray: Annotated[
+        Annotated[str, Meta(pattern=_RAY_RECORD)] | None,
+        Setting(
+            "The same in the head of a Ray cluster, for routers on several machines.",
+            metavar="[HOST:PORT/]NAME", default="in a file", panel=ENGINES,
+        ),
+    ] = None  # fmt: skip
     admin_listen: Annotated[
         str | None,
         Setting(
@@ -429,6 +437,8 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_unlike(self.engines, self.discovery, self.await_engines)
+        if self.state_ray is not None and self.state_configmap is not None:
+            raise BadRequest("state-ray: the state is in state-configmap already; give one of them", "state-ray")
         self.require_stream_ports_beside(self.port)
         address = self.admin_address
         if address is not None and address.port == self.port:

@@ -92,7 +92,7 @@ def test_every_setting_of_a_router_is_one_of_up_too() -> None:
     # has engines.
     own -= {"admin-listen", "supervisor-key", "await-engines"}
     in_files = {"engine-ca", "engine-cert", "engine-key"}
-    assert own == in_pods | in_files | {"engines", "port", "log-level", "state", "state-configmap"}
+    assert own == in_pods | in_files | {"engines", "port", "log-level", "state", "state-configmap", "state-ray"}
     assert all(up[each.key] == each for each in declared(RouterSettings))
 
 

@@ -12,14 +12,19 @@ import msgspec
 SECONDS = 240
 
 
-async def read_whole(session: aiohttp.ClientSession, url: str, prompt: str, tokens: int) -> None:
-    """Ask for ``tokens`` tokens, and fail unless all of them come, without an error."""
+async def read_whole(
+    session: aiohttp.ClientSession, url: str, prompt: str, tokens: int, begun: asyncio.Event | None = None
+) -> None:
+    """Ask for ``tokens`` tokens, and fail unless all of them come, without an error. ``begun`` is set at the first."""
     body = {
         "model": "smollm2", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     async with session.post(f"{url}/v1/completions", json=body) as response:
-        text = (await response.read()).decode()
+        first = await response.content.readany()
+        if begun is not None:
+            begun.set()
+        text = (first + await response.content.read()).decode()
     assert response.status == 200, text
     assert '"error"' not in text, text
     events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]

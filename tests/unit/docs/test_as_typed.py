@@ -50,7 +50,7 @@ SERVERS: dict[str, tuple[type[Settings], str]] = {
 # What a reader has, or the page says how to get.
 PROGRAMS = {
     "tercet", "make", "curl", "python", "python3", "pip", "source", "export", "echo", "sudo", "install", "openssl",
-    "docker", "helm", "kubectl", "cd", "git", "cat", "systemctl", "chmod",
+    "docker", "helm", "kubectl", "cd", "git", "cat", "systemctl", "chmod", "ray",
 }  # fmt: skip
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 

@@ -30,7 +30,7 @@ OTHERS = {
     "BHLNC", "BLHNC", "BLNHC", "LBHNC", "LBNHC", "LHBNC", "ID", "MC_TCP_BIND_ADDRESS", "TimeoutStopSec", "half_life",
     "halfLife", "UCX_NET_DEVICES", "VLLM_ENABLE_RESPONSES_API_STORE", "buffer_steps", "cpuset", "cudaEventQuery",
     "enableEviction", "generated_texts", "nvidia_peermem", "p99_tpot_ms", "profile_export_raw", "sglang",
-    "validation_context", "ResponsesRequest",
+    "validation_context", "ResponsesRequest", "RAY_JOB_STOP_WAIT_TIME_S",
     # vLLM 0.33's, which the installed version does not have.
     "FIRST_REQ", "RequestError", "finalize_step", "kv_hints", "lookahead_token_ids", "restore_kv_caches",
     "unregister_kv_caches", "validation_error",

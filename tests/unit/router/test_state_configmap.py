@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from hypothesis import strategies as st
@@ -277,10 +278,16 @@ def test_who_decided_before_is_refused_after_another_has_begun() -> None:
     assert file.update(lambda state: state.require_role_keeper("new"), FIRST).version == 3
 
 
+class Objects(Protocol):
+    """What keeps objects: an API server, or Ray's head."""
+
+    def ask(self, method: str, path: str, body: dict[str, object] | None) -> tuple[int, dict[str, object]]: ...
+
+
 class Machine:
     """A process with its own way to the server, and its own clock, which began at another time."""
 
-    def __init__(self, name: str, api: ApiObjects, clock: Clock, offset: float) -> None:
+    def __init__(self, name: str, api: Objects, clock: Clock, offset: float) -> None:
         self.away = False
         self.is_running = True
         self._api, self._clock, self._offset = api, clock, offset
@@ -307,9 +314,12 @@ class TurnsOfMachines(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.api, self.clock = ApiObjects(), Clock()
+        self.api, self.clock = self.objects(), Clock()
         self.machines = [Machine(f"m{each}", self.api, self.clock, 1000.0 * each) for each in range(3)]
         self.started = len(self.machines)
+
+    def objects(self) -> Objects:
+        return ApiObjects()
 
     def look(self, which: int) -> None:
         machine = self.machines[which]

@@ -53,7 +53,7 @@ class DetachedProcess:
             self._pidfd = os.pidfd_open(self.pid)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self.close()
-            raise EngineError(f"the engine's process cannot be started: {error}") from error
+            raise EngineError(f"a process cannot be started: {error}") from error
         finally:
             os.close(guards_end)
 
@@ -76,10 +76,16 @@ class DetachedProcess:
                 os.killpg(self.pid, signal.SIGKILL)
         self.close()
 
+    def let_go(self) -> None:
+        """Cut the tie: its guard ends it, with SIGTERM once, and SIGKILL after the grace period. Returns at once."""
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        self._lifeline = -1
+
     def close(self) -> None:
-        """Cut the tie: a guard that still runs ends its group."""
-        for descriptor in (self._lifeline, self._pidfd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._lifeline = self._pidfd = -1
+        """Cut the tie, and forget it."""
+        self.let_go()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._pidfd = -1
         shutil.rmtree(self._sockets, ignore_errors=True)

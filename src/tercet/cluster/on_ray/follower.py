@@ -40,7 +40,7 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
         "max_restarts": -1, "max_concurrency": 8, "num_cpus": 0,
     }  # fmt: skip
     keeper = ray.remote(FleetKeeper).options(**options).remote(content)
-    kept = ray.get(keeper.wanted.remote(), timeout=ANSWER_SECONDS * 6)
+    kept = once_it_runs(ray, keeper.wanted.remote())
     if not _is_same_fleet(kept, content):
         raise BadRequest(
             f"--on: a fleet called {wanted.name} runs on {wanted.address} with other settings; stop it with `tercet "
@@ -48,6 +48,18 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
             "on",
         )
     return keeper
+
+
+def once_it_runs(ray: Any, answer: Any) -> bytes:
+    """A keeper's first answer, however long Ray takes to start it: it may have to make an environment for it first."""
+    is_told = False
+    while True:
+        try:
+            return ray.get(answer, timeout=ANSWER_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            if not is_told:
+                logger.warning("the fleet on Ray: its keeper does not run yet; it is waited for")
+            is_told = True
 
 
 def _is_same_fleet(kept: bytes, wanted: bytes) -> bool:

@@ -14,6 +14,7 @@ from tercet.protocol import BadRequest, EngineUnreachable
 
 AUTO = "auto"
 HEAD_AWAY_SECONDS = 600
+ANSWER_SECONDS = 2.0
 
 
 def head_settings(storage: str) -> Mapping[str, str]:
@@ -103,6 +104,36 @@ def store(name: str, content: bytes | None) -> None:
         kv._internal_kv_del(name, namespace=NAMESPACE)
     else:
         kv._internal_kv_put(name, content, overwrite=True, namespace=NAMESPACE)
+
+
+class HeadStore:
+    """The key-value store of the head at ``address``, without being one of Ray's processes.
+
+    Ray ends a process that has it, as any that is connected, when the head is away for long.
+    """
+
+    def __init__(self, address: str) -> None:
+        require_ray()
+        services: Any = importlib.import_module("ray._private.services")
+        raylet: Any = importlib.import_module("ray._raylet")
+        self._client = raylet.GcsClient(address=services.canonicalize_bootstrap_address_or_die(address))
+        self._namespace = NAMESPACE.encode()
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        """See :class:`~tercet.cluster.on_ray.kept_objects.KeyValues`, as for the others."""
+        return self._client.internal_kv_put(key.encode(), value, False, self._namespace, ANSWER_SECONDS) == 1
+
+    def get(self, key: str) -> bytes | None:
+        """What is stored."""
+        return self._client.internal_kv_get(key.encode(), self._namespace, ANSWER_SECONDS)
+
+    def delete(self, key: str) -> None:
+        """Remove it, if it is there."""
+        self._client.internal_kv_del(key.encode(), False, self._namespace, ANSWER_SECONDS)
+
+    def keys(self, prefix: str) -> list[str]:
+        """Keys that begin so."""
+        return [key.decode() for key in self._client.internal_kv_keys(prefix.encode(), self._namespace, ANSWER_SECONDS)]
 
 
 def draining_nodes(ray: Any) -> set[str]:

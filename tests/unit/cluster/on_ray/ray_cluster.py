@@ -81,15 +81,20 @@ class Node:
 
 
 class RayCluster:
-    """A head without CPUs, and nodes with two each."""
+    """A head without CPUs, and nodes with two each; with Ray's ``dashboard``, which takes jobs, or without."""
 
-    def __init__(self, place: Path, nodes: int) -> None:
+    def __init__(self, place: Path, nodes: int, dashboard: bool = False) -> None:
         self.port = free_port("127.0.0.2")
         self.address = f"127.0.0.2:{self.port}"
         self.place = place
         environment = {**head_settings(str(place / "gcs")), "RAY_memory_monitor_refresh_ms": "0"}
         (place / "gcs").mkdir()
-        head = ["--head", f"--port={self.port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={place}/r"]
+        at = free_port("127.0.0.2")
+        self.dashboard = f"http://127.0.0.2:{at}"
+        head = [
+            "--head", f"--port={self.port}", "--num-cpus=0", f"--temp-dir={place}/r",
+            f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.2", f"--dashboard-port={at}",
+        ]  # fmt: skip
         self.head = Node("127.0.0.2", head, environment, place / "head.log")
         joining = [f"--address={self.address}"]
         self.nodes = [
@@ -126,10 +131,10 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(nodes: int = 2) -> Generator[RayCluster]:
+def ray_cluster(nodes: int = 2, dashboard: bool = False) -> Generator[RayCluster]:
     """Run one while entered."""
     place = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need short paths
-    cluster = RayCluster(place, nodes)
+    cluster = RayCluster(place, nodes, dashboard)
     try:
         cluster.start()
         yield cluster

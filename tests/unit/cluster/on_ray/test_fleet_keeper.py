@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.on_ray import fleet_keeper
 from tercet.cluster.on_ray.fleet_keeper import FleetKeeper
+from tercet.cluster.on_ray.follower import once_it_runs
 from tercet.cluster.on_ray.wanted import OwnerReport, Resources, WantedEngine, WantedFleet
 from tercet.fleet.discovery.roster import RosterEntry
 from tercet.protocol import Role
@@ -170,3 +172,24 @@ def test_a_later_version_is_kept_also_by_a_keeper_that_begins_anew(world: World)
     anew.stop()
     keeper.stop()
     assert not any(world.stored.values())
+
+
+def test_a_keeper_that_starts_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    class GetTimeoutError(Exception):
+        """Ray's."""
+
+    answers: list[bytes | Exception] = [GetTimeoutError(), GetTimeoutError(), b"kept"]
+
+    def get(ref: str, timeout: float) -> bytes:
+        assert ref == "answer"
+        assert timeout > 0
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(GetTimeoutError=GetTimeoutError))
+    assert once_it_runs(ray, "answer") == b"kept"
+    assert [each.getMessage() for each in caplog.records] == [
+        "the fleet on Ray: its keeper does not run yet; it is waited for"
+    ]
