@@ -32,6 +32,10 @@ KINDS = {"ray::EngineOwner": "owner", "guard.py": "guard", "tercet.cli engine": 
 MARK = "TERCET_BENCHMARK"
 
 
+def unsaid(*words: object) -> None:
+    """What happens in between is not printed."""
+
+
 async def main(engines: int, small: int, clients: int) -> None:
     """All of it."""
     os.environ[MARK] = str(os.getpid())
@@ -45,8 +49,8 @@ async def main(engines: int, small: int, clients: int) -> None:
         began = time.monotonic()
         async with ray_fleet(config, model, lambda name, state: said.append(f"{name}: {state}")) as fleet:
             print(f"{engines} engines are ready after {time.monotonic() - began:.0f} s; MiB: {memory()}", flush=True)
-            keeping = asyncio.create_task(fleet.until_broken(lambda *_: None))
-            async with Scaler(fleet.hands, lambda *_: None) as scaler, control_socket(scaler) as socket:
+            keeping = asyncio.create_task(fleet.until_broken(unsaid))
+            async with Scaler(fleet.hands, unsaid) as scaler, control_socket(scaler) as socket:
                 async with streams(fleet.url, clients) as reading:
                     for count in (small, engines):
                         began = time.monotonic()
