@@ -6,8 +6,8 @@ import argparse
 import math
 import os
 import signal
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,6 +84,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     background = TaskSet()
     metrics = Metrics()
     async with (
+        AsyncExitStack() as until_ended,
         StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
         PoolingServers(
@@ -95,6 +96,13 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             config.request_timeout_s, config.wait_for_engine_s, config.moves, config.dev,
             objectives=config.objectives,
         )  # fmt: skip
+
+        def heed_signals() -> None:
+            # To the very end: one that comes while files and sockets are removed does not break that off.
+            # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
+            second = shutdown.hurry if shared is None else shutdown.begin
+            until_ended.enter_context(signals_to(shutdown.begin, second))
+
         with state_path(config) as path:
             tells = shared is None or not shared.index
             traces = RequestTraces(config.trace_requests, service.moves.numbered, _export_spans)
@@ -135,9 +143,13 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                     background.spawn(reload_on_change(state), "reload")
                 async with state.traces.answering():
                     if config.serves_without_vllm:
-                        await serve_small(config, state, promise.max_model_len, shutdown, pooling, named_files(config))
+                        await serve_small(
+                            config, state, promise.max_model_len, shutdown, pooling, named_files(config), heed_signals
+                        )
                     else:
-                        await _serve_openai(config, state, membership, promise.max_model_len, shutdown, shared, pooling)
+                        await _serve_openai(
+                            config, state, membership, promise.max_model_len, shutdown, shared, pooling, heed_signals
+                        )
             finally:
                 await background.close()
                 state.close()
@@ -209,7 +221,7 @@ def _interrupt(*_: object) -> None:
 
 async def _serve_openai(
     config: RouterConfig, state: SharedState, membership: Membership, max_model_len: int, shutdown: Shutdown,
-    shared: Shared | None, pooling: PoolingServers,
+    shared: Shared | None, pooling: PoolingServers, heed_signals: Callable[[], object],
 ) -> None:  # fmt: skip
     from tercet.vllm_plugin.frontend import openai_server as vllm
     from tercet.vllm_plugin.frontend.served_adapters import serve_adapters
@@ -247,9 +259,8 @@ async def _serve_openai(
         following.spawn(keys.follow(), "keys")
 
         async def shut_down() -> None:
-            # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
-            with signals_to(shutdown.begin, shutdown.hurry if shared is None else shutdown.begin):
-                await shutdown.run(gate.close, service.give_up)
+            heed_signals()
+            await shutdown.run(gate.close, service.give_up)
 
         ready = partial(tell_ready, config) if shared is None else shared.serving
         loads = None if shared is None else (shared.loads, shared.index)

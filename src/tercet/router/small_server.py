@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from tercet.aio import signals_to
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
@@ -53,9 +52,9 @@ def flags_of(given: Sequence[str]) -> argparse.Namespace:
 
 async def serve_small(
     config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers,
-    files: NamedFiles,
+    files: NamedFiles, heed_signals: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Serve until told to stop: the first signal has running requests finish, another one ends them.
+    """Serve until told to stop, by signals once ``heed_signals`` was called.
 
     ``files`` are those that admin routes may name.
     """
@@ -83,7 +82,7 @@ async def serve_small(
     with listening_socket(config) as sock:
         async with admin_served(app, config.admin_address):
             await state.serving()
-            await _accept(server, sock, config, keys, _shut_down(shutdown, run))
+            await _accept(server, sock, config, keys, _shut_down(heed_signals, run))
 
 
 async def _accept(
@@ -111,6 +110,6 @@ async def _accept(
         serving.cancel()
 
 
-async def _shut_down(shutdown: Shutdown, run: Callable[[], Awaitable[None]]) -> None:
-    with signals_to(shutdown.begin, shutdown.hurry):
-        await run()
+async def _shut_down(heed_signals: Callable[[], object], run: Callable[[], Awaitable[None]]) -> None:
+    heed_signals()
+    await run()

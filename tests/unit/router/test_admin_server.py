@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from tercet.router.shutdown import Shutdown
 from tercet.router.small_server import serve_small
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.admin_address import AdminAddress
+from tests.simulated_processes import MODEL, PROFILE, running, wait_for
 
 from .conftest import LiveRouter
 
@@ -133,7 +138,9 @@ async def test_the_small_server_serves_both_addresses(router: LiveRouter, checkp
     )  # fmt: skip
     shutdown = Shutdown(timeout_s=0)
     pooling = PoolingServers((), "", None, None, router.metrics.pooling_server)
-    serving = asyncio.create_task(serve_small(config, router.shared, 1000, shutdown, pooling, NamedFiles()))
+    serving = asyncio.create_task(
+        serve_small(config, router.shared, 1000, shutdown, pooling, NamedFiles(), lambda: None)
+    )
     try:
         async with httpx.AsyncClient() as client:
             found = {}
@@ -152,6 +159,34 @@ async def test_the_small_server_serves_both_addresses(router: LiveRouter, checkp
     assert list(found.values()) == [200, 404, 200, 404]
     with socket.create_server(("127.0.0.1", admin_port)):
         pass  # its port is free again
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("between", [0.0, 0.05, 0.2, 0.5])
+def test_a_second_signal_leaves_no_socket_file(tmp_path: Path, between: float) -> None:
+    """Whether running requests are waited for, or all has ended and files are removed: it does not break that off."""
+    socket_file, (engine_port, port) = tmp_path / "admin", free_ports("127.0.0.1", 2)
+    engine = ("engine", "--simulate", PROFILE, "--name", "e", "--port", str(engine_port), "--model", MODEL)
+    command = [
+        sys.executable, "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{engine_port},name=e",
+        "--model", MODEL, "--port", str(port), "--openai-layer", "small", "--program", "data_parallel",
+        "--admin-listen", f"unix:{socket_file}",
+    ]  # fmt: skip
+    log = tmp_path / "router.log"
+    with running(tmp_path / "e.log", *engine), log.open("w") as written:
+        process = subprocess.Popen(command, stdout=written, stderr=written)
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health")
+            assert socket_file.is_socket()
+            process.send_signal(signal.SIGTERM)
+            time.sleep(between)
+            process.send_signal(signal.SIGTERM)
+            # The last part of its end, when nothing is left to remove, it may break off.
+            assert process.wait(60) in (0, -signal.SIGTERM), log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+    assert not socket_file.exists()
 
 
 # ---- settings ------------------------------------------------------------------------------------------------

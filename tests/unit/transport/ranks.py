@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -213,6 +214,8 @@ class Held:
         self._descriptors -= len(regions)
 
     def require_back(self) -> None:
+        gc.collect()  # some mappings are part of a cycle
+
         def back() -> bool:
             descriptors, threads = held()
             return descriptors <= self._descriptors and threads <= self._threads
