@@ -35,6 +35,16 @@ def running(log: Path, *command: str, **variables: str) -> Generator[None]:
             process.wait(60)
 
 
+def tercet(cache: Path, *command: str, seconds: float = 240) -> str:
+    """What a command says, whose files are in ``cache``; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tercet.cli", *command], env={**os.environ, "TERCET_CACHE": str(cache)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def ask(url: str, body: Any = None, **headers: str) -> Any:
     data = None if body is None else json.dumps(body).encode()
     named = {"content-type": "application/json", **{key.replace("_", "-"): value for key, value in headers.items()}}

@@ -19,27 +19,19 @@ import pytest
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import free_ports
 from tests.long_runs import in_full
-from tests.simulated_processes import ask, running, wait_for
+from tests.simulated_processes import ask, running, tercet, wait_for
 from tests.small_llama import small_llama
 
 pytestmark = [in_full, pytest.mark.timeout(1800)]
 HOST = "127.0.0.1"
 LARGEST = 4
 CLIENTS = 4
+COMMAND_SECONDS = 900
 PROMPTS = ["One two three", "The capital of France is", "Water boils at", "def sum_of(numbers):", "x " * 300]
 UP = (
     "prefill: 0\ndecode: 0\nboth: 1\nprogram: data_parallel\ndtype: float32\nopenai-layer: vllm\n"
     "served-model-name: {name}\nmodel: {model}\nport: {port}\nlog-dir: {logs}\nengine-args: [--max-num-seqs, '8']\n"
 )
-
-
-def tercet(cache: Path, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tercet.cli", *command], env={**os.environ, "TERCET_CACHE": str(cache)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def told(url: str, model: str, prompt: str) -> str:
@@ -86,7 +78,7 @@ def fleets(tmp_path: Path) -> Iterator[dict[str, int]]:
         for name, model in models.items():
             file = tmp_path / f"{name}.yaml"
             file.write_text(UP.format(name=name, model=model, port=ports[name], logs=tmp_path / name))
-            tercet(tmp_path / "cache", "up", "--config", str(file), "--detach")
+            tercet(tmp_path / "cache", "up", "--config", str(file), "--detach", seconds=COMMAND_SECONDS)
         yield ports
     finally:
         subprocess.run(
@@ -107,7 +99,14 @@ def test_answers_are_those_of_lone_engines(tmp_path: Path, fleets: dict[str, int
             try:
                 asking.until_more(working)
                 for count in (LARGEST, 1):
-                    tercet(tmp_path / "cache", "scale", f"both={count}", "--port", str(fleets["llama"]))
+                    tercet(
+                        tmp_path / "cache",
+                        "scale",
+                        f"both={count}",
+                        "--port",
+                        str(fleets["llama"]),
+                        seconds=COMMAND_SECONDS,
+                    )
                     assert len(ask(f"http://127.0.0.1:{fleets['llama']}/tercet/v1/engines")) == count
                     asking.until_more(working)
             finally:

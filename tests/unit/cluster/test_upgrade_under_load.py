@@ -16,7 +16,7 @@ import pytest
 
 from tercet.cluster.ports import free_ports
 from tests.long_runs import in_full
-from tests.simulated_processes import PROFILE, ask, running, wait_for
+from tests.simulated_processes import PROFILE, ask, running, tercet, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -73,15 +73,6 @@ def asking(url: str, answers: Answers) -> Generator[tuple[Clients, list[Future[N
             clients.end()
         for each in working:
             each.result()
-
-
-def tercet(cache: Path, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tercet.cli", *command], env={**os.environ, "TERCET_CACHE": str(cache)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.mark.parametrize("scales", [False, pytest.param(True, marks=in_full)])

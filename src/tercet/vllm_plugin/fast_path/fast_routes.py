@@ -61,18 +61,14 @@ def is_fast_completion(request: Any) -> bool:
     """Whether this completion's chunks are written here."""
     return (
         _is_one_prompt(request.prompt)
-        and _is_fast(request)
+        and is_fast_chat(request)
         and request.prompt_embeds is None
         and (request.logprobs is None or not OFFSETS_OF_SENT_TEXT.is_here)
     )
 
 
 def is_fast_chat(request: Any) -> bool:
-    """Whether the chunks of this chat answer are written here."""
-    return _is_fast(request)
-
-
-def _is_fast(request: Any) -> bool:
+    """Whether the chunks of this chat answer are written here; a completion needs more."""
     return bool(request.stream) and not (
         request.echo
         or request.prompt_logprobs is not None
@@ -133,14 +129,12 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     def plan(
-        request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
-        chat_template_kwargs: Any = None, mm_token_counts: Any = None,
-    ) -> StreamPlan:  # fmt: skip
+        request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, mm_token_counts: Any
+    ) -> StreamPlan:
         chunks = ChunkWriter(chat_format(), request_id, int(time.time()), model)
         return chat_plan(serving, request, chunks, tokenizer, chat_template_kwargs, mm_token_counts)
 
-    preparing = copy.copy(serving)
-    preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), plan
+    preparing = _preparing_chat(serving, engine_client, plan)
     return FastRoute(ChatCompletionRequest, is_fast_chat, preparing.create_chat_completion)
 
 
@@ -149,16 +143,27 @@ def message_route(serving: Any, engine_client: Any) -> FastRoute:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
     def plan(
+        request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, _mm_token_counts: Any
+    ) -> StreamPlan:  # Anthropic's usage does not tell tokens of media
+        return message_plan(serving, request, request_id, model, tokenizer, chat_template_kwargs)
+
+    preparing = _preparing_chat(serving, engine_client, plan)
+    preparing.message_stream_converter = lambda prepared: prepared
+    return FastRoute(AnthropicMessagesRequest, lambda request: bool(request.stream), preparing.create_messages)
+
+
+def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., StreamPlan]) -> Any:
+    """A copy of a serving object whose chat stream is a plan."""
+
+    def planned(
         request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
         chat_template_kwargs: Any = None, mm_token_counts: Any = None,
     ) -> StreamPlan:  # fmt: skip
-        del mm_token_counts  # Anthropic's usage does not tell them
-        return message_plan(serving, request, request_id, model, tokenizer, chat_template_kwargs)
+        return plan(request, request_id, model, tokenizer, chat_template_kwargs, mm_token_counts)
 
     preparing = copy.copy(serving)
-    preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), plan
-    preparing.message_stream_converter = lambda prepared: prepared
-    return FastRoute(AnthropicMessagesRequest, lambda request: bool(request.stream), preparing.create_messages)
+    preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), planned
+    return preparing
 
 
 def response_route(serving: Any, engine_client: Any) -> FastRoute:

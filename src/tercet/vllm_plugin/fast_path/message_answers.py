@@ -22,8 +22,9 @@ from tercet.protocol.error_forms import MESSAGES, in_form, last_events
 from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT
 from tercet.vllm_plugin.fast_path.answer_events import Told
 from tercet.vllm_plugin.fast_path.chunk_answers import counts_of, error_of
-from tercet.vllm_plugin.fast_path.delta_json import encode, is_told
-from tercet.vllm_plugin.fast_path.sse_chunks import Extras, framed
+from tercet.vllm_plugin.fast_path.delta_json import encode
+from tercet.vllm_plugin.fast_path.item_events import ItemEvents
+from tercet.vllm_plugin.fast_path.sse_chunks import Extras
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed
 
 DELTA = (
@@ -50,23 +51,20 @@ MESSAGE_DELTA = (
 MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
-class MessageBlocks:
+class MessageBlocks(ItemEvents):
     """The content blocks of a message: events for what is said, of which one block is open at a time.
 
     Text that comes while a call is open waits until the call is over, and is a block then.
     """
 
-    nothing = b""
-
     def __init__(self) -> None:
+        super().__init__()
         self._index = 0
         self._open: bytes | None = None
         self._call_id: str | None = None
         self._calls: dict[int, str] = {}
         self._waiting = ""
         self._arguments: list[str] = []
-        # Events of a delta of which a later part has failed.
-        self.unsent: list[bytes] = []
         self.has_calls = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -90,25 +88,9 @@ class MessageBlocks:
         self._more_arguments(call, text, events)
         return b"".join(events)
 
-    def text(self, text: str) -> bytes:
-        """More text, framed."""
-        return self.only(self.said(text))
-
     def delta(self, delta: Any) -> bytes:
         """A parser's delta."""
-        events = self.unsent = list[bytes]()
-        if not is_told(self._tell, delta, events):
-            delta.model_dump_json()  # which raises what vLLM raises
-        self.unsent = []
-        return b"".join(events)
-
-    def only(self, said: bytes) -> bytes:
-        """What was said, framed."""
-        return framed(said) if said else b""
-
-    def more(self, said: bytes, _extras: Extras) -> bytes:
-        """There is nothing next to it."""
-        return said
+        return self._told(delta, (delta,))
 
     def last(
         self, said: bytes, finish_reason: str, stop_reason: int | str | None, _fingerprint: str | None, _extras: Extras
@@ -117,17 +99,16 @@ class MessageBlocks:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         return said
 
-    def _tell(self, delta: Any, events: list[bytes]) -> None:
-        """Add the events of a delta."""
-        if delta.reasoning:
+    def _tell(self, part: Any, events: list[bytes]) -> None:
+        if part.reasoning:
             events.append(self._into(THINKING_BLOCK))
-            events.append(THINKING % (encode(delta.reasoning), self._index))
-        if delta.content and self._open is CALL_BLOCK:
-            self._waiting += delta.content
-        elif delta.content:
+            events.append(THINKING % (encode(part.reasoning), self._index))
+        if part.content and self._open is CALL_BLOCK:
+            self._waiting += part.content
+        elif part.content:
             events.append(self._into(TEXT_BLOCK))
-            events.append(TEXT % (encode(delta.content), self._index))
-        for call in delta.tool_calls:
+            events.append(TEXT % (encode(part.content), self._index))
+        for call in part.tool_calls:
             self._call(call, events)
 
     def _call(self, call: Any, events: list[bytes]) -> None:

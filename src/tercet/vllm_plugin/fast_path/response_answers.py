@@ -29,8 +29,9 @@ from tercet.protocol.openai_routes import RESPONSES
 from tercet.protocol.sse import object_of
 from tercet.vllm_plugin.differences import closed_items, last_response_event
 from tercet.vllm_plugin.fast_path.answer_events import Told
-from tercet.vllm_plugin.fast_path.delta_json import encode, is_told
-from tercet.vllm_plugin.fast_path.sse_chunks import Extras, framed
+from tercet.vllm_plugin.fast_path.delta_json import encode
+from tercet.vllm_plugin.fast_path.item_events import ItemEvents
+from tercet.vllm_plugin.fast_path.sse_chunks import Extras
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed
 from tercet.wire.serving.error_answers import fault_of
 
@@ -61,20 +62,17 @@ def event_of(event: Any) -> bytes:
     return EVENT % (event.type.encode(), event.model_dump_json(indent=None, by_alias=True).encode())
 
 
-class ResponseItems:
+class ResponseItems(ItemEvents):
     """The items of a response, of which one is open at a time."""
 
-    nothing = b""
-
     def __init__(self, tools: Any, numbered: Numbered) -> None:
+        super().__init__()
         self._processor = SimpleStreamingEventProcessor(tools=tools)
         self._numbered = numbered
         # The form of the open item's deltas, and the deltas that its state has not been told of.
         self._form: bytes | None = None
         self._deltas: list[str] = []
         self._no_output: Any = None  # it is read for log probabilities alone
-        # Events of a delta of which a later part has failed.
-        self.unsent: list[bytes] = []
 
     @property
     def finished(self) -> list[Any]:
@@ -105,26 +103,9 @@ class ResponseItems:
         more = DeltaToolCall(index=call, function=DeltaFunctionCall(arguments=text))
         return self.delta(DeltaMessage(tool_calls=[more]))
 
-    def text(self, text: str) -> bytes:
-        """More text, framed."""
-        return self.only(self.said(text))
-
     def delta(self, delta: Any) -> bytes:
         """A parser's delta."""
-        events = self.unsent = list[bytes]()
-        for part in split_delta(delta):
-            if not is_told(self._tell, part, events):
-                delta.model_dump_json()  # which raises what vLLM raises
-        self.unsent = []
-        return b"".join(events)
-
-    def only(self, said: bytes) -> bytes:
-        """What was said, framed."""
-        return framed(said) if said else b""
-
-    def more(self, said: bytes, _extras: Extras) -> bytes:
-        """There is nothing next to it."""
-        return said
+        return self._told(delta, split_delta(delta))
 
     def last(
         self, said: bytes, _finish_reason: str, _stop_reason: Any, _fingerprint: str | None, _extras: Extras
@@ -135,7 +116,6 @@ class ResponseItems:
     # ---- items -----------------------------------------------------------------------------------------------
 
     def _tell(self, part: Any, events: list[bytes]) -> None:
-        """Add the events of a delta of one kind."""
         processor = self._processor
         kind, call = processor.resolve_target_state(part)
         if kind is _StateType.NONE:

@@ -21,7 +21,7 @@ def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, 
     found = dict[str, float]()
     for name, given in traffic.items():
         if name not in known:
-            raise BadRequest(f"{flag}: there is no class {name}; there are {', '.join(known)}", flag)
+            raise BadRequest(f"{flag}: the configuration has no class {name}; choose from {', '.join(known)}", flag)
         try:
             found[name] = float(given)
         except ValueError:
