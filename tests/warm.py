@@ -69,17 +69,14 @@ def warm_parent(log: Path) -> Generator[None]:
             process.communicate(timeout=6 * GRACE_SECONDS)
 
 
-def start_guarded(
-    argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes], grace: int = GRACE_SECONDS
-) -> subprocess.Popen[bytes]:
+def start_guarded(argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a command that ends at the latest when this process does; by the warm parent, if there is one for it.
 
-    Its process group's id is the returned guard's pid, and its exit code the guard's. SIGTERM to the guard ends it,
-    and it is killed if that takes longer than ``grace`` seconds.
+    Its process group's id is the returned guard's pid, and its exit code the guard's. SIGTERM to the guard ends it.
     """
     warm = environment.get(WARM_PARENT_VARIABLE)
     forked = [guard.FROM, warm] if warm and can_fork(argv) else []
-    command = [sys.executable, "-I", "-S", guard.__file__, str(grace), *forked, *argv]
+    command = [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *forked, *argv]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
     )

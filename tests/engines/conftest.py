@@ -37,7 +37,6 @@ from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 from .processes import EnginePlace
 
 START_SECONDS = 420
-STOP_SECONDS = 60  # a router that is killed before its end leaves its files
 # Fixtures of the engines that tests share.
 SHARED = {"fleet", "speaking", "breakable"}
 # Engines may be named to prefill for one another.
@@ -188,7 +187,7 @@ def router_over(engines: Mapping[str, str], tmp: Path, *args: str, model: str | 
 def running(command: Sequence[str], log: Path, url: str) -> Generator[None]:
     """While entered, the command runs and has answered at `url`."""
     with log.open("ab") as output:
-        process = start_guarded(command, os.environ, output, grace=STOP_SECONDS)
+        process = start_guarded(command, os.environ, output)
     try:
         deadline = time.monotonic() + START_SECONDS  # engines may still be loading
         while not answers(url):
@@ -198,7 +197,7 @@ def running(command: Sequence[str], log: Path, url: str) -> Generator[None]:
         yield
     finally:
         process.terminate()
-        process.communicate(timeout=2 * STOP_SECONDS)
+        process.communicate(timeout=60)
 
 
 @contextmanager
