@@ -361,20 +361,22 @@ def test_an_agent_keeps_to_its_cpus_and_outlives_the_signals_of_a_terminal() -> 
 
 
 def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_way(
-    caplog: pytest.LogCaptureFixture, inbox: Edge, target: Rank
+    caplog: pytest.LogCaptureFixture, target: Rank
 ) -> None:
-    before, lease = Held(), target.grant(inbox.address)
-    sessions = target.counters()["sessions_in"]
-    with rank(3) as ours:
-        pid = ours.agent.pid
-        opened = opening("cut", lease, NOWHERE[0], target.addresses)
-        step(ours.agent, [opened], [Push("cut", 0, ALL)])
-        settle(lambda: target.counters()["receives_active"] == 1)
-    assert not is_there(pid)
-    assert "did not end within" not in caplog.text
-    settle(lambda: target.counters()["receives_active"] == 0)
-    settle(lambda: target.counters()["sessions_in"] == sessions)
-    assert target.order(RevokeLease(lease)) in (0, END), "all that had come in every layer, or nothing"
+    sessions = target.counters()["sessions_in"]  # an answer: the socket to the target's agent is open from here on
+    before = Held()
+    with edge() as inbox:  # not the module's: the target's connection to it would come at any time and stay
+        lease = target.grant(inbox.address)
+        with rank(3) as ours:
+            pid = ours.agent.pid
+            opened = opening("cut", lease, NOWHERE[0], target.addresses)
+            step(ours.agent, [opened], [Push("cut", 0, ALL)])
+            settle(lambda: target.counters()["receives_active"] == 1)
+        assert not is_there(pid)
+        assert "did not end within" not in caplog.text
+        settle(lambda: target.counters()["receives_active"] == 0)
+        settle(lambda: target.counters()["sessions_in"] == sessions)
+        assert target.order(RevokeLease(lease)) in (0, END), "all that had come in every layer, or nothing"
     del ours
     before.require_back()
 
