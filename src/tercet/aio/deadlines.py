@@ -10,7 +10,7 @@ class Expires(Protocol):
     """An object that waits for something until a deadline."""
 
     def expired(self) -> None:
-        """Handle the end of the deadline; called once when it has passed."""
+        """Handle the end of the deadline; called when it has passed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Threads next to an event loop that is always busy."""
+"""Threads next to an event loop that may be busy all the time."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Match ``prompt[:end]`` in this engine's prefix cache and reserve blocks for the rest of it.
 
         The blocks stay pinned under a lease until ``start_generate`` of the same sequence takes them over, the context
-        exits, or the lease expires. What was received by then stays as prefix cache.
+        exits, or the lease expires. KV received by then stays as prefix cache.
 
         Raises :class:`~tercet.protocol.errors.NoSpace` if the blocks are not available now.
         """

@@ -63,9 +63,9 @@ class PrefillRule(Protocol):
     """A rule that decides whether a second engine prefills. Deciders of a scheduling file are such rules."""
 
     def disaggregates(self, request: Request, cached: int, prefill: Any) -> bool:
-        """Return True to use a second engine. ``cached``: prompt tokens in the decode engine's cache; ``prefill``.
+        """Return True if a second engine should prefill.
 
-        Candidates.
+        ``cached`` is the number of prompt tokens in the decode engine's cache, ``prefill`` the candidates.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A reader for JSON from clients. All parts that read a body use it, so that they all see the same content.
+"""Reader of JSON from clients. All parts that read a body use it, so that they all see the same content.
 
 RFC 8259 requires UTF-8. Python's reader, which vLLM uses, also takes UTF-16, UTF-32 and a byte order mark. It accepts
 text that cannot be encoded (half of a surrogate pair) and numbers that JSON lacks (NaN). Here, other encodings are

@@ -65,8 +65,8 @@ def require_no_page(headers: ShownHeaders) -> None:
 def require_local_host(headers: ShownHeaders) -> None:
     """Raise :class:`~tercet.protocol.errors.Forbidden` unless the request names this machine by a loopback name.
 
-    Another name for this machine does not count: its owner may be the page's (DNS rebinding). A request through a proxy
-    does not count either.
+    Another host name is refused, even if it leads to this machine: the owner of a web page can make one that does (DNS
+    rebinding). A request through a proxy is refused, too.
     """
     hosts = headers.all("host")
     if len(hosts) != 1 or not is_loopback_name(_name_in(hosts[0])):

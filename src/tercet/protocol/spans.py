@@ -25,9 +25,9 @@ Kind = Literal["server", "client", "internal"]
 
 
 class SpanContext(NamedTuple):
-    """The place of a span.
+    """The place of a span: its ids in hexadecimal, and ``sampled``, which is True if its trace is recorded.
 
-    Its ids in hexadecimal, True if its trace is sampled, and the ``tracestate`` of other vendors.
+    ``state`` is the ``tracestate`` of other vendors.
     """
 
     trace_id: str
@@ -82,7 +82,7 @@ def read_traceparent(given: str, state: str = "") -> SpanContext | None:
     )
 
 
-# ---- the place of what this process does ------------------------------------------------------------------------
+# ---- the place of this process's work ---------------------------------------------------------------------------
 
 _current: ContextVar[SpanContext | None] = ContextVar("tercet_span", default=None)
 
@@ -114,7 +114,7 @@ class working_in:
             _current.reset(self._token)
 
 
-# ---- what it has done --------------------------------------------------------------------------------------------
+# ---- finished work -----------------------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):

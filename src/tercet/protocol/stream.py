@@ -19,7 +19,7 @@ class OutputObserver(Protocol):
     """An observer that receives every output once, in order, before the consumer. Its methods must not raise."""
 
     def on_start(self, stream: OutputStream) -> None:
-        """Handle the begin of the work in this stream; the other methods are called only after this one."""
+        """Handle the start of the work in this stream; the other methods are called only after this one."""
 
     def on_output(self, output: Output) -> None:
         """Handle an output."""
@@ -38,8 +38,8 @@ class OutputStream:
     The stream is over after the first output that has a finish reason, after an error, and when ``produce`` returns.
     From then on it accepts no outputs. ``produce`` is cancelled when the consumer leaves; it has ended when
     :meth:`aclose` returns, and before an error is raised to the consumer. Another producer may continue the sequence
-    without the consumer noticing (:meth:`hand_over`), so tasks that a producer has started must put nothing into the
-    stream after that producer has ended.
+    without the consumer noticing (:meth:`hand_over`), so tasks that a producer has started must not put outputs into
+    the stream after that producer has ended.
     """
 
     __slots__ = (

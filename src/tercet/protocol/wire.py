@@ -131,7 +131,7 @@ class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MoveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/sequences/{seq_id}/move``: the ``destination`` is an engine's name in its fleet.
 
-    A router moves what it runs; an engine passes the proposal on to the router that has the sequence.
+    A router moves a sequence that it runs; an engine passes the proposal on to the router that has the sequence.
     """
 
     destination: Name
