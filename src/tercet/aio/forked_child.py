@@ -66,7 +66,7 @@ class Forks:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._children = dict[int, ForkedChild]()
-        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order in which answers come
+        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order of the answers
         self._gone = False
         channel.setblocking(False)
         asyncio.get_running_loop().add_reader(channel, self._receive)

@@ -360,7 +360,7 @@ class SenderSession:
 
         def begin(step: Callable[[], int]) -> int:
             nonlocal begun
-            # Several threads may do this, and none writes before it has.
+            # Several threads may do this; each does it before it writes.
             for chunk, in_place in zip(batch.chunks, batch.in_place, strict=True):
                 self._grants.overwriting(chunk, in_place)
             begun = True

@@ -164,7 +164,7 @@ class Post:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        sock.settimeout(None)  # with a timeout Python waits for room before it asks the kernel not to wait
+        sock.settimeout(None)  # with a timeout, Python waits for space before its call, although the call must not wait
         self._changed = threading.Condition()
         # The part that the connection did not accept; it must be sent before all else.
         self._rest = bytearray()

@@ -65,8 +65,8 @@ class OnlineFit:
         return 1.0 if error <= limit else limit / error
 
     def _solve(self) -> None:
-        # Coordinate descent from the last solution costs 26 us for six coefficients and 13 us for three, on the router
-        #'s event loop; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
+        # On the router's event loop, coordinate descent from the last solution costs 26 us for six coefficients and
+        # 13 us for three; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
         theta = self.theta
         for _ in range(SWEEPS):
             for index, row in enumerate(self._squares):

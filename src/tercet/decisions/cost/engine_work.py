@@ -69,7 +69,7 @@ class EngineWork:
         self._prefills = 0
         self._seen_seconds, self._seen = 0.0, list[float]()
 
-    # ---- what there is to do ---------------------------------------------------------------------------------
+    # ---- remaining work --------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
@@ -122,7 +122,7 @@ class EngineWork:
         step = self._model.step(batch, contexts) * self.decode_pace.factor
         return step / (1 - min(MOST_INTERFERENCE, interference))
 
-    # ---- what happens ----------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------
 
     def promise(self, seq_id: str, job: Job) -> None:
         """Record that a route leads to this engine."""

@@ -54,7 +54,7 @@ class ReportedWork:
         self._stepped_at = -math.inf
         self._alone: _Alone | None = None
 
-    # ---- what happens ----------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------
 
     def picked(self, tokens: int, cached: int) -> None:
         """Record a prompt of ``tokens`` that was routed here; ``cached`` is its estimated cached part."""
@@ -103,7 +103,7 @@ class ReportedWork:
             self.decode_pace.observe(load.step_time, self._model.step(load.running, self.contexts))
             self._model.stepped(load.step_time, load.running, self.contexts)
 
-    # ---- what there is to do ---------------------------------------------------------------------------------
+    # ---- remaining work --------------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> float:
         """Return the seconds of prefill ahead of a new arrival."""

@@ -292,7 +292,7 @@ def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
         return content
     told = mapping_of(handlers[0]["parameters"])
     if mapping_of(told.get("deciders")).get("prefill") or set(told) != {"profiles", "deciders"}:
-        return content  # the reader of the result reports errors in others
+        return content  # the reader of the result reports errors in other forms
     decode = str(mapping_of(told["profiles"]).get("decode", "decode"))
     single = {"type": "single-profile-handler", "name": _name(handlers[0])}
     plugins = [single if plugin is handlers[0] else plugin for plugin in content["plugins"]]

@@ -94,7 +94,7 @@ def user_file(path: str, field: str, beside: Path = Path()) -> Path:
     """
     try:
         file = beside / Path(path).expanduser()
-    except RuntimeError as error:  # the home of an unknown user
+    except RuntimeError as error:  # an unknown user has no home folder
         raise BadRequest(f"{field}: {path}: {error}", field) from error
     try:
         is_file = file.is_file()

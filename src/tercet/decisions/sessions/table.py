@@ -87,7 +87,7 @@ class SessionTable:
         """Number of pinned contexts."""
         return len(self._kept)
 
-    # ---- where turns run -----------------------------------------------------------------------------------------
+    # ---- engines of turns ----------------------------------------------------------------------------------------
 
     def engine_of(self, session: str, role: Role) -> str | None:
         """Return the engine that the session belongs to, for picks of this role; None before its first pick."""
@@ -220,7 +220,7 @@ class SessionTable:
         if context.kept_at is not None:
             context.kept_at = now
 
-    # ---- inside --------------------------------------------------------------------------------------------------
+    # ---- private parts -------------------------------------------------------------------------------------------
 
     def _contexts(self) -> Iterator[Context]:
         for session in self._sessions.values():
