@@ -188,7 +188,9 @@ class GrantTable:
         group = next(at for at, planes in enumerate(self._groups) if chunk.layer in planes)
         found = opened.numbers[group, chunk.begin : chunk.end]
         if chunk.layer + chunk.layers > self._groups[group].stop or (found < 0).any():
-            raise BadRequest(f"slots [{chunk.begin}, {chunk.end}) have no blocks for layer {chunk.layer} and its next")
+            raise BadRequest(
+                f"slots [{chunk.begin}, {chunk.end}) have no blocks for layer {chunk.layer} and the next ones"
+            )
         if in_place > chunk.begin:
             found = found.copy()
             found[: in_place - chunk.begin] = NOWHERE
@@ -363,7 +365,7 @@ class GrantTable:
     def _planes_of(self, begun: SendBegin) -> NDArray[np.int64]:
         """Return the planes that a send declares to fill: all, or some ranges."""
         if any(not 0 <= first < stop <= self._num_layers for first, stop in begun.planes):
-            raise BadRequest(f"a send fills planes {begun.planes!r:.80}, but this rank has {self._num_layers}")
+            raise BadRequest(f"a send fills planes {begun.planes!r:.80}, but this rank has {self._num_layers} planes")
         some = [range(*each) for each in begun.planes] or [range(self._num_layers)]
         return np.unique(np.concatenate(some))
 
@@ -385,7 +387,9 @@ class GrantTable:
             counts = ", ".join(str(len(blocks)) for blocks in grant.blocks)
             raise BadRequest(f"blocks: {counts} do not hold [{grant.begin}, {grant.end})", "blocks")
         if len(grant.blocks) != len(self._groups):
-            raise BadRequest(f"blocks: has {len(grant.blocks)} groups, but this rank has {len(self._groups)}", "blocks")
+            raise BadRequest(
+                f"blocks: has {len(grant.blocks)} groups, but this rank has {len(self._groups)} groups", "blocks"
+            )
         if len(grant.tokens) != grant.end * TOKEN_BYTES:
             raise BadRequest(
                 f"tokens: has {len(grant.tokens)} bytes; {grant.end} tokens need {grant.end * TOKEN_BYTES}", "tokens"
