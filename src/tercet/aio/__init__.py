@@ -1,4 +1,4 @@
-"""Helpers for asynchronous code of every package, made of the standard library alone."""
+"""Helpers for asynchronous code in every package. They use only the standard library."""
 
 from tercet.aio.signals import signals_to
 from tercet.aio.task_groups import keep_cancellation_counts

@@ -1,4 +1,4 @@
-"""Deadlines that are all equally far in the future: any number of them costs one timer, and a few bytes each."""
+"""Deadlines that all lie equally far in the future: one timer serves them all, and each costs a few bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ class Expires(Protocol):
     """An object that waits for something until a deadline."""
 
     def expired(self) -> None:
-        """The deadline has passed."""
+        """Handle the end of the deadline; called when it has passed."""
         ...
 
 
 class Deadlines:
-    """Calls :meth:`Expires.expired` on objects that are not discarded within ``seconds``, on the running event loop."""
+    """Deadlines: :meth:`Expires.expired` is called on each object that is not discarded within ``seconds``.
+
+    The calls run on the event loop on which this object was made.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -27,14 +30,14 @@ class Deadlines:
         return len(self._at)
 
     def set(self, waiting: Expires) -> None:
-        """Set its deadline to ``seconds`` from now, replacing an earlier one."""
+        """Set the deadline of ``waiting`` to ``seconds`` from now; an earlier deadline of it is replaced."""
         self._at.pop(waiting, None)
         self._at[waiting] = at = self._loop.time() + self._seconds
         if self._timer is None:
             self._timer = self._loop.call_at(at, self._look)
 
     def discard(self, waiting: Expires) -> None:
-        """Remove its deadline."""
+        """Remove the deadline of ``waiting``, if it has one."""
         self._at.pop(waiting, None)
 
     def _look(self) -> None:

@@ -15,12 +15,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 BOUND_SECONDS = 5.0
-"""Timeout of one call, which takes about a millisecond on a working file system."""
+"""Timeout of one call, in seconds. A call takes about a millisecond on a working file system."""
 STUCK_SECONDS = 1.0
+"""Time after which a running call counts as stuck, in seconds."""
 
 
 class FileThread:
-    """Runs calls one after the other, each for ``bound_s`` at most; after ``stuck_s`` no further calls are started."""
+    """A thread that runs calls one after the other, each with a timeout of ``bound_s``; none starts after a stuck one.
+
+    A call is stuck when it has run for ``stuck_s`` seconds.
+    """
 
     def __init__(self, bound_s: float = BOUND_SECONDS, stuck_s: float = STUCK_SECONDS) -> None:
         self._bound_s = bound_s
@@ -31,14 +35,14 @@ class FileThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call hangs for such a long time that no others should be started, here or elsewhere."""
+        """True if a call has run for more than ``stuck_s`` seconds: start no other call, here or elsewhere."""
         began = self._began
         return began is not None and time.monotonic() - began > self._stuck_s
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
-        """Return the result of ``function``, which continues if the caller is cancelled.
+        """Return the result of ``function``. The call continues if its caller is cancelled.
 
-        Raises ``TimeoutError`` if it takes too long, and at once while an earlier call does.
+        Raise ``TimeoutError`` after ``bound_s`` seconds, or at once if an earlier call is stuck.
         """
         if self.is_stuck:
             raise TimeoutError
@@ -61,9 +65,9 @@ class FileThread:
             return await result
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Finish the calls that were requested, then ``last``, and accept no others.
+        """Finish the calls that were requested, then run ``last``; later calls are not accepted.
 
-        ``last`` gives back what calls have taken whose callers did not wait for them.
+        ``last`` releases resources that calls acquired after their callers had stopped waiting.
         """
         if last is not None:
             self._calls.put(last)

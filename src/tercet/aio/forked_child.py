@@ -1,4 +1,4 @@
-"""Lets a warm parent fork children, and waits for their ends: the client side of :mod:`.warm_parent`."""
+"""Client of :mod:`.warm_parent`: asks it to fork children, and waits until they end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from contextlib import suppress
 from tercet.aio.warm_parent import FORK, MOST_BYTES
 
 UNKNOWN = 1
-"""The exit code of a child whose parent ended first, so that its real code is unknown."""
+"""The exit code of a child whose parent ended first: its real code is unknown."""
 
 
 class NoFork(Exception):
-    """The warm parent has ended, or refuses; the message has the reason."""
+    """Error: the warm parent has ended or refuses to fork. The message has the reason."""
 
 
 class ForkedChild:
-    """A child of the warm parent, with the part of :class:`asyncio.subprocess.Process` that its owner needs."""
+    """A child of the warm parent, with those methods of :class:`asyncio.subprocess.Process` that the router needs."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -29,7 +29,7 @@ class ForkedChild:
         self._code = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
-        """Return its exit code, -N if signal N ended it."""
+        """Return the child's exit code, or -N if signal N ended it."""
         return await asyncio.shield(self._code)
 
     def terminate(self) -> None:
@@ -39,14 +39,14 @@ class ForkedChild:
         self._signal(signal.SIGKILL)
 
     def ended(self, code: int) -> None:
-        """Record its exit code, and close its descriptor."""
+        """Record the child's exit code, and close its descriptor."""
         if self.returncode is None:
             self.returncode = code
             os.close(self._pidfd)
             self._code.set_result(code)
 
     def orphaned(self) -> None:
-        """The parent has ended: from now on the pidfd tells when the child ends."""
+        """Watch the pidfd for the child's end: the warm parent has ended and cannot report it."""
         loop = asyncio.get_running_loop()
 
         def over() -> None:
@@ -61,20 +61,20 @@ class ForkedChild:
 
 
 class Forks:
-    """The channel to a warm parent. Use :meth:`close` when all of its children have ended."""
+    """The channel to a warm parent. Call :meth:`close` after all children have ended."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._children = dict[int, ForkedChild]()
-        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order in which answers come
+        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order of the answers
         self._gone = False
         channel.setblocking(False)
         asyncio.get_running_loop().add_reader(channel, self._receive)
 
     async def fork(self, descriptors: Sequence[int]) -> ForkedChild:
-        """Fork a child that has copies of ``descriptors``; raises :class:`NoFork`."""
+        """Fork a child that has copies of ``descriptors``. Raise :class:`NoFork` if that is not possible."""
         if self._gone:
-            raise NoFork("the process that forks them has ended")
+            raise NoFork("the process that forks workers has ended")
         try:
             socket.send_fds(self._channel, [FORK], list(descriptors))
         except OSError as error:
@@ -88,7 +88,7 @@ class Forks:
             raise
 
     def close(self) -> None:
-        """Close the channel; the warm parent ends when it sees this."""
+        """Close the channel. The warm parent then ends."""
         self._lose("the router is shutting down")
         self._channel.close()
 
@@ -109,7 +109,7 @@ class Forks:
             pid, code = map(int, rest.split())
             self._children.pop(pid).ended(code)
         else:
-            self._lose("the process that forks them has ended")
+            self._lose("the process that forks workers has ended")
 
     def _lose(self, reason: str) -> None:
         if self._gone:

@@ -1,4 +1,4 @@
-"""Imports of large libraries, which create hundreds of thousands of objects and no garbage."""
+"""Ways to import large libraries faster. An import creates hundreds of thousands of objects and no garbage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def without_collections() -> Generator[None]:
-    """Stop Python's garbage collector while entered: it takes a fifth of the time of importing vLLM."""
+    """Pause Python's garbage collector while entered. It would take a fifth of the time to import vLLM."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -24,16 +24,16 @@ def without_collections() -> Generator[None]:
 
 
 def import_late(name: str) -> None:
-    """Let ``import NAME`` succeed at once, and import the module when an attribute of it is read.
+    """Make ``import NAME`` return at once; the module is imported when one of its attributes is first read.
 
-    A module that is imported already stays. ``from NAME import x`` reads an attribute, and imports it.
+    A module that is already imported stays. ``from NAME import x`` reads an attribute, so it imports the module.
     """
     if name not in sys.modules:
         sys.modules[name] = _LateModule(name)
 
 
 class _LateModule(ModuleType):
-    """Stands for a module until an attribute of it is read, and then has all of its attributes."""
+    """A placeholder for a module. It imports the module, and copies its attributes, when an attribute is first read."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # read by the import system and by searches through all modules

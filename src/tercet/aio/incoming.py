@@ -1,7 +1,8 @@
-"""Limits on what one HTTP connection sends to a server: heads have a size and a time limit, bodies a minimum rate.
+"""Limits on the requests of one HTTP connection: size and time of a head, and the minimum rate of a body.
 
-A connection that sends nothing, never ends its head, or sends its body very slowly costs its client little, and takes
-the server's memory as long as it lasts. The server's protocol reports what it has read; :class:`Incoming` decides.
+A client can hold a connection open at little cost: it sends nothing, never ends a head, or sends a body very slowly.
+The server pays with memory for as long as the connection lasts. The server's protocol reports the bytes that it has
+read; :class:`Incoming` decides when to close the connection.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ from weakref import WeakKeyDictionary
 from tercet.aio.deadlines import Deadlines
 
 LONGEST_HEAD = 64 * 1024
-"""Most bytes of a request's head, and of other data between two pieces of its body: chunk extensions, trailers."""
+"""Maximum bytes of a request head, and of the data between two pieces of a body (chunk extensions, trailers)."""
 SECONDS = 10.0
-"""Time limit of a whole head from its first byte, of a connection's first byte, and the interval of body checks."""
+"""Time limit in seconds: of a connection's first byte, of a head from its first byte, and between body checks."""
 LEAST_OF_BODY = 32 * 1024
-"""Fewest bytes of a body in :data:`SECONDS`, unless it ends before."""
+"""Minimum number of bytes of a body within :data:`SECONDS`, unless the body ends before."""
 
 Part = Literal["nothing", "head", "body"]
 
 
 class Breach(Enum):
-    """Why a connection is closed."""
+    """Reasons for closing a connection."""
 
-    SILENT = "no request came"
+    SILENT = "no request arrived"
     LONG_HEAD = f"the request's head has more than {LONGEST_HEAD} bytes"
     SLOW_HEAD = f"the request's head took more than {SECONDS:g} s"
-    SLOW_BODY = f"less than {LEAST_OF_BODY} bytes of the request's body came within {SECONDS:g} s"
+    SLOW_BODY = f"less than {LEAST_OF_BODY} bytes of the request's body arrived within {SECONDS:g} s"
 
 
 class ServedConnection(Protocol):
     """The server's end of a connection."""
 
     def refuse(self, breach: Breach) -> None:
-        """Close it."""
+        """Close the connection, because of ``breach``."""
         ...
 
     def is_held(self) -> bool:
-        """Whether the server itself has stopped reading; that time does not count against the client."""
+        """True if the server itself has stopped reading: that time does not count against the client."""
         ...
 
 
 class Incoming:
-    """The part of a request that a ``connection`` sends now; it is refused if it takes too long or is too large."""
+    """The unfinished part of the request that ``connection`` sends. A part that is too large or too slow is refused."""
 
     __slots__ = ("_connection", "_deadlines", "_part", "_seen", "unfinished")
 
@@ -58,9 +59,9 @@ class Incoming:
         deadlines.set(self)
 
     def fed(self, size: int, part: Part, progressed: bool) -> None:
-        """Record that ``size`` bytes were read, after which ``part`` is the unfinished one.
+        """Record that ``size`` bytes were read, and that ``part`` is now the unfinished part.
 
-        ``progressed``: a head or a request ended among them, or they contained a part of a body.
+        ``progressed``: these bytes contain a part of a body, or the end of a head or of a request.
         """
         if part == "nothing":
             self.unfinished = 0
@@ -78,19 +79,19 @@ class Incoming:
             self._seen += size
 
     def answered(self) -> None:
-        """The request is answered: the rest of its body is dropped, for a limited time."""
+        """Record that the request is answered. The rest of its body is read and dropped, for a limited time."""
         if self._part == "body":
             self._part = "rest"
             self._deadlines.set(self)
 
     def closed(self) -> None:
-        """Stop waiting: the request is whole, or the connection does not belong to the server any more."""
+        """Stop the timer: the request is complete, or the server no longer owns the connection."""
         if self._part != "nothing":
             self._part = "nothing"
             self._deadlines.discard(self)
 
     def expired(self) -> None:
-        """Called when :data:`SECONDS` have passed."""
+        """Refuse the connection if its part was too slow, else set the next deadline. Called after :data:`SECONDS`."""
         if self._connection.is_held() or (self._part == "body" and self._seen >= LEAST_OF_BODY):
             self._seen = 0
             self._deadlines.set(self)
@@ -113,7 +114,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Deadlines] = WeakKeyDict
 
 
 def deadlines_of_connections() -> Deadlines:
-    """The deadlines of all connections on the running event loop."""
+    """Return the deadlines of all connections on the running event loop."""
     loop = asyncio.get_running_loop()
     found = _of_loops.get(loop)
     if found is None:

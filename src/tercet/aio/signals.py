@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: the first one politely, the second one at once."""
+"""Signals that ask a process to end: the first asks it to finish its work, the second to stop at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_to(first: Callable[[], object], second: Callable[[], object]) -> Generator[list[int]]:
-    """Call ``first`` and ``second`` on the event loop at the first and second such signal while entered.
+    """Call ``first`` on the event loop at the first signal to end, and ``second`` at the second, while entered.
 
-    Later signals change nothing. Yields the list of the signals received. Afterwards a signal ends the process as
-    usual. A signal that is ignored when this is entered stays ignored: that is how ``nohup`` keeps a process from
-    ending with its terminal.
+    Later signals change nothing. Yield the list of the signals received so far. On exit the default handlers return, so
+    a signal ends the process. A signal that is ignored on entry stays ignored: ``nohup`` relies on this to keep a
+    process alive when its terminal closes.
     """
     loop = asyncio.get_running_loop()
     handled = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]

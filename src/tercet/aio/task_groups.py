@@ -1,4 +1,4 @@
-"""A correction for CPython's task groups before 3.13."""
+"""A correction of CPython's task groups before version 3.13."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MENDED = "_tercet_mended"
 
 
 def keep_cancellation_counts() -> None:
-    """Make :class:`asyncio.TaskGroup` take back each cancellation that it has requested itself, in this process.
+    """Correct :class:`asyncio.TaskGroup` in this process: it takes back each cancellation that it has requested itself.
 
-    Before CPython 3.13, when a task of a group fails, the group cancels the task that waits for it, and does not take
-    that back: the task counts as cancelled ever after (:meth:`asyncio.Task.cancelling`), although it continues. Users'
-    programs run in tasks in which that count distinguishes a client's disconnect from any other failure.
+    Before CPython 3.13, a group whose task fails cancels the task that waits for the group, and does not take that
+    back. The waiting task continues, but counts as cancelled from then on (:meth:`asyncio.Task.cancelling`). Users'
+    programs run in tasks in which this count distinguishes a client's disconnect from any other failure.
     """
     group: Any = asyncio.TaskGroup
     if sys.version_info >= FIXED or hasattr(group, _MENDED):

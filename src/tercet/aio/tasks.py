@@ -1,4 +1,4 @@
-"""Work that continues in the background."""
+"""Tasks that run in the background."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ T = TypeVar("T")
 
 
 def is_cancelled() -> bool:
-    """Whether the running task was asked to end, and that request was not taken back."""
+    """True if the running task was asked to end, and the request was not taken back."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 async def repeat(work: Callable[[], Awaitable[object]], pause_s: float) -> None:
-    """Run ``work`` again and again, with a pause after each time, until cancelled or until it raises."""
+    """Run ``work`` in a loop, with ``pause_s`` seconds after each run, until cancelled or until it raises."""
     while True:
         await work()
         await asyncio.sleep(pause_s)
 
 
 class TaskSet:
-    """Background tasks, each referenced until it ends: the event loop itself keeps only weak references.
+    """A set of background tasks. It references each task until the task ends.
 
-    The failure of a task is logged. A spawned task may be awaited; its failure is then raised there, and logged too.
+    The event loop keeps only weak references.
+
+    The failure of a task is logged. A caller may also await a spawned task: the failure is then raised there, and
+    logged.
     """
 
     __slots__ = ("_tasks",)
@@ -39,7 +42,7 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
-        """Start ``work`` on the running event loop."""
+        """Start ``work`` as a task on the running event loop, and return the task."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -51,13 +54,13 @@ class TaskSet:
             task.cancel()
 
     async def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most ``seconds`` for the tasks to end by themselves; returns whether all have. Cancels nothing."""
+        """Wait at most ``seconds`` for the tasks to end, and return True if all have. No task is cancelled."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         return not self._tasks
 
     async def close(self, seconds: float = 5.0) -> bool:
-        """Cancel all tasks, wait at most ``seconds`` for their clean-up, and return whether all have ended."""
+        """Cancel all tasks, wait at most ``seconds`` for their clean-up, and return True if all have ended."""
         self.cancel()
         return await self.wait(seconds)
 

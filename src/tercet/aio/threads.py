@@ -1,4 +1,4 @@
-"""Threads next to an event loop that may be busy without pause."""
+"""Threads next to an event loop that may be busy all the time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# Length of the loop's turn between two waits for the thread, in units of one wait.
+# Time that the loop runs between two waits for the thread, in units of one wait.
 LOOP_PARTS = 4
 
 
 async def run_in_thread(function: Callable[..., T], *args: object) -> T:
-    """Return the result of ``function``; a busy loop leaves time for it. If the caller is cancelled, it continues.
+    """Return the result of ``function``, which runs in a thread; a busy event loop leaves time for it.
 
-    Each system call releases the interpreter's lock. A thread that wants the lock back is woken whenever the loop polls
-    for events, finds the lock taken, and waits again: a busy loop delays it by tens of turns at each call. So the loop
-    waits for the thread without the lock, each time no longer than the interpreter's switch interval.
+    If the caller is cancelled, the function continues. Each system call of the thread releases the interpreter's lock.
+    The thread is woken when the loop polls for events, finds the lock taken, and waits again: a busy loop delays it by
+    tens of turns at each call. So the loop waits for the thread without the lock, each time at most one switch interval
+    of the interpreter.
     """
     ended = threading.Event()
 

@@ -1,12 +1,12 @@
-"""A process that has imported modules once and forks children on request, which need not import them again.
+"""A process that has imported modules once and forks children on request. The children need not import them again.
 
-Requests arrive over Unix packet sockets: one channel, or all that connect to a listening socket. A request carries
-descriptors, and the answer carries the child's pidfd, so that signals cannot reach another process that got the child's
-number later. The parent has one thread and no event loop. :func:`unforkable` checks before each fork that nothing is
-open which a fork must not share.
+Requests arrive over Unix packet sockets: one channel, or all connections to a listening socket. A request carries
+descriptors. The answer carries the child's pidfd, so that a signal cannot reach another process that later gets the
+child's number. The parent has one thread and no event loop. Before each fork, :func:`unforkable` checks that the
+process has no open descriptors or threads that a fork must not share.
 
-Messages, one a packet: ``fork GROUP`` with descriptors, where the child joins that process group (0: the parent's);
-then ``forked PID`` with a pidfd, or ``refused REASON``; and, when a child has ended, ``ended PID CODE``.
+Messages, one per packet: ``fork GROUP`` with descriptors (the child joins that process group; 0: the parent's); the
+answer ``forked PID`` with a pidfd, or ``refused REASON``; and, when a child has ended, ``ended PID CODE``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MOST_BYTES = 4096
 
 
 def unforkable(own: Iterable[int]) -> str | None:
-    """Return why this process may not fork, or None. It may have the sockets in ``own``.
+    """Return the reason why this process must not fork, or None. ``own``: descriptors of sockets that it may have open.
 
-    A child has a copy of every lock but only the thread that forked, so a lock that another thread holds stays locked
-    in it for ever. Two processes that read one socket take each other's bytes. CUDA does not work in a fork of a
-    process that has initialised it. Prometheus' files are opened when a metric is first made, and belong to one
+    A child has a copy of every lock but only the thread that forked: a lock that another thread holds stays locked in
+    the child for ever. Two processes that read one socket take each other's bytes. CUDA does not work in a fork of a
+    process that has initialised it. Prometheus opens its files when a metric is first made, and a file belongs to one
     process.
     """
     tasks = len(os.listdir("/proc/self/task"))
@@ -55,10 +55,11 @@ def unforkable(own: Iterable[int]) -> str | None:
 
 
 def serve_forks(requests: socket.socket, child: Callable[[list[int]], int]) -> None:
-    """Fork a process at each request. It runs ``child`` with the received descriptors and ends with the code returned.
+    """Fork a process at each request. It runs ``child`` with the received descriptors and ends with the returned code.
 
-    ``requests`` is a channel, and this returns when its other end is closed; or it is a listening socket, and each
-    connection to it is a channel. The children continue: each must notice by itself that it is not needed.
+    ``requests`` is a channel, and this function returns when its other end is closed; or it is a listening socket, and
+    each connection to it is a channel. The children continue after that: each must notice by itself that it is not
+    needed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group, and the requester decides
     gc.collect()
@@ -76,7 +77,7 @@ def serve_forks(requests: socket.socket, child: Callable[[list[int]], int]) -> N
 
 
 class _Parent:
-    """The channels, and the children by their pidfds, each with the channel that requested it."""
+    """State of the warm parent: its channels, and its children by pidfd, each with the channel that requested it."""
 
     def __init__(self, child: Callable[[list[int]], int]) -> None:
         self._child = child
@@ -87,7 +88,7 @@ class _Parent:
 
     @property
     def is_open(self) -> bool:
-        """Whether another request can come."""
+        """True if another request can arrive."""
         return self._listening is not None or bool(self._channels)
 
     def listen(self, listening: socket.socket) -> None:
@@ -171,7 +172,7 @@ class _Parent:
                 self._drop(channel)
 
     def _drop(self, channel: socket.socket) -> None:
-        """Close a channel; ends of its children are not reported to another channel that reuses its number."""
+        """Close a channel. The ends of its children are not reported to a later channel with the same number."""
         fd = channel.fileno()
         self._poll.unregister(fd)
         del self._channels[fd]
@@ -182,9 +183,9 @@ class _Parent:
 
 
 def _be_child(group: int, others: Collection[int], descriptors: list[int], child: Callable[[list[int]], int]) -> None:
-    """Run ``child`` in a process that has just been forked; the process ends here, and this never returns.
+    """Run ``child`` in a process that has just been forked, and end the process: this function never returns.
 
-    ``others`` are the parent's descriptors that the child must close.
+    ``others`` are the parent's descriptors, which are closed here.
     """
     code = 1
     try:
@@ -209,7 +210,7 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
 
 
 def _once_reported(reported: int, child: Callable[[list[int]], int], descriptors: list[int]) -> int:
-    """Run ``child`` once its requester knows of it: one that hears of no fork starts the command a second time."""
+    """Run ``child`` after its requester was told of the fork: a requester that is not told starts the command again."""
     if not os.read(reported, 1):
         return 1
     os.close(reported)
@@ -217,7 +218,7 @@ def _once_reported(reported: int, child: Callable[[list[int]], int], descriptors
 
 
 def _unjoinable(group: int) -> str | None:
-    """Why a child of this process cannot join that process group, or None."""
+    """Return the reason why a child of this process cannot join process group ``group``, or None."""
     try:
         if group and os.getsid(group) != os.getsid(0):
             return "it is in another session"
@@ -235,7 +236,7 @@ def _reseed() -> None:
 
 
 def _opened() -> dict[int, str]:
-    """The open descriptors of this process except its standard streams, with what they refer to."""
+    """Return the open descriptors of this process with their targets; standard streams are left out."""
     found = dict[int, str]()
     for fd in map(int, os.listdir("/proc/self/fd")):
         with suppress(FileNotFoundError):  # the descriptor that was used to list them is closed by now

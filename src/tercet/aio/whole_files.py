@@ -1,4 +1,4 @@
-"""Small files that other processes replace: read at one moment, and written so that no reader sees a part."""
+"""Small files that other processes replace. A read sees one version, and a write is never seen in part."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 
 
 def read_whole(path: Path, most: int | None = None) -> bytes:
-    """The contents of a file, of at most ``most`` bytes. Raises ``OSError``, also for what is not a regular file.
+    """Return the contents of a file, at most ``most`` bytes. Raise ``OSError``, also if it is not a regular file.
 
-    A read of a pipe may never return.
+    A read of a pipe might never return.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+            raise OSError(errno.EINVAL, "is not a regular file")
         if most is None:
             return file.read()
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes")
+        raise OSError(errno.EFBIG, f"has more than {most} bytes")
     return content
 
 
 def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
-    """Replace a file, so that readers find the old content or the new one. ``lasting``: it survives a power cut.
+    """Replace a file: readers find the old content or the new one. ``lasting``: the file survives a power cut.
 
-    Only this user can read it. Raises ``OSError``.
+    Only this user can read the file. Raise ``OSError`` on failure.
     """
     partial = Path(f"{path}.{os.getpid()}.tmp")
     try:
@@ -47,7 +47,7 @@ def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
 
 
 def stamp_of(path: Path) -> object:
-    """Differs when there is another content; None without a file."""
+    """Return a value that differs after each change of the file, or None if the file does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -1,1 +1,1 @@
-"""Pure decisions: which engine, what a route costs, what to move. No I/O, no sockets, no tensors."""
+"""Pure decisions: which engine serves a request, the cost of a route, and which sequences move. No I/O, no tensors."""

@@ -1,4 +1,4 @@
-"""How many of a fleet's engines prefill and how many decode: the launch rule, and the order of starts. Pure."""
+"""Split of a fleet into prefill and decode engines: the launch rule, and the order of starts. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _RATIO = re.compile(r"([1-9][0-9]{0,3}):([1-9][0-9]{0,3})")
 
 
 class RoleRatio(NamedTuple):
-    """Wanted prefill engines to decode engines; both are at least 1."""
+    """Wanted ratio of prefill engines to decode engines; both numbers are at least 1."""
 
     prefill: int
     decode: int
 
 
 def ratio_of(text: str) -> RoleRatio:
-    """A ratio such as ``1:3``. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the ratio in a text such as ``1:3``. Raise :class:`~tercet.protocol.BadRequest`."""
     found = _RATIO.fullmatch(text)
     if found is None:
-        raise BadRequest(f"pd-ratio: {text!r} is not a ratio such as 1:3, of numbers from 1 to 9999", "pd-ratio")
+        raise BadRequest(f"pd-ratio: {text!r} is not a ratio such as 1:3, with numbers from 1 to 9999", "pd-ratio")
     return RoleRatio(int(found[1]), int(found[2]))
 
 
@@ -39,9 +39,9 @@ def split(instances: int, ratio: RoleRatio) -> RoleRatio:
 
 
 def launch_order(instances: int, ratio: RoleRatio) -> list[Role]:
-    """Roles in the order of their starts: the first two are one of each, and each later start is that of the rule.
+    """Return the roles in the order of starts: the first two differ, and each later start follows the rule.
 
-    If the room is not enough for all engines, the rule splits the number that has started.
+    If the machine has no space for all engines, the rule splits the number that has started.
     """
     sizes = [1, *(split(size, ratio).prefill for size in range(2, instances + 1))]
     more: list[Role] = ["prefill" if now > before else "decode" for before, now in pairwise(sizes)]

@@ -1,4 +1,4 @@
-"""Whether requests meet their objectives: one rule for routers, benchmarks and simulations. Pure."""
+"""Check of requests against their objectives: one rule for routers, benchmarks and simulations. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Floats = NDArray[np.float64]
 
 
 def within(values: Floats, limit: float) -> NDArray[np.bool_]:
-    """Which values are at most ``limit``; a latency that a request does not have (NaN) is within any limit."""
+    """Return True for each value of at most ``limit``; a missing latency (NaN) is within any limit."""
     return np.isnan(values) | (values <= limit)
 
 
 def meets(objectives: Objectives | ObjectiveClass, ttft: float | None, tpot: float | None) -> bool:
-    """Whether a request that succeeded met its objectives, in seconds.
+    """Return True if a request that succeeded met its objectives; latencies are in seconds.
 
-    None is a latency that it does not have: an answer of one token has no TPOT. One that failed meets no objective,
-    and one that its client left counts nowhere.
+    None is a latency that the request lacks: an answer of one token has no TPOT. A request that failed meets no
+    objective; one that its client left is not counted.
     """
     return all(
         limit is None or value is None or value <= limit
@@ -30,7 +30,7 @@ def meets(objectives: Objectives | ObjectiveClass, ttft: float | None, tpot: flo
 
 
 class Attainment:
-    """How many requests of a class ended, and how many of them met its objectives."""
+    """Counts of a class's requests: those that ended, and those of them that met the objectives."""
 
     def __init__(self, objectives: Objectives | ObjectiveClass, name: str = DEFAULT_CLASS) -> None:
         self.objectives = objectives
@@ -38,7 +38,7 @@ class Attainment:
         self.ended = self.met = 0
 
     def ended_with(self, ttft: float | None, tpot: float | None) -> bool:
-        """Count a request that succeeded; returns whether it met the objectives."""
+        """Count a request that succeeded; return True if it met the objectives."""
         met = meets(self.objectives, ttft, tpot)
         self.ended += 1
         self.met += met
@@ -50,7 +50,7 @@ class Attainment:
 
 
 class Attainments:
-    """The attainment of each class of requests; the ``default`` one is that of requests without a class."""
+    """The attainment of each class of requests; ``default`` is that of requests without a class."""
 
     def __init__(self, objectives: Objectives) -> None:
         self.objectives = objectives
@@ -58,12 +58,12 @@ class Attainments:
         self._classes = {each.name: Attainment(each, each.name) for each in objectives.classes}
 
     def of(self, headers: Mapping[str, str]) -> Attainment | None:
-        """Where a request counts, by its headers; None if it has no objectives."""
+        """Return the attainment in which a request counts, by its headers; None if it has no objectives."""
         found = self.objectives.class_of(headers)
         if found is not None:
             return self._classes[found.name]
         return self.default if self.objectives.any else None
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """By class, how many requests ended, and how many met its objectives."""
+        """Return by class the number of requests that ended, and of those that met the objectives."""
         return {each.name: (each.ended, each.met) for each in (self.default, *self._classes.values())}

@@ -1,4 +1,4 @@
-"""Decides how a new fleet takes over a model's requests: step by step, and back to the old one on errors. Pure."""
+"""Rollout of a new fleet for a model: it takes over requests step by step, and gives them back on errors. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RolloutState = Literal["shifting", "shifted", "returned"]
 
 @dataclass(frozen=True)
 class Seen:
-    """One fleet, as the model router counts it: requests since its start, those that failed, and those that run."""
+    """Counters of one fleet in the model router: requests since its start, failed ones, and running ones."""
 
     requests: int = 0
     failures: int = 0
@@ -22,7 +22,7 @@ class Seen:
     answers: bool = True
 
     def since(self, before: Seen) -> Seen:
-        """Requests and failures after ``before``."""
+        """Return the requests and failures after ``before``."""
         return Seen(self.requests - before.requests, self.failures - before.failures, self.in_flight, self.answers)
 
     @property
@@ -35,8 +35,8 @@ class Seen:
 class RolloutPlan:
     """The shares of requests that the new fleet gets one after the other, each for ``hold_s`` seconds.
 
-    It is returned from once the new fleet fails a larger share than the old one by more than ``tolerance``. Raises
-    :class:`~tercet.protocol.BadRequest`.
+    The old fleet gets all requests again if the new fleet fails a share of its requests that is larger than the old
+    one's by more than ``tolerance``. Raises :class:`~tercet.protocol.BadRequest`.
     """
 
     steps: Sequence[float] = STEPS
@@ -52,8 +52,8 @@ class RolloutPlan:
 class Rollout:
     """One change from an old fleet to a new one, which has the share ``present`` already.
 
-    ``share`` is what the new one is to have. It ends ``shifted`` with all of the requests, or ``returned`` with none,
-    and then ``why`` says the reason.
+    ``share`` is the share that the new fleet should have. The rollout ends as ``shifted`` with all requests, or as
+    ``returned`` with none; ``why`` then has the reason.
     """
 
     def __init__(self, plan: RolloutPlan, present: float = 0.0) -> None:
@@ -65,7 +65,7 @@ class Rollout:
         self._since: tuple[float, Seen, Seen] | None = None
 
     def look(self, now: float, old: Seen, new: Seen) -> bool:
-        """Go by the counters at the time ``now``; returns whether the share has changed."""
+        """Decide by the counters at time ``now``; return True if the share has changed."""
         if self.state != "shifting":
             return False
         if not new.answers:
@@ -87,7 +87,7 @@ class Rollout:
         return True
 
     def give_up(self, why: str) -> bool:
-        """Return to the old fleet; returns whether the share has changed."""
+        """Give all requests back to the old fleet; return True if the share has changed."""
         changed = self.share != 0
         self.state, self.share, self.why = "returned", 0.0, why
         return changed

@@ -1,4 +1,4 @@
-"""The vocabulary that every other package uses: types, the :class:`Engine` protocol and the error tree.
+"""The vocabulary of all other packages: request and output types, the :class:`Engine` protocol and the error tree.
 
 Positions are token positions in ``prompt + output``; every range is half-open, ``[begin, end)``.
 """

@@ -1,4 +1,4 @@
-"""The address that the KV of a reservation is sent to, and the layout that this KV must have."""
+"""The address to which the KV of a reservation is sent, and the layout that this KV must have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
 
 class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Layers that share block tables: their number, and their ``kind`` in vLLM's words (``sliding_window``).
+    """A group of layers that share block tables: the number of layers, and vLLM's name for their ``kind``.
 
-    With a ``window``, these layers look back at that number of tokens, the current token included, or at the tokens of
-    the current chunk of that size. 0 means all tokens.
+    An example of a kind is ``sliding_window``. ``window`` is the number of tokens at which these layers look back, the
+    current one included, or the size in tokens of the chunk that they look at; 0 means all tokens.
     """
 
     kind: str
@@ -59,17 +59,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def num_ranks(self) -> int:
-        """Number of workers that hold a part of each sequence's KV."""
+        """Number of workers that each hold a part of every sequence's KV."""
         return self.tp_size * (len(self.stages) or 1)
 
     @property
     def heads_per_rank(self) -> int:
-        """KV heads on each rank; with more ranks than heads, several ranks hold the same head."""
+        """Number of KV heads on each rank. With more ranks than heads, several ranks hold the same head."""
         return max(1, self.num_kv_heads // self.tp_size)
 
     @property
     def exchange_key(self) -> str:
-        """Key that is equal for all ranks, and all engines, whose KV can be exchanged."""
+        """Key that is equal for all ranks and engines that can exchange KV."""
         head_bytes = self.block_bytes // self.heads_per_rank
         size = ("any", head_bytes // self.block_size) if self.splits_by_token else (self.block_size, head_bytes)
         model = f"{self.model}+{self.drafter}" if self.drafter else self.model
@@ -78,7 +78,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return "/".join(map(str, (*same, *size, *groups)))
 
     def require_mappable(self, other: KVLayout, whose: str) -> None:
-        """Raise :class:`LayoutMismatch`, which names the differences, unless KV can go from here to ``other``."""
+        """Raise :class:`LayoutMismatch`, which names the differences, unless KV of this layout can go to ``other``."""
         free = {"tp_size", "block_bytes", "splits_by_head"} if self.tp_size != other.tp_size else set[str]()
         if self.splits_by_token and other.splits_by_token:
             free |= {"block_size", "block_bytes"}
@@ -97,7 +97,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             raise LayoutMismatch("the engines cannot exchange KV: " + "; ".join(differences), "kv_addr_info")
 
     def _planes(self, other: KVLayout) -> list[int]:
-        """Planes of each group in all stages together; an engine with one stage holds as many as the ``other`` one."""
+        """Return the number of planes of each group, over all stages.
+
+        An engine with one stage has the counts of ``other``.
+        """
         return [sum(counts) for counts in zip(*(self.stages or other.stages), strict=True)]
 
     def _sizes(self) -> str:
@@ -114,21 +117,20 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One receiving rank (one tensor-parallel worker) and the addresses that its transport listens on."""
+    """One receiving rank (one tensor-parallel worker), with the addresses on which its transport listens."""
 
     rank: int
     addresses: tuple[str, ...]
 
 
 class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A reservation, as its sender sees it: the lease to write under, the range it covers, and where to connect.
+    """A reservation as its sender sees it: the lease to write under, its token range, and the addresses to connect to.
 
-    ``[begin, end)`` are the token positions that have no KV on the receiver yet; ``begin`` is a multiple of the block
-    size and equals the matched length that ``prep_recv`` returned. ``group_begins`` has, for each group of layers of
-    the layout, the first token whose KV is needed: tokens that its layers do not look back at are not sent.
-    ``transport`` names the wire protocol. If the fleet has a secret, ``proof`` shows that an engine of the fleet issued
-    this address. ``adapter`` is the digest of the LoRA adapter that the receiver needs the KV for; empty for the base
-    model.
+    ``[begin, end)`` are the token positions whose KV the receiver lacks; ``begin`` is a multiple of the block size and
+    equals the matched length that ``prep_recv`` returned. ``group_begins`` has, for each group of layers of the layout,
+    the first token whose KV is needed: tokens at which its layers do not look back are not sent. ``transport`` names
+    the wire protocol. If the fleet has a secret, ``proof`` shows that an engine of the fleet issued this address.
+    ``adapter`` is the digest of the LoRA adapter for which the receiver needs the KV; empty for the base model.
     """
 
     lease: str
@@ -143,14 +145,14 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     adapter: str = ""
 
     def proved(self, secret: str) -> KVAddrInfo:
-        """Copy with its proof; unchanged if there is no secret."""
+        """Return a copy with a proof of ``secret``, or the address unchanged if ``secret`` is empty."""
         known = secrets_of(secret)
         return msgspec.structs.replace(self, proof=self._proof(known[0])) if known else self
 
     def require_proof(self, secret: str) -> None:
         """Raise :class:`~tercet.protocol.errors.Unauthorized` unless the issuer of this address knows the ``secret``.
 
-        Without a secret there is no check.
+        Nothing is checked if ``secret`` is empty.
         """
         fits = [hmac.compare_digest(self.proof.encode(), self._proof(each).encode()) for each in secrets_of(secret)]
         if fits and not any(fits):

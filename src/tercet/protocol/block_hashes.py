@@ -1,4 +1,4 @@
-"""Prompts as chains of block hashes, which name blocks of simulated engines and of routers' prompt records."""
+"""Prompts as chains of block hashes. They identify blocks of simulated engines and of the router's prompt records."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 from tercet.protocol.multimodal import MultiModalFeature
 
 Extras = Mapping[int, tuple[int, ...]]
-"""What a block contains in addition to its tokens, by block number."""
+"""Content of blocks in addition to their tokens, by block number."""
 
 
 def root_of(salt: str | None, adapter: str | None = None) -> int:
-    """Return the start of a chain: prompts with different cache salts or adapters share nothing."""
+    """Return the hash that starts a chain. It differs between cache salts and adapters, so those share no blocks."""
     root = zlib.crc32(salt.encode()) + 1 if salt else 0
     return root if adapter is None else hash((root, zlib.crc32(adapter.encode()), len(adapter)))
 
 
 def extra_of(digest: str, offset: int) -> tuple[int, int]:
-    """Extra content of a block that holds an image or the like, ``offset`` tokens after the block's beginning."""
+    """Return the extra content of a block with a feature that begins ``offset`` tokens after the block's beginning."""
     return int(digest[:15], 16), offset
 
 
@@ -37,7 +37,7 @@ def chain(
 ) -> list[int]:
     """Return the hashes of the full blocks of ``tokens``, at most ``limit``, that follow the block ``parent``.
 
-    Each hash covers everything before it.
+    Each hash covers all tokens before the end of its block.
     """
     blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
     begins = range(0, blocks * block_size, block_size)

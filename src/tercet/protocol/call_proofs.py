@@ -1,9 +1,9 @@
-"""Calls between members of a fleet: the caller proves that it knows the secret, without showing it.
+"""Proofs for calls between members of a fleet: the caller proves that it knows the secret, without sending it.
 
-The called server answers 401 with a challenge, as HTTP's Digest scheme does. The caller derives a key from the secret,
+The called server answers 401 with a challenge, as in HTTP's Digest scheme. The caller derives a key from the secret,
 the challenge and its own random text, and signs each call with it: method, path, body, number. A signed call is valid
 once, and only for the server that issued the challenge. The server stores nothing for a challenge until a call uses it;
-then it remembers the numbers of the calls until the challenge ends.
+from then on it stores the numbers of the calls until the challenge expires.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tercet.protocol.errors import Unauthorized
 
 SCHEME = "Tercet"
 CHALLENGE_HEADER = "www-authenticate"
-# Lifetime of a challenge; after it the caller is challenged again.
+# Lifetime of a challenge, in seconds; then the caller gets another one.
 CHALLENGE_SECONDS = 3600.0
-# Concurrent calls may overtake one another; a call whose number is more than this behind is refused.
+# Concurrent calls may overtake one another. A call is refused if its number is this far behind the latest one.
 WINDOW = 65_536
 _FIELDS = re.compile(r'(\w+)="([A-Za-z0-9_=-]*)"')
 _RANDOM_BYTES = 16
@@ -31,17 +31,20 @@ _MAC_BYTES = 16
 
 
 def secrets_of(text: str) -> tuple[str, ...]:
-    """The secrets in a setting, the one for own proofs first; during a rotation there are two, separated by a space."""
+    """Return the secrets in a setting, separated by spaces.
+
+    The first makes proofs; two exist only during a rotation.
+    """
     return tuple(text.split())
 
 
 def digest_of(body: bytes | None) -> str:
-    """Digest of a body that a proof covers."""
+    """Return the digest of a body, for a proof."""
     return hashlib.sha256(body or b"").hexdigest()
 
 
 class Prover:
-    """One caller's side towards one engine. Without a ``secret`` it adds no proof."""
+    """A caller's side of the exchange with one engine. Without a ``secret`` it adds no proofs."""
 
     def __init__(self, secret: str) -> None:
         self._secret = next(iter(secrets_of(secret)), "")
@@ -50,7 +53,7 @@ class Prover:
         self._number = 0
 
     def meets(self, headers: Sequence[str]) -> bool:
-        """Return whether one of the challenges in :data:`CHALLENGE_HEADER` can be answered; then retry the call."""
+        """Return True if one of the challenges in :data:`CHALLENGE_HEADER` can be answered; then retry the call."""
         for value in headers:
             scheme, _, rest = value.partition(" ")
             challenge = dict(_FIELDS.findall(rest)).get("challenge", "")
@@ -61,7 +64,7 @@ class Prover:
         return False
 
     def headers(self, method: str, path: str, digest: str) -> dict[str, str]:
-        """Headers of a call; none before a challenge was received. ``path`` is relative to ``/tercet/v1``."""
+        """Return the headers of a call; none before the first challenge. ``path`` is relative to ``/tercet/v1``."""
         if not self._challenge:
             return {}
         self._number += 1
@@ -71,7 +74,7 @@ class Prover:
 
 
 class Callers:
-    """The server's side: who may call. People and tools may also show one of the ``keys`` itself."""
+    """The server's side of the exchange: it decides who may call. Callers may also send one of the ``keys`` itself."""
 
     def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = [key.strip() for key in keys if key.strip()]
@@ -84,7 +87,7 @@ class Callers:
         return bool(self._keys)
 
     def challenge(self) -> str:
-        """The value of :data:`CHALLENGE_HEADER` for a caller that is refused."""
+        """Return a value of :data:`CHALLENGE_HEADER` for a caller that is refused."""
         said = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(_RANDOM_BYTES)
         text = base64.urlsafe_b64encode(said + self._mac(said)).decode()
         return f'{SCHEME} challenge="{text}"'
@@ -92,7 +95,7 @@ class Callers:
     def require(self, authorization: Sequence[str], method: str, path: str, refusal: str) -> str | None:
         """Raise :class:`~tercet.protocol.Unauthorized` for a caller that is not a member.
 
-        Returns the digest that the body must have (:func:`require_digest`); None if a key was shown, or no key is
+        Return the digest that the body must have (:func:`require_digest`), or None if the caller sent a key or none is
         required.
         """
         if not self._keys or len(authorization) != 1 or not authorization[0].startswith(f"{SCHEME} "):
@@ -111,7 +114,7 @@ class Callers:
         return body
 
     def _end_of(self, challenge: str) -> float | None:
-        """When a challenge that this process issued ends; None if it has ended or is not valid."""
+        """Return the time at which this process's ``challenge`` expires; None if it has expired or is not valid."""
         try:
             said = base64.urlsafe_b64decode(challenge)
         except ValueError:
@@ -126,18 +129,18 @@ class Callers:
         return hmac.digest(self._own, said, "sha256")[:_MAC_BYTES]
 
     def _once(self, challenge: str, own: str, number: int, ends: float) -> None:
-        """Raise :class:`~tercet.protocol.Unauthorized` for a call that was already made."""
+        """Raise :class:`~tercet.protocol.Unauthorized` for a call that has already been made."""
         numbers = self._seen.get((challenge, own))
         if numbers is None:
             now = self._clock()
             self._seen = {key: each for key, each in self._seen.items() if each.ends > now}
             numbers = self._seen[challenge, own] = _Numbers(ends)
         if not numbers.take(number):
-            raise Unauthorized("this call was already made, or arrived too late", "authorization")
+            raise Unauthorized("this call has already been made, or arrived too late; sign it again", "authorization")
 
 
 class _Numbers:
-    """Numbers of calls under one challenge, each accepted once; ``ends`` is when the challenge ends."""
+    """Numbers of the calls under one challenge, each accepted once; the challenge expires at ``ends``."""
 
     def __init__(self, ends: float) -> None:
         self.ends = ends

@@ -1,7 +1,7 @@
-"""Identity of KV: a short hash of its tokens and of everything else that changes the KV of equal tokens.
+"""Identity of KV: a short hash of its tokens, and of all else that changes the KV of equal tokens.
 
-A lease is for certain tokens, and so is each send into it. Positions alone would allow KV of one sequence to be taken
-for that of another.
+A lease is for certain tokens, and so is each send under it. With positions alone, KV of one sequence could be taken
+for KV of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGEST_BYTES = 16
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
-# A client's salt that begins with our mark gets the mark twice.
+# A client's salt that begins with this mark gets the mark twice.
 MARK, OF_ADAPTER, OF_FEATURES = "\0", "\0a", "\0m"
 
 
@@ -31,7 +31,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids in the form that is hashed: four bytes each, little-endian."""
+    """Return token ids in the form that is hashed: four bytes each, little-endian."""
     found = array("I", tokens)
     if sys.byteorder == "big":
         found.byteswap()
@@ -39,7 +39,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def unpacked(tokens: bytes) -> Sequence[int]:
-    """The token ids that were packed."""
+    """Return the token ids of a :func:`packed` text."""
     found = array("I", tokens)
     if sys.byteorder == "big":
         found.byteswap()
@@ -47,10 +47,10 @@ def unpacked(tokens: bytes) -> Sequence[int]:
 
 
 def cache_key(salt: str | None, adapter: str = "", features: str = "") -> str | None:
-    """Key of everything except tokens that KV depends on, as one text without ambiguity.
+    """Return a key of all that KV depends on except tokens, as one unambiguous text; None if there is nothing.
 
-    It combines a cache salt, an adapter's digest, and the digest of all images and the like of the sequence. With a
-    salt alone the key is the salt itself, except for salts that look like one of these keys.
+    It combines a cache salt, an adapter's digest, and the digest of the sequence's images and other features. With a
+    salt alone the key is the salt itself, except for a salt that looks like a combined key.
     """
     if features:
         return f"{OF_FEATURES}{len(features)}:{features}{cache_key(salt, adapter) or ''}"
@@ -61,9 +61,9 @@ def cache_key(salt: str | None, adapter: str = "", features: str = "") -> str | 
 
 
 def content_of(tokens: bytes, salt: str | None, end: int | None = None) -> Content:
-    """Content of the KV of the first ``end`` of some :func:`packed` tokens, by default of all.
+    """Return the content of the KV of the first ``end`` of some :func:`packed` tokens, by default of all.
 
-    ``salt`` is a :func:`cache_key`, if there are adapters.
+    ``salt`` is the cache salt or a :func:`cache_key`.
     """
     end = len(tokens) // TOKEN_BYTES if end is None else end
     # vLLM's cache treats an empty salt as no salt. A key has at most 64 bytes, a salt may have any length.

@@ -14,7 +14,7 @@ from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Result of ``prep_recv``: where to send KV, and how much the receiver has already."""
+    """Result of ``prep_recv``: the address to send KV to, and the number of tokens that the receiver has already."""
 
     kv_addr_info: KVAddrInfo
     matched_len: int
@@ -36,7 +36,7 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """One engine: three verbs, and the calls that stop them."""
+    """One engine: three verbs, and calls that stop work."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Match ``prompt[:end]`` in this engine's prefix cache and reserve blocks for the rest of it.
 
         The blocks stay pinned under a lease until ``start_generate`` of the same sequence takes them over, the context
-        exits, or the lease expires. What was received by then stays as prefix cache.
+        exits, or the lease expires. KV received by then stays as prefix cache.
 
         Raises :class:`~tercet.protocol.errors.NoSpace` if the blocks are not available now.
         """
@@ -56,8 +56,8 @@ class Engine(Protocol):
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
         """Extend an open reservation to ``prompt[:end]``, which begins with its prompt, and return the new reservation.
 
-        The new reservation has ``matched_len`` tokens by now, in whole blocks. No block is given back in between, and
-        leaving the first reservation's context ends both. On failure the lease is unchanged.
+        ``matched_len`` of the new reservation counts the tokens received so far, in whole blocks. No block is released
+        in between. Leaving the first reservation's context ends both. On failure the lease is unchanged.
 
         Raises :class:`~tercet.protocol.errors.NoSpace`, :class:`~tercet.protocol.errors.UnknownSequence` for a lease
         that has ended, :class:`~tercet.protocol.errors.BadRequest` for other tokens.
@@ -67,15 +67,15 @@ class Engine(Protocol):
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
     ) -> Sent:
-        """Get the KV of ``prompt[begin:end)`` from this engine's cache or by prefilling, and push it into ``to``.
+        """Get the KV of ``prompt[begin:end)`` from this engine's cache or by prefilling, and push it to ``to``.
 
-        Returns when all of it is in place. With ``sample`` the first output token is sampled here too (``end`` must
-        then be the prompt's end) and returned as :attr:`Sent.first`.
+        Returns when all of it is in place. With ``sample`` this engine also samples the first output token and returns
+        it as :attr:`Sent.first`; ``end`` must then be the prompt's end.
         """
         ...
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
-        """Prefill ``prompt[begin:]``, then decode; outputs come until one has a finish reason.
+        """Prefill ``prompt[begin:]``, then decode. The stream ends with the output that has a finish reason.
 
         ``begin`` is the position up to which the caller provided KV; tokens whose KV is missing are computed.
         ``output`` are tokens that another engine generated: they count for ``max_tokens``, penalties, ``min_tokens``,
@@ -84,7 +84,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, seq_id: str) -> None:
-        """End everything that this engine does for ``seq_id``; unknown ids are ignored."""
+        """End all work of this engine for ``seq_id``; unknown ids are ignored."""
         ...
 
     async def status(self) -> EngineStatus:
@@ -100,21 +100,21 @@ class TakesAdapters(Protocol):
         """Serve the adapter at ``path`` on the engine's machine under ``name``, and return its report.
 
         Raises :class:`~tercet.protocol.errors.Unauthorized` if the engine's operator does not allow it,
-        :class:`~tercet.protocol.errors.Conflict` for a name or path that is used for something else, and
-        :class:`~tercet.protocol.errors.BadRequest` if there is no adapter of the engine's model.
+        :class:`~tercet.protocol.errors.Conflict` if the name or the path is already in use for another adapter, and
+        :class:`~tercet.protocol.errors.BadRequest` if ``path`` has no adapter for the engine's model.
         """
         ...
 
     async def replace_adapter(self, name: str, path: str) -> AdapterReport:
         """Use ``name`` for the adapter at ``path`` from now on, and return its report.
 
-        Raises as :meth:`load_adapter` does, and :class:`~tercet.protocol.errors.Conflict` while requests use the old
-        adapter; then nothing changes.
+        Raises the errors of :meth:`load_adapter`, and :class:`~tercet.protocol.errors.Conflict` while requests use the
+        old adapter; then nothing changes.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Accept no more requests for the adapter; running requests continue.
+        """Refuse further requests for the adapter; running requests continue.
 
         Raises :class:`~tercet.protocol.errors.UnknownAdapter` and :class:`~tercet.protocol.errors.Unauthorized`.
         """

@@ -1,8 +1,8 @@
-"""Errors in the form of the API that a client uses, which the request's path tells.
+"""Errors in the form of the client's API, which the request's path identifies.
 
 OpenAI's form is that of :meth:`~tercet.protocol.TercetError.to_wire`; Anthropic's and Cohere's clients expect other
-forms. In streams, an error is the last event: one with OpenAI's body and ``[DONE]``, or one of the API's own event
-types.
+forms. In a stream, an error is the last event: OpenAI's error body followed by ``[DONE]``, or an event type of the
+other API.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def api_of(path: str) -> Api:
 
 
 def error_body(path: str, error: TercetError) -> bytes:
-    """Body of an error answer to a request for ``path``."""
+    """Return the body of an error answer to a request for ``path``."""
     return in_form(path, error.status, error.to_wire()["error"])
 
 
 def in_form(path: str, status: int, said: Mapping[str, Any]) -> bytes:
-    """Error body for ``path``. ``said`` is OpenAI's error object (``message``, ``type``, ``param``, ``code``)."""
+    """Return the error body for ``path``.
+
+    ``said`` is OpenAI's error object (``message``, ``type``, ``param``, ``code``).
+    """
     return msgspec.json.encode(_FORMS[api_of(path)](status, said))
 
 
@@ -69,7 +72,7 @@ _FORMS: Mapping[Api, Callable[[int, Mapping[str, Any]], Any]] = {
 
 
 def anthropic_type(status: int) -> str:
-    """Anthropic's name for errors with an HTTP status."""
+    """Return Anthropic's name for errors with an HTTP status."""
     other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     return ANTHROPIC_TYPES.get(status, other)
 
@@ -78,7 +81,7 @@ def anthropic_type(status: int) -> str:
 
 
 def last_events(path: str, error: TercetError, before: Mapping[str, Any] | None = None) -> bytes:
-    """The last events of a stream that fails. ``before`` is its last event with a JSON object, if there was one."""
+    """Return the last events of a stream that fails. ``before``: the last JSON object that it sent, or None."""
     said: Mapping[str, Any] = error.to_wire()["error"]
     api = api_of(path)
     if api == "anthropic":
@@ -92,7 +95,7 @@ def last_events(path: str, error: TercetError, before: Mapping[str, Any] | None 
 
 
 def _response_failed(said: Mapping[str, Any], before: Mapping[str, Any]) -> bytes:
-    """OpenAI's ``error`` event, and ``response.failed`` if the failed response is known."""
+    """Return OpenAI's ``error`` event, followed by ``response.failed`` if the failed response is known."""
     last = before.get("sequence_number")
     number = last + 1 if isinstance(last, int) else 0
     error = {"code": said["code"], "message": said["message"], "param": said["param"]}

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree: :class:`TercetError`, and one class for each kind with its HTTP status.
+"""The tree of errors: :class:`TercetError`, and one class for each kind of failure, with its HTTP status.
 
 ``code`` is the stable name on the wire, ``status`` the HTTP status. The wire form is the one that OpenAI's API uses:
 ``{"error": {"message", "type", "param", "code"}}``. The code of a class that is declared with a status is its name in
@@ -13,14 +13,15 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 LONGEST_MESSAGE = 4096
-"""Characters of another process's message that are kept: it goes to logs and to clients."""
+"""Maximum number of characters kept of another process's message, which goes to logs and to clients."""
 
 
 class TercetError(Exception):
-    """Base of all errors of Tercet. ``param`` names the offending field, when there is one.
+    """Base of all errors of Tercet. ``param`` names the wrong field, or is None.
 
     ``blames`` names the engine at fault if it is not the one that was called. ``retry_after`` is the number of seconds
-    after which a retry may succeed, if known. ``challenge`` is what a caller has to prove the fleet's secret under.
+    after which a retry may succeed, if known. ``challenge`` is the challenge for which a caller must prove that it
+    knows the fleet's secret.
     """
 
     code: ClassVar[str] = "tercet_error"
@@ -44,7 +45,7 @@ class TercetError(Exception):
         return 2 if HTTPStatus.BAD_REQUEST <= self.status < HTTPStatus.INTERNAL_SERVER_ERROR else 1
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the error body of an HTTP answer. Characters of a quoted input that cannot be encoded are escaped."""
+        """Return the error body of an HTTP answer. Characters that cannot be encoded are escaped."""
         param = None if self.param is None else _writable(self.param)
         message = _writable(self.message)
         return {"error": {"message": message, "type": type(self).__name__, "param": param, "code": self.code}}
@@ -59,7 +60,7 @@ class Unauthorized(TercetError, status=401):
 
 
 class Forbidden(TercetError, status=403):
-    """The caller may not do this from its address, or with what it names, whatever key it shows."""
+    """The caller is not allowed to do this from its address, or with the object it names, even with the right key."""
 
 
 class UnknownEngine(TercetError, status=404):
@@ -67,23 +68,23 @@ class UnknownEngine(TercetError, status=404):
 
 
 class UnknownSequence(TercetError, status=404):
-    """The engine holds nothing under this seq_id or lease."""
+    """The engine has no sequence or lease with this id."""
 
 
 class UnknownAdapter(TercetError, status=404):
-    """The engine, or every engine of the fleet that answers, lacks the LoRA adapter of that name."""
+    """The engine, or every engine of the fleet that answers, lacks the LoRA adapter with this name."""
 
 
 class UnknownModel(TercetError, status=404):
-    """Nothing here serves a model of that name."""
+    """No engine here serves a model with this name."""
 
 
 class UnknownPath(TercetError, status=404):
-    """Nothing is served at this path."""
+    """This server has no such path."""
 
 
 class MethodNotAllowed(TercetError, status=405):
-    """This path is served, but not for this HTTP method."""
+    """This path exists, but not for this HTTP method."""
 
 
 class RequestTimeout(TercetError, status=408):
@@ -98,11 +99,11 @@ class Conflict(TercetError, status=409):
 
 
 class LayoutMismatch(TercetError, status=409):
-    """KV of one engine cannot be used by the other; the message names the difference."""
+    """Two engines cannot use each other's KV; the message names the difference."""
 
 
 class LeaseEnded(TercetError, status=410):
-    """The lease was released, expired or used. Its blocks may have a new owner: nothing more is written there."""
+    """The lease was released, expired or used. Its blocks may have a new owner, so no more is written to them."""
 
 
 class RequestTooLarge(TercetError, status=413):
@@ -110,7 +111,7 @@ class RequestTooLarge(TercetError, status=413):
 
 
 class UnsupportedMediaType(TercetError, status=415):
-    """The request's body has a media type that is not accepted here."""
+    """The request's body has a media type that this server does not accept."""
 
 
 class HeadTooLarge(TercetError, status=431):
@@ -120,7 +121,7 @@ class HeadTooLarge(TercetError, status=431):
 class Saturated(TercetError, status=429):
     """The fleet is at its limit; retry after ``retry_after`` seconds.
 
-    ``waited``: the request has waited for the longest allowed time.
+    ``waited``: the request has already waited for the longest allowed time.
     """
 
     waited: bool = False
@@ -135,13 +136,13 @@ class DeadlineExceeded(TercetError, status=504):
 
 
 class ShuttingDown(TercetError, status=503):
-    """The router is shutting down: it accepts nothing new, or ends what runs. Another one may serve."""
+    """The router is shutting down: it accepts no new requests, or ends running ones. Another router may serve."""
 
     retry_after = 5
 
 
 class NoSpace(TercetError, status=503):
-    """The engine cannot pin that many blocks now; try another engine, or retry later."""
+    """The engine cannot reserve this number of blocks now; try another engine, or retry later."""
 
 
 class EngineError(TercetError, status=500):
@@ -149,11 +150,11 @@ class EngineError(TercetError, status=500):
 
 
 class ProgramFailed(TercetError, status=500):
-    """The program that served the request failed because of an error in it."""
+    """The program that served the request has an error in its code."""
 
 
 class RouterFailed(TercetError, status=500):
-    """The router failed because of a bug in it while it served the request; its log has the traceback."""
+    """The router failed while it served the request, because of a bug; its log has the traceback."""
 
 
 class TransferFailed(TercetError, status=502):
@@ -161,7 +162,7 @@ class TransferFailed(TercetError, status=502):
 
 
 class RouterUnreachable(TercetError, status=502):
-    """The engine cannot connect to the router that called it, to stream tokens to its address."""
+    """The engine cannot connect to the address of the router that called it, to stream tokens there."""
 
 
 class EngineUnreachable(TercetError, status=503):
@@ -169,7 +170,7 @@ class EngineUnreachable(TercetError, status=503):
 
 
 class RoleUnavailable(TercetError, status=503):
-    """No engine of a role can be picked, and the fleet's policy does not allow others to replace it."""
+    """No engine of the required role can be picked, and the fleet's policy does not allow others to replace it."""
 
 
 class EngineNotReached(EngineUnreachable):
@@ -184,7 +185,7 @@ _BY_CODE: Mapping[str, type[TercetError]] = {cls.code: cls for cls in (TercetErr
 
 
 def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
-    """Rebuild the error that :meth:`TercetError.to_wire` wrote; unknown bodies become an :class:`EngineError`."""
+    """Return the error whose :meth:`TercetError.to_wire` is ``body``; for an unknown body, an :class:`EngineError`."""
     found: Any = body.get("error")
     if not isinstance(found, Mapping):
         return EngineError(f"HTTP {status}: {dict(body)!r}"[:LONGEST_MESSAGE])

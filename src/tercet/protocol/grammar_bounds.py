@@ -1,8 +1,8 @@
-"""Size limit of structured outputs: those that would occupy an engine's core for many seconds are refused.
+"""Size limit of structured outputs. Those that would occupy an engine's core for many seconds are refused.
 
-The units are about milliseconds of xgrammar with a vocabulary of 50,000 on one core here, measured: a class of
-characters costs it one, one with most of Unicode in it (``.``, ``[^a]``) four, an object or a property of a schema
-three, a letter a tenth. Counted repetitions (``x{1000}``, ``minLength``) are as cheap as one, up to a limit.
+One unit is about a millisecond of xgrammar with a vocabulary of 50,000 tokens, measured on one core of this machine: a
+class of characters costs 1, a class with most of Unicode in it (``.``, ``[^a]``) 4, an object or a property of a
+schema 3, a letter 0.1. Counted repetitions (``x{1000}``, ``minLength``) cost no more than one, up to a limit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MOST_REPEATED = 100_000
 MOST_CHOICES = 5000
 LONGEST_COUNT = 18
 LITERAL, CLASS, WIDE, NODE, CHOICE = 0.1, 1.0, 4.0, 3.0, 0.05
-# Of a schema that comes as text, each character: most of them are not compiled.
+# Cost of each character of a schema that is sent as text: most characters are not compiled.
 SCHEMA_LETTER = 0.02
-# A class without its end is one part, up to the end of the text: looked for from each "[" it would cost the square.
+# A class without an end is one part, up to the end of the text: searching its end from each "[" takes quadratic time.
 _PARTS = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*+\]?|\{(\d+)?,?(\d+)?\}|[^\\\[{|.()?*+]++|[()?*+]++|.", re.DOTALL)
 _CLASSES, _WIDE_CLASSES = frozenset("wds"), frozenset("WDSpP")
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
@@ -32,7 +32,7 @@ _CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf"})
 def require_small(structured: Mapping[str, Any], param: str = "structured_outputs") -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile.
 
-    ``structured`` are vLLM's fields, one of which is the structure; vLLM refuses malformed ones.
+    ``structured`` are vLLM's fields, one of which has the structure; vLLM refuses malformed ones.
     """
     for name in ("regex", "grammar", "whitespace_pattern"):
         if isinstance(text := structured.get(name), str):
@@ -56,7 +56,7 @@ def _require(units: Iterator[float], param: str) -> None:
 
 
 def _of_text(text: str, param: str) -> Iterator[float]:
-    """Cost of a regular expression, or a grammar, part by part."""
+    """Yield the cost of each part of a regular expression or grammar."""
     if len(text) * LITERAL > MOST_UNITS:
         yield MOST_UNITS + 1
     alternatives = 0
@@ -88,7 +88,10 @@ def _of_choices(choices: Sequence[Any], param: str) -> Iterator[float]:
 
 
 def _of_schema(schema: Any, param: str) -> Iterator[float]:
-    """Cost of a JSON schema, or of an object with schemas, node by node; patterns in it are regular expressions."""
+    """Yield the cost of each node of a JSON schema, or of an object with schemas.
+
+    Patterns in it are regular expressions.
+    """
     if isinstance(schema, str):
         if len(schema) * SCHEMA_LETTER > MOST_UNITS:
             yield MOST_UNITS + 1

@@ -1,4 +1,4 @@
-"""HTTP headers that Tercet reads or sends, each declared once."""
+"""The HTTP headers that Tercet reads or sends, each declared once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ TRACE_HEADER = "x-tercet-trace"
 BEHIND_HEADER = "x-tercet-behind"
 INCARNATION_HEADER = "x-tercet-incarnation"
 SESSION_HEADER = "x-session-token"
-# How clients of Dynamo and of vLLM name a session; the first one given counts, after SESSION_HEADER.
+# Session headers of Dynamo's and vLLM's clients; the first one in a request counts, after SESSION_HEADER.
 OTHER_SESSION_HEADERS = ("x-dynamo-session-id", "x-session-id")
-# How coding agents name theirs: Claude Code, OpenCode, and Codex in two forms.
+# Session headers of coding agents: Claude Code, OpenCode, and Codex in two forms.
 AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
-# The subagent of Claude Code that asks: its chain of reasoning is a session, and not that of the whole run.
+# Id of the Claude Code subagent that sends the request. Its reasoning is a session, separate from that of the run.
 SUBAGENT_HEADER = "x-claude-code-agent-id"
-# `true` on the last request of a session.
+# Value `true` on the last request of a session.
 SESSION_FINAL_HEADER = "x-dynamo-session-final"
 REQUEST_ID_HEADER = "x-request-id"
 PREFILLER_HEADER = "x-prefiller-host-port"
@@ -46,10 +46,10 @@ HEADERS = (
     Header(
         SESSION_HEADER,
         "requests to a router",
-        "The session, for `--sessions` and `session-affinity-scorer`, whose parameter `header` names another one.",
+        "The session, for `--sessions` and `session-affinity-scorer`, whose parameter `header` can name another one.",
     ),
     *(
-        Header(name, "requests to a router", f"The same, where there is no `{SESSION_HEADER}`.")
+        Header(name, "requests to a router", f"The same; used if a request has no `{SESSION_HEADER}`.")
         for name in OTHER_SESSION_HEADERS
     ),
     Header(SUBAGENT_HEADER, "requests to a router", "The same, from a subagent of Claude Code; for `--sessions` only."),
@@ -65,14 +65,14 @@ HEADERS = (
     Header(
         REQUEST_ID_HEADER,
         "requests to a router, calls to an engine",
-        "vLLM's: the id of the request, in its answer and in each log line about it. In logs an id of over "
+        "The id of the request, as in vLLM, in its answer and in each log line about it. In logs an id of over "
         "128 characters is shortened.",
     ),
     Header(
         "authorization",
         "requests to a router or an engine",
         "`Bearer KEY`: the API key of either, the admin key on `/tercet/v1` of a router, or the fleet's secret "
-        "towards an engine. `Tercet ...`: a member's proof, for this call, that it knows the secret.",
+        "on calls to an engine. `Tercet ...`: a member's proof, for this call, that it knows the secret.",
     ),
     Header(
         "www-authenticate",
@@ -82,7 +82,7 @@ HEADERS = (
     Header(
         PREFILLER_HEADER,
         "requests to an engine or a sidecar",
-        "Engines (`HOST:PORT`, in the order to try them) that prefill the prompt; all must be in its `prefill-hosts`.",
+        "Engines that may prefill the prompt (`HOST:PORT`), in order; all must be in the server's `prefill-hosts`.",
     ),
     Header(
         PREFILLED_HEADER,
@@ -93,12 +93,12 @@ HEADERS = (
     Header(
         BEHIND_HEADER,
         "answers of a router",
-        "Processes that share the fleet and have not applied the change within 30 s, and the reasons.",
+        "Processes of the fleet that have not applied a change within 30 s, and the reasons.",
     ),
     Header("retry-after", "answers of a router", "Seconds after which a retry may succeed (429 and 503)."),
     Header(
         INCARNATION_HEADER,
         "calls to an engine",
-        "The incarnation of the engine that the call is for; any other one refuses it (409).",
+        "The engine's incarnation for which the call is meant; another incarnation refuses it (409).",
     ),
 )

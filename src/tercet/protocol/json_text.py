@@ -1,8 +1,8 @@
-"""JSON that clients send: one reader for all parts that look into a body, so that they all see the same content.
+"""Reader of JSON from clients. All parts that read a body use it, so that they all see the same content.
 
 RFC 8259 requires UTF-8. Python's reader, which vLLM uses, also takes UTF-16, UTF-32 and a byte order mark. It accepts
-text that cannot be encoded (half of a surrogate pair) and numbers that JSON lacks (NaN). Here, encodings are unified;
-text and numbers that cannot be passed on are the client's error, with the field's name.
+text that cannot be encoded (half of a surrogate pair) and numbers that JSON lacks (NaN). Here, other encodings are
+converted to UTF-8; text and numbers that cannot be passed on are an error of the client, which names the field.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ import msgspec
 
 from tercet.protocol.errors import BadRequest
 
-# What msgspec raises for invalid messages: its own errors, and Python's for text that is not UTF-8 and for nesting that
-# is too deep.
+# Errors of msgspec for invalid messages: its own, and Python's for text that is not UTF-8 and for too deep nesting.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 UTF8, UTF8_WITH_MARK = "utf-8", "utf-8-sig"
 MARK_BYTES = 3
-# Largest text, in bytes, in which the invalid field is searched: the search takes longer than reading.
+# Maximum size, in bytes, of a text that is searched for the invalid field: the search takes longer than reading.
 MOST_EXPLAINED = 2 * 1024 * 1024
 NO_TEXT = "has half of a surrogate pair, which does not encode a character: send whole characters"
-# Whole numbers that every encoder here can write, and digits from which on none is read.
+# Range of the whole numbers that every encoder can write. A number with more than MOST_DIGITS digits is not read.
 LEAST_WRITTEN, MOST_WRITTEN = -(2**63), 2**64 - 1
 MOST_DIGITS = 400
 NO_NUMBER = "is not a valid JSON number, or does not fit into a double"
 
 
 def in_utf8(content: bytes) -> bytes:
-    """Return JSON text in UTF-8, whichever Unicode encoding it came in.
+    """Return JSON text in UTF-8; ``content`` may be in any Unicode encoding.
 
-    Bytes that are not text are returned unchanged, for the reader to refuse.
+    Bytes that are not text are returned unchanged, and the reader refuses them.
     """
     encoding = json.detect_encoding(content)
     if encoding == UTF8:
@@ -47,7 +46,7 @@ def in_utf8(content: bytes) -> bytes:
 
 
 def read_json(content: bytes) -> Any:
-    """The value of a JSON text that :func:`in_utf8` has made.
+    """Return the value of a JSON text that :func:`in_utf8` has made.
 
     Raises :class:`~tercet.protocol.errors.BadRequest`, whose ``param`` names the field if one field is invalid.
     """
@@ -72,12 +71,12 @@ def _read_as_python_does(content: bytes, error: Exception) -> Any:
 
 
 def _whole_number(digits: str) -> float:
-    """The number; infinity for one with more digits than any field accepts, since reading it takes long."""
+    """Return the number, or infinity if it has more digits than any field accepts: reading those takes long."""
     return int(digits) if len(digits) <= MOST_DIGITS else math.inf
 
 
 def unwritable_field(value: Any) -> str | None:
-    """Return the name of the field of a Python value that our encoders cannot write, or None if there is none."""
+    """Return the name of the field of ``value`` that cannot be encoded, or None if all can."""
     try:
         msgspec.msgpack.encode(value)  # which refuses numbers of more than 64 bits, too
     except (UnicodeEncodeError, OverflowError):
@@ -86,7 +85,7 @@ def unwritable_field(value: Any) -> str | None:
 
 
 def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
-    """Fields that cannot be written, in order, with the reasons."""
+    """Yield the name of each field that cannot be encoded, in order, with the reason."""
     left: list[tuple[_Path, Any]] = [(None, value)]
     while left:
         at, found = left.pop()
@@ -112,11 +111,11 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_small(item: Any) -> bool:
-    """Whether it is a number that need not be looked at again, as most items of long lists are."""
+    """True for a whole number that can be encoded, such as most items of long lists: it needs no second check."""
     return isinstance(item, int) and LEAST_WRITTEN <= item <= MOST_WRITTEN
 
 
-# A field as its parent and its key or index; the full name is only built for fields that are reported.
+# A field as its parent and its key or index. The full name is only built for fields that are reported.
 _Path = tuple[Any, Any] | None
 
 
@@ -129,7 +128,7 @@ def _name_of(at: _Path) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Return whether the text can be written in every Unicode encoding."""
+    """Return True if the text can be written in every Unicode encoding."""
     if text.isascii():
         return True
     try:

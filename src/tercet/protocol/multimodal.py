@@ -1,8 +1,8 @@
-"""Images and the like in a prompt: where their placeholder tokens are, and the data that replaces them.
+"""Images and other features of a prompt: the positions of their placeholder tokens, and the data that replaces these.
 
-The placeholder tokens of two pictures are the same, so code that compares prompts by tokens compares the digests of
-their features, too. A digest covers what the model receives, not a name that a client chose. Engines check it before
-they compute with a feature (:meth:`MultiModalFeature.require_genuine`).
+Two pictures have the same placeholder tokens, so code that compares prompts by tokens compares the digests of their
+features, too. A digest covers the data that the model receives, not a name that a client chose. Engines check it
+before they compute with a feature (:meth:`MultiModalFeature.require_genuine`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_FEATURES = 1024
 
 
 class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One image, sound or video of a prompt, processed.
+    """One processed image, sound or video of a prompt.
 
     ``[offset, offset + length)`` are the positions of its placeholder tokens. ``embeds`` has one byte per position: 1
     where the model receives an embedding, 0 where it receives the token; empty if all are 1. ``data`` are the
@@ -47,7 +47,7 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise BadRequest("mm_features: digest: does not match the data", "mm_features")
 
     def without_data(self) -> MultiModalFeature:
-        """Copy without data, which is enough to identify its KV."""
+        """Return a copy without data, which is enough to identify the feature's KV."""
         return msgspec.structs.replace(self, data=b"")
 
 
@@ -55,7 +55,7 @@ MultiModalFeatures = Annotated[tuple[MultiModalFeature, ...], msgspec.Meta(max_l
 
 
 def digest_of_feature(modality: str, length: int, embeds: bytes, data: bytes) -> str:
-    """Digest that identifies a feature, wherever it is in a prompt."""
+    """Return a digest that identifies a feature at any position of a prompt."""
     found = blake2b(f"{modality}\0{length}\0{len(embeds)}\0".encode(), digest_size=DIGEST_HEX // 2)
     found.update(embeds)
     found.update(data)
@@ -63,28 +63,26 @@ def digest_of_feature(modality: str, length: int, embeds: bytes, data: bytes) ->
 
 
 def digest_of_features(features: Iterable[MultiModalFeature]) -> str:
-    """Digest that identifies all features of a prompt and their positions; empty if there are none."""
+    """Return a digest that identifies all features of a prompt and their positions; empty without features."""
     placed = [(feature.digest, feature.offset, feature.length) for feature in features]
     return blake2b(repr(placed).encode(), digest_size=DIGEST_HEX // 2).hexdigest() if placed else ""
 
 
 def whole_features(features: Iterable[MultiModalFeature], end: int) -> int:
-    """Tokens to compute to get the KV of the first ``end`` tokens: features are not cut.
-
-    Tokens of a feature may attend to each other in both directions, and for models that need them in one step vLLM
-    waits for all of them.
-    """
+    """Return the number of tokens to compute for the KV of the first ``end`` tokens: features are not cut."""
     return next((feature.end for feature in features if feature.offset < end < feature.end), end)
 
 
 def require_placed(features: Sequence[MultiModalFeature], length: int) -> None:
-    """Refuse features that are not in order and apart in a prompt of ``length`` tokens."""
+    """Raise :class:`~tercet.protocol.errors.BadRequest` unless features are ordered, apart, and within ``length``."""
     end = 0
     for feature in features:
         if feature.offset < end:
             raise BadRequest("mm_features: offset: must be in the order of the prompt, and not overlap", "mm_features")
         end = feature.end
         if end > length:
-            raise BadRequest(f"mm_features: ends at {end}, past a prompt of {length} tokens", "mm_features")
+            raise BadRequest(
+                f"mm_features: a feature ends at token {end}, but the prompt has {length} tokens", "mm_features"
+            )
         if feature.embeds and (len(feature.embeds) != feature.length or feature.embeds.strip(b"\0\1")):
-            raise BadRequest("mm_features: embeds: must have a 0 or 1 for each of its tokens", "mm_features")
+            raise BadRequest("mm_features: embeds: must have one byte, 0 or 1, for each of its tokens", "mm_features")

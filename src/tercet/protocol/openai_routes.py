@@ -16,9 +16,9 @@ POOLING = frozenset(
 )  # fmt: skip
 """Routes of pooling models, whose servers do not use the verbs."""
 PREFILLED_BELOW = "/v1/"
-"""On routes below this path, engines can have prompts prefilled elsewhere, if the request asks for it."""
+"""Prefix of routes on which engines can let other engines prefill a prompt, if the request asks for it."""
 
 
 def path_of(target: str) -> str:
-    """Return the path of a request target as servers match it with their routes: decoded, and without the query."""
+    """Return the path of a request target in the form that servers match: decoded, and without the query."""
     return unquote(target.partition("?")[0].partition("#")[0])

@@ -1,9 +1,9 @@
-"""Checks that tell an operator's requests that change a fleet from requests that a web page makes a browser send.
+"""Checks that accept an operator's requests to change a fleet, and refuse those that a web page makes a browser send.
 
-A page of any origin can make a browser send requests to any address that it reaches, loopback included. Some are sent
-without a preflight request, and under a host name of the page's owner (DNS rebinding) they count as the page's own
-origin. Such a request cannot leave out or choose ``Host``, ``Origin`` and ``Sec-Fetch-Site``, and cannot have the type
-JSON without a preflight.
+A page of any origin can make a browser send requests to any address that the browser reaches, loopback included. Some
+are sent without a preflight request, and under a host name of the page's owner (DNS rebinding) they count as the page's
+own origin. Such a request cannot leave out or choose ``Host``, ``Origin`` and ``Sec-Fetch-Site``, and cannot have the
+type JSON without a preflight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tercet.protocol.errors import Forbidden, UnsupportedMediaType
 
-# A browser's value for requests of the same origin, and for those that its user typed.
+# A browser's values for requests of the same origin, and for addresses that its user typed.
 _OWN_SITES = frozenset({"same-origin", "none"})
 # Types that pages may send to other origins without a preflight request.
 _UNASKED = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
@@ -32,16 +32,16 @@ class ShownHeaders:
 
     @classmethod
     def of_asgi(cls, headers: Iterable[tuple[bytes, bytes]]) -> ShownHeaders:
-        """From the headers of an ASGI scope."""
+        """Return the headers of an ASGI scope."""
         return cls((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
 
     def all(self, name: str) -> Sequence[str]:
-        """The values of the header with this lower-case name."""
+        """Return the values of the header with this lower-case name."""
         return self._values.get(name, ())
 
     @property
     def has_body(self) -> bool:
-        """Whether the headers announce a body."""
+        """True if the headers announce a body."""
         return "transfer-encoding" in self._values or any(value.strip() != "0" for value in self.all("content-length"))
 
     @property
@@ -54,28 +54,30 @@ def require_no_page(headers: ShownHeaders) -> None:
     """Raise :class:`~tercet.protocol.errors.Forbidden` for a request that a page of another origin caused."""
     sites = headers.all("sec-fetch-site")
     if any(site.strip().lower() not in _OWN_SITES for site in sites):
-        raise Forbidden(f"sec-fetch-site: a page of another origin sent this ({sites[0]:.40})", "sec-fetch-site")
+        raise Forbidden(
+            f"sec-fetch-site: a web page of another origin sent this request ({sites[0]:.40})", "sec-fetch-site"
+        )
     origins, hosts = headers.all("origin"), headers.all("host")
     if origins and (len(origins) > 1 or len(hosts) != 1 or not _is_same(origins[0], hosts[0])):
-        raise Forbidden(f"origin: a page of another origin sent this ({origins[0]:.80})", "origin")
+        raise Forbidden(f"origin: a web page of another origin sent this request ({origins[0]:.80})", "origin")
 
 
 def require_local_host(headers: ShownHeaders) -> None:
     """Raise :class:`~tercet.protocol.errors.Forbidden` unless the request names this machine by a loopback name.
 
-    A name that its owner points at this machine (DNS rebinding) does not count, and neither does a request that came
-    through a proxy.
+    Another host name is refused, even if it leads to this machine: the owner of a web page can make one that does (DNS
+    rebinding). A request through a proxy is refused, too.
     """
     hosts = headers.all("host")
     if len(hosts) != 1 or not is_loopback_name(_name_in(hosts[0])):
-        raise Forbidden("host: without a key only requests for localhost, 127.0.0.1 or [::1] are answered here", "host")
+        raise Forbidden("host: must be localhost, 127.0.0.1 or [::1], because this server has no key", "host")
     for name in _OF_PROXIES:
         if headers.all(name):
-            raise Forbidden(f"{name}: without a key requests through a proxy are not answered here", name)
+            raise Forbidden(f"{name}: this server has no key, so it refuses requests through a proxy", name)
 
 
 def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
-    """Raise :class:`~tercet.protocol.TercetError` for a call that a page caused, where no key is required.
+    """Raise :class:`~tercet.protocol.TercetError` for a call that a web page caused; used where no key is required.
 
     ``peer`` is the caller's address; None for a socket file, where host names are not checked.
     """
@@ -90,7 +92,7 @@ def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
 def require_json(headers: ShownHeaders) -> None:
     """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not declared as JSON.
 
-    Some clients, aiohttp among them, name ``application/octet-stream`` when they send no body. No page may send that
+    Some clients, such as aiohttp, declare ``application/octet-stream`` when they send no body. A page cannot send that
     type to another origin without a preflight request.
     """
     types = headers.media_types
@@ -103,14 +105,14 @@ def require_json(headers: ShownHeaders) -> None:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a host name stands for this machine only, without a DNS lookup."""
+    """True if a host name stands for this machine only, without a DNS lookup."""
     if name.rstrip(".").lower() == "localhost":
         return True
     return is_loopback_address(name)
 
 
 def is_loopback_address(text: str) -> bool:
-    """Whether an address reaches this machine only."""
+    """True if an address reaches this machine only."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -120,7 +122,7 @@ def is_loopback_address(text: str) -> bool:
 
 
 def _name_in(host: str) -> str:
-    """The name in a Host header, without its port; empty if the header is not valid."""
+    """Return the name in a Host header, without its port; empty if the header is not valid."""
     try:
         parts = urlsplit(f"//{host.strip()}")
         _ = parts.port
@@ -130,7 +132,7 @@ def _name_in(host: str) -> str:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Whether an Origin is that of the host which the request names."""
+    """True if an Origin header has the host that the request names."""
     scheme, _, place = origin.strip().lower().partition("://")
     default = {"http": ":80", "https": ":443"}.get(scheme)
     if default is None or not place:

@@ -1,4 +1,4 @@
-"""Allow-list of hosts and ports: the engines that a request may name to prefill it."""
+"""The allow-list of hosts and ports: the engines that a request may name to prefill its prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.hosts import host_and_port
 
 MOST_NAMED = 8
-# The last label begins with a letter: resolvers take 2130706433 and 0x7f.1 for addresses.
+# The last label must begin with a letter: resolvers read 2130706433 and 0x7f.1 as addresses.
 _NAME = re.compile(r"([a-z0-9_][a-z0-9_-]{0,62}\.){0,30}[a-z][a-z0-9-]{0,62}")
 _NAME_PATTERN = re.compile(r"[a-z0-9*._-]{1,253}")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
@@ -32,7 +32,7 @@ class _Pattern:
     last: int
 
     def covers(self, host: str, port: int) -> bool:
-        """Whether the pattern covers it. Names are compared as text, never resolved: a DNS answer may change later."""
+        """True if the pattern covers the host and port. Names are not resolved: a DNS answer may change later."""
         if not self.first <= port <= self.last:
             return False
         address = _address(host)
@@ -42,7 +42,7 @@ class _Pattern:
 
 
 class AllowedPrefillers:
-    """The allow-list in ``text``: patterns ``HOST:PORT``, separated by commas; no hosts for empty text.
+    """The allow-list in ``text``: patterns ``HOST:PORT``, separated by commas; empty text allows no host.
 
     ``HOST`` is an address, a network (``10.0.0.0/8``, ``[fd00::]/8``) or a name, which may have ``*`` in it; ``PORT``
     is a port, a range (``8000-8010``) or ``*``. Raises :class:`~tercet.protocol.BadRequest` naming ``param``.
@@ -55,9 +55,10 @@ class AllowedPrefillers:
         return bool(self._patterns)
 
     def named(self, header: str) -> Sequence[str]:
-        """The engines (``host:port``) that the header's value names, in order.
+        """Return the engines (``host:port``) that the header's value names, in order.
 
-        Raises :class:`~tercet.protocol.BadRequest` naming the header if it is malformed, or one of them is not allowed.
+        Raises :class:`~tercet.protocol.BadRequest`, which names the header, if it is malformed or an engine is not
+        allowed.
         """
         parts = [part.strip().lower() for part in header.split(",") if part.strip()]
         if not 1 <= len(parts) <= MOST_NAMED:
@@ -100,13 +101,13 @@ def _range_of(text: str) -> tuple[int, int] | None:
 
 
 def _host_and_port(text: str) -> tuple[str, str]:
-    """Both parts, without the brackets of an IPv6 address (a network's length may follow the brackets)."""
+    """Return host and port, without the brackets of an IPv6 address (a network's length may follow the brackets)."""
     host, _, port = text.rpartition(":")
     return host.replace("[", "", 1).replace("]", "", 1) if host.startswith("[") else host, port
 
 
 def _address(host: str) -> _Address | None:
-    """The address, with an IPv4-mapped IPv6 address as IPv4; None if it is not an address or has a zone.
+    """Return the address, an IPv4-mapped IPv6 address as IPv4; None if it is not an address or has a zone.
 
     A zone may be any text, including characters that change the host of a URL.
     """

@@ -6,18 +6,18 @@ from tercet.protocol.errors import BadRequest
 
 
 def resolve_end(length: int, end: int | None) -> int:
-    """The absolute end of ``prompt[:end]``: ``None`` is the whole prompt, a negative one counts from its end.
+    """Return the absolute end of ``prompt[:end]``: None means the whole prompt, a negative end counts from its end.
 
-    Raises :class:`BadRequest` when it falls outside ``[0, length]``.
+    Raises :class:`BadRequest` if it is outside ``[0, length]``.
     """
     resolved = length if end is None else end + length if end < 0 else end
     if not 0 <= resolved <= length:
-        raise BadRequest(f"end: {end} is outside a prompt of {length} tokens", "end")
+        raise BadRequest(f"end: {end} is outside the prompt, which has {length} tokens", "end")
     return resolved
 
 
 def resolve_range(length: int, begin: int, end: int | None) -> tuple[int, int]:
-    """Absolute ``[begin, end)`` within a prompt of ``length`` tokens.
+    """Return the absolute ``[begin, end)`` within a prompt of ``length`` tokens.
 
     Raises :class:`BadRequest` for a negative ``begin`` or an empty or backward range.
     """
@@ -25,5 +25,5 @@ def resolve_range(length: int, begin: int, end: int | None) -> tuple[int, int]:
     if begin < 0:
         raise BadRequest(f"begin: {begin} is negative; only end may count from the prompt's end", "begin")
     if begin >= resolved:
-        raise BadRequest(f"begin: {begin} leaves nothing of prompt[:{resolved}]", "begin")
+        raise BadRequest(f"begin: {begin} must be less than the end, which is {resolved}", "begin")
     return begin, resolved

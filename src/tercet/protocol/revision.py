@@ -1,4 +1,4 @@
-"""What an engine is an instance of, and whether two engines may exchange KV. Pure."""
+"""Versions and fingerprints of an engine, and the rule by which two engines may exchange KV. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tercet.protocol.errors import LayoutMismatch
 
 
 class TextFingerprint(msgspec.Struct, frozen=True):
-    """Digests of a model's ``tokenizer``, its vocabulary included, and its ``chat_template``; empty if unknown."""
+    """Digests of a model's ``tokenizer``, including its vocabulary, and of its ``chat_template``; empty if unknown."""
 
     tokenizer: str = ""
     chat_template: str = ""
@@ -21,7 +21,7 @@ class TextFingerprint(msgspec.Struct, frozen=True):
 class Revision(msgspec.Struct, frozen=True):
     """Versions of Tercet and vLLM, the digest of a model's config and weights, its text, and the layout of its KV.
 
-    Engines of one fleet differ in it while they are replaced one by one. Empty, or None, is not reported.
+    Engines of one fleet may differ in it while they are replaced one by one. An empty field, or None, is not reported.
     """
 
     tercet: str = ""
@@ -36,7 +36,7 @@ UNKNOWN_REVISION = Revision()
 
 @lru_cache(maxsize=4096)
 def kv_obstacle(sender: Revision, receiver: Revision) -> str:
-    """Why KV of ``sender`` must not go to ``receiver``; empty if it may.
+    """Return the reason why KV of ``sender`` must not go to ``receiver``; empty if it may.
 
     Minor versions of Tercet may change its transport, and those of vLLM the bytes in a block, which a layout cannot
     show. A chat template does not matter: the same token ids have the same KV.
@@ -61,11 +61,11 @@ def kv_obstacle(sender: Revision, receiver: Revision) -> str:
 
 
 def may_exchange_kv(one: Revision, other: Revision) -> bool:
-    """Whether the two may work on one sequence: KV may go from each to the other."""
+    """Return True if two engines may work on one sequence: KV may go from each to the other."""
     return one is other or (not kv_obstacle(one, other) and not kv_obstacle(other, one))
 
 
 def _minor(version: str) -> str:
-    """Major and minor version; the first word of what has no such numbers, such as a simulated engine's."""
+    """Return the major and minor version, or the first word of another version, such as a simulated engine's."""
     found = re.match(r"[0-9]+\.[0-9]+|\S+", version)
     return found[0] if found else ""

@@ -1,4 +1,4 @@
-"""What an engine is for, in a fleet: known to the router only, since every engine can do both."""
+"""The roles of engines in a fleet. Only the router knows them: every engine can prefill and decode."""
 
 from __future__ import annotations
 

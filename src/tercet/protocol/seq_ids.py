@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-# Characters of a sequence's id: engines accept 256, and later attempts add a few characters.
+# Maximum characters of a sequence's id: engines accept 256, and later attempts add a few characters.
 LONGEST_ID = 200
-# Characters of a longer id that are kept, to recognise it in logs.
+# Number of characters kept of a longer id, to recognise it in logs.
 KEPT = 64
 
 
@@ -23,12 +23,12 @@ def sequence_id(request_id: str) -> str:
 
 
 def further_id(seq_id: str, number: int) -> str:
-    """Another id for the sequence of that request; numbers start at 1."""
+    """Return the id of a later attempt of the request ``seq_id``; numbers start at 1."""
     return f"{seq_id}.{number}"
 
 
 def find_id(known: Iterable[str], wanted: str) -> str | None:
-    """Return ``wanted`` if it is in ``known``, else the id of the last further attempt of that request."""
+    """Return ``wanted`` if it is in ``known``, else the id of the last later attempt of that request, or None."""
     ids = list(known)
     if wanted in ids:
         return wanted

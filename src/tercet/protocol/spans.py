@@ -1,7 +1,7 @@
-"""Spans of distributed traces, in Tercet's own words: where a call stands in a trace, and what a process did for it.
+"""Spans of distributed traces, independent of OpenTelemetry: the place of a call in a trace, and the work done for it.
 
-A caller's place travels by W3C Trace Context (``traceparent`` and ``tracestate``), and in a process with the task that
-works for the call. Spans are made only where :data:`sink` takes them: nothing here knows OpenTelemetry, and without a
+A caller's place travels by W3C Trace Context (``traceparent`` and ``tracestate``), and within a process with the task
+that works for the call. Spans are made only if the process has a sink: nothing here knows OpenTelemetry, and without a
 sink a caller's context is passed on unchanged.
 """
 
@@ -15,9 +15,9 @@ from contextvars import ContextVar, Token
 from typing import Any, Literal, NamedTuple, Protocol
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-# Version 00, and what later versions promise to begin with; ids of nothing but zeros are invalid.
+# Version 00, and the beginning that later versions promise to keep; an id of zeros only is invalid.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-# Of W3C Trace Context: what a vendor must pass on at least.
+# Maximum characters of ``tracestate`` that are passed on; W3C Trace Context requires at least this number.
 LONGEST_STATE = 512
 SAMPLED = 1
 
@@ -25,7 +25,10 @@ Kind = Literal["server", "client", "internal"]
 
 
 class SpanContext(NamedTuple):
-    """A span's place: ids in hexadecimal, whether its trace is sampled, and what others keep in ``tracestate``."""
+    """The place of a span: its ids in hexadecimal, and ``sampled``, which is True if its trace is recorded.
+
+    ``state`` is the ``tracestate`` of other vendors.
+    """
 
     trace_id: str
     span_id: str
@@ -34,40 +37,43 @@ class SpanContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """As the header has it."""
+        """Value of the header ``traceparent``."""
         return f"00-{self.trace_id}-{self.span_id}-0{int(self.sampled)}"
 
     def child(self) -> SpanContext:
-        """The place of a new span below this one."""
+        """Return the place of a new span below this one."""
         return SpanContext(self.trace_id, new_span_id(), self.sampled, self.state)
 
     def headers(self) -> dict[str, str]:
-        """What a call carries that is made from here."""
+        """Return the trace headers of a call that is made from this place."""
         found = {TRACEPARENT: self.traceparent}
         if self.state:
             found[TRACESTATE] = self.state
         return found
 
 
-# From the system's generator: processes that are forked from one parent must not make the same ids.
+# Random bytes of the system, not of Python's generator: forked processes must not make the same ids.
 def new_span_id() -> str:
-    """An id that no other span has."""
+    """Return a new unique span id."""
     return os.urandom(8).hex()
 
 
 def new_trace_id() -> str:
-    """An id that no other trace has."""
+    """Return a new unique trace id."""
     return os.urandom(16).hex()
 
 
 def span_context_of(headers: Mapping[str, str]) -> SpanContext | None:
-    """The caller's place by the headers of its call (names in lower case); None if it says none, or no valid one."""
+    """Return the caller's place from the headers of its call (names in lower case); None without a valid one."""
     given = headers.get(TRACEPARENT)
     return None if given is None else read_traceparent(given, headers.get(TRACESTATE, ""))
 
 
 def read_traceparent(given: str, state: str = "") -> SpanContext | None:
-    """The place that a ``traceparent`` names; None if it is not valid. A ``state`` that is too long is left out."""
+    """Return the place that a ``traceparent`` names; None if it is not valid.
+
+    A ``state`` that is too long is dropped.
+    """
     found = _TRACEPARENT.fullmatch(given.strip())
     if found is None or (given.startswith("00") and found[4]):
         return None
@@ -76,20 +82,20 @@ def read_traceparent(given: str, state: str = "") -> SpanContext | None:
     )
 
 
-# ---- the place of what this process does ------------------------------------------------------------------------
+# ---- the place of this process's work ---------------------------------------------------------------------------
 
 _current: ContextVar[SpanContext | None] = ContextVar("tercet_span", default=None)
 
 
 def current_span() -> SpanContext | None:
-    """The place of what the current task does; None outside of any trace."""
+    """Return the place of the current task's work; None outside of a trace."""
     return _current.get()
 
 
 class working_in:
-    """While entered, and in tasks that are started meanwhile, work belongs to this place. To be left where entered.
+    """Context in which work, and tasks started meanwhile, belong to ``place``. Leave it in the task that entered it.
 
-    A class and not a generator: every call has one of these.
+    A class and not a generator, which would be slower: every call uses one.
     """
 
     __slots__ = ("_place", "_token")
@@ -108,14 +114,15 @@ class working_in:
             _current.reset(self._token)
 
 
-# ---- what it has done --------------------------------------------------------------------------------------------
+# ---- finished work -----------------------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
-    """One piece of work that is over. Times are Unix times in nanoseconds.
+    """One finished piece of work. Times are Unix times in nanoseconds.
 
-    ``parent`` is a span's id, empty for the first of a trace. ``links`` are places in other calls that it belongs
-    with. ``error`` is the code of the error that it ended in, with a ``reason``.
+    ``parent`` is a span's id, empty for the first span of a trace. ``links`` are places in other calls to which the
+    span is related. ``error`` is the code of the error with which the work ended, ``reason`` its message; both empty
+    without one.
     """
 
     name: str
@@ -131,19 +138,19 @@ class Span(NamedTuple):
 
 
 class SpanSink(Protocol):
-    """Takes the spans of this process."""
+    """The receiver of the spans of this process."""
 
     def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
-        """The place of new work, below its ``caller`` if it has one; whether it is sampled is decided here."""
+        """Return the place of new work, below its ``caller`` if that is not None, and decide whether it is sampled."""
         ...
 
     def take(self, spans: Iterable[Span]) -> None:
-        """Export these spans later, from another thread. Those that are not sampled are dropped."""
+        """Export these spans later, from another thread. Spans that are not sampled are dropped."""
         ...
 
 
 class _SpansHere:
-    """The sink of this process; None while no spans are wanted."""
+    """The sink of this process; None if spans are not exported."""
 
     sink: SpanSink | None = None
 
@@ -152,9 +159,11 @@ process = _SpansHere()
 
 
 class span_of:
-    """Work of this process for the current place, as a span below it; a yielded None means that none is wanted.
+    """Context that records work for the current place as a span below it.
 
-    ``attributes`` may get more meanwhile. An exception at the exit is the span's error.
+    It yields the span's place, or None without a sink.
+
+    The caller may add to ``attributes`` until the end. An exception that leaves the context is the span's error.
     """
 
     __slots__ = ("_began", "_caller", "_kind", "_name", "_token", "attributes", "place")
@@ -182,7 +191,7 @@ class span_of:
         self.end(getattr(error, "code", type(error).__name__) if error is not None else "", str(error or ""))
 
     def begin(self) -> SpanContext | None:
-        """As entering does, for work that ends elsewhere: the current place stays as it is."""
+        """Begin the span for work that ends elsewhere, by :meth:`end`; the current place stays as it is."""
         place, token = self.__enter__(), self._token
         if token is not None:
             _current.reset(token)
@@ -190,7 +199,7 @@ class span_of:
         return place
 
     def end(self, error: str = "", reason: str = "") -> None:
-        """The work is over."""
+        """Export the span: its work has ended, with the error code ``error`` if that is not empty."""
         sink, place = process.sink, self.place
         if sink is None or place is None or not place.sampled:
             return
@@ -206,5 +215,5 @@ class span_of:
 
 
 def entered(caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext | None:
-    """The place of work that a caller asks for: a new one where spans are wanted, else its caller's."""
+    """Return the place of work that ``caller`` requests: a new one if spans are exported, else the caller's."""
     return caller if process.sink is None else process.sink.enters(caller, name, attributes)

@@ -1,6 +1,6 @@
-"""Splits a stream of bytes into items, however it is divided into chunks: frames with a length, lines, events.
+"""Splitters of byte streams into items: frames with a length, lines, or events. The chunks may be cut anywhere.
 
-A machine without I/O: bytes go in, complete items come out, and an incomplete item of bounded size is held.
+A splitter does no I/O: it takes bytes and returns complete items, and holds an incomplete item of bounded size.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ LENGTH = Struct(">I")
 
 
 class ItemTooLong(Exception):
-    """The stream has an item that is longer than allowed."""
+    """Error: the stream has an item that is longer than allowed."""
 
 
 class BrokenFrame(Exception):
-    """The stream has other bytes where a frame must begin."""
+    """Error: the stream has other bytes at the place where a frame must begin."""
 
 
 class Splitter(ABC):
-    """Holds the incomplete item; items have at most ``longest`` bytes, without what delimits them."""
+    """Base of splitters. Items have at most ``longest`` bytes, delimiters not counted; the incomplete item is held."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -28,11 +28,11 @@ class Splitter(ABC):
 
     @property
     def held(self) -> int:
-        """Bytes of the incomplete item."""
+        """Number of bytes of the incomplete item."""
         return len(self._held)
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the items that are complete now; raises :class:`ItemTooLong`."""
+        """Return the items that ``data`` completes. Raise :class:`ItemTooLong`."""
         seen, text = len(self._held), data
         if seen:
             self._held += data
@@ -57,25 +57,25 @@ class Splitter(ABC):
 
     @abstractmethod
     def _end(self, text: bytes | bytearray, begin: int, seen: int) -> int | None:
-        """Where the item ends that begins at ``begin``; None if it is incomplete.
+        """Return the end of the item that begins at ``begin``; None if it is incomplete.
 
         The first ``seen`` bytes of the text contain no end of an item.
         """
 
     @abstractmethod
     def _item(self, text: bytes | bytearray, begin: int, end: int) -> bytes:
-        """What is returned of the item in ``[begin, end)``."""
+        """Return the part of ``[begin, end)`` that the caller gets."""
 
     @abstractmethod
     def _check_held(self, held: bytearray) -> None:
-        """Raise an error if the incomplete item is too long already."""
+        """Raise an error if the incomplete item is already too long."""
 
 
 class FrameSplitter(Splitter):
-    """Frames: a header with the length of the body, then the body. Returns bodies.
+    """Splitter for frames: a header with the length of the body, then the body. It returns bodies.
 
-    ``header`` packs ``magic``, if it is not empty, and the length. A frame that is too long is refused before it
-    arrives, and :class:`BrokenFrame` is raised for another magic.
+    ``header`` packs ``magic``, if it is not empty, and the length. A frame that is too long is refused when its header
+    has arrived; :class:`BrokenFrame` is raised for another magic.
     """
 
     def __init__(self, longest: int, header: Struct = LENGTH, magic: bytes = b"") -> None:
@@ -89,7 +89,7 @@ class FrameSplitter(Splitter):
             return None
         *magic, length = self._header.unpack_from(text, begin)
         if self._magic and magic[0] != self._magic:
-            raise BrokenFrame(f"the header begins with {magic[0]!r}")
+            raise BrokenFrame(f"the header begins with {magic[0]!r} instead of {self._magic!r}")
         if length > self.longest:
             raise ItemTooLong(f"a message of {length} bytes, which is more than {self.longest}")
         return body + length if len(text) >= body + length else None
@@ -98,11 +98,11 @@ class FrameSplitter(Splitter):
         return bytes(text[begin + self._header.size : end])
 
     def _check_held(self, held: bytearray) -> None:
-        """``_end`` has checked it."""
+        """Do nothing: ``_end`` has checked the length."""
 
 
 class LineSplitter(Splitter):
-    r"""Lines that end with ``\n``. Returns them without it."""
+    r"""Splitter for lines that end with ``\n``. It returns them without it."""
 
     def _end(self, text: bytes | bytearray, begin: int, seen: int) -> int | None:
         return text.find(b"\n", max(begin, seen)) + 1 or None

@@ -1,7 +1,7 @@
-r"""Server-sent events (WHATWG HTML, 9.2), as machines without I/O: bytes go in, events or their data come out.
+r"""Server-sent events (WHATWG HTML, 9.2), as machines without I/O: they take bytes and return events or their data.
 
 A line ends with ``\n``, ``\r\n`` or ``\r``, an event with an empty line; lines that begin with a colon are comments.
-Nothing else ends a line, such as U+2028 in a text. An event that the end of the stream cuts off is not an event.
+Other characters, such as U+2028 in a text, do not end a line. An event that the end of the stream cuts off is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tercet.protocol.splitting import Splitter
 
 EVENTS = "text/event-stream"
 DONE = b"[DONE]"
-# The log probabilities of a long prompt are one event.
+# A maximum this large is needed: the log probabilities of a long prompt are one event.
 LONGEST_EVENT = 64 * 1024 * 1024
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EVENT_ENDS = re.compile(rb"\n\n|\n\r\n?|\r\r\n?")
@@ -27,11 +27,14 @@ _ONE_LINE = re.compile(rb"data: ?([^\r\n]*)(?:\n\n|\r\n\r\n)")
 
 
 class EventTooLong(EngineError):
-    """A stream has an event that is longer than allowed."""
+    """The stream has an event that is longer than allowed."""
 
 
 class EventSplitter(Splitter):
-    """Returns each event with its end, so that they can be passed on unchanged; raises :class:`EventTooLong`."""
+    """Splitter for events.
+
+    It returns each event with its end, to be passed on unchanged; raises :class:`EventTooLong`.
+    """
 
     def __init__(self, longest: int = LONGEST_EVENT) -> None:
         super().__init__(longest)
@@ -49,20 +52,20 @@ class EventSplitter(Splitter):
         self._require_short(held)
 
     def _require_short(self, event: bytes | bytearray) -> None:
-        # Ends of lines do not count: how many of them are here depends on the chunks.
+        # Line ends do not count: their number here depends on how the stream was cut into chunks.
         if len(event) > self.longest and len(event.strip(_LINE_ENDS)) > self.longest:
             raise EventTooLong(f"an event of more than {self.longest} bytes")
 
 
 class EventReader:
-    """Returns the data of the events in a stream, without events that have none; raises :class:`EventTooLong`."""
+    """Reader of the data of events. Events without data are left out; raises :class:`EventTooLong`."""
 
     def __init__(self, longest: int = LONGEST_EVENT) -> None:
         self._events = EventSplitter(longest)
         self._is_first = True
 
     def read(self, chunk: bytes) -> list[bytes]:
-        """Return the data of the events that are complete now."""
+        """Return the data of the events that ``chunk`` completes."""
         events = self._events.split(chunk)
         if self._is_first and events:
             self._is_first = False
@@ -79,7 +82,7 @@ async def read_events(chunks: AsyncIterable[bytes], longest: int = LONGEST_EVENT
 
 
 def data_of(event: bytes) -> bytes | None:
-    """Return the ``data`` lines of an event, joined by newlines; None if it has none."""
+    """Return the ``data`` lines of an event, joined by newlines; None without such a line."""
     if found := _ONE_LINE.fullmatch(event):
         return found[1]
     said: list[bytes] = []
@@ -91,7 +94,7 @@ def data_of(event: bytes) -> bytes | None:
 
 
 def object_of(event: bytes) -> dict[str, Any]:
-    """Return the JSON object of an event; empty if it has none, such as the end of a stream."""
+    """Return the JSON object of an event; empty if its data is not one, such as at the end of a stream."""
     try:
         return msgspec.json.decode(data_of(event) or b"", type=dict[str, Any])
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""One sequence's outputs, on the way from a producer to observers and to one consumer."""
+"""The output stream of one sequence, from a producer to observers and to one consumer."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any, Protocol
 from tercet.protocol.errors import EngineError, TercetError
 from tercet.protocol.types import Output
 
-# Outputs that may wait for an iterating consumer; with more, the sequence ends.
+# Maximum number of outputs that wait for an iterating consumer; with more, the sequence fails.
 MOST_QUEUED = 64 * 1024
 
 
 class OutputObserver(Protocol):
-    """Receives every output once, in order, before the consumer. Must not raise."""
+    """An observer that receives every output once, in order, before the consumer. Its methods must not raise."""
 
     def on_start(self, stream: OutputStream) -> None:
-        """The work begins in this stream; the other calls come only after this one."""
+        """Handle the start of the work in this stream; the other methods are called only after this one."""
 
     def on_output(self, output: Output) -> None:
-        """An output arrived."""
+        """Handle an output."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """The work has ended: called once, also when the stream was closed early or its consumer was cancelled."""
+        """Handle the end of the work; called once, also after an early close or a cancelled consumer."""
 
 
 class OutputStream:
     """The outputs of one sequence. ``produce`` is called with the stream when a consumer starts, and fills it.
 
-    There is one consumer. It passes an output callback to :meth:`run`; then ``produce`` runs in the consumer's task,
-    and no task is woken up for an output (waking one costs more than all other work for a token). Or the consumer
-    iterates; then ``produce`` runs in a separate task, which ends when the ``async for`` is left early.
+    There is one consumer. Either it passes an output callback to :meth:`run`; then ``produce`` runs in the consumer's
+    task, and an output wakes up no task (that would cost more than all other work for a token). Or it iterates; then
+    ``produce`` runs in a separate task, which ends when the ``async for`` is left early.
 
     The stream is over after the first output that has a finish reason, after an error, and when ``produce`` returns.
-    After that it accepts no outputs. ``produce`` is cancelled when the consumer leaves; it has ended when
+    From then on it accepts no outputs. ``produce`` is cancelled when the consumer leaves; it has ended when
     :meth:`aclose` returns, and before an error is raised to the consumer. Another producer may continue the sequence
-    without the consumer noticing (:meth:`hand_over`), so tasks that a producer has started put nothing into the stream
-    after that producer has ended.
+    without the consumer noticing (:meth:`hand_over`), so tasks that a producer has started must not put outputs into
+    the stream after that producer has ended.
     """
 
     __slots__ = (
@@ -65,28 +65,28 @@ class OutputStream:
         self.held_back: Callable[[], object] | None = None
 
     def subscribe(self, observer: OutputObserver) -> None:
-        """Notify ``observer`` of all events from the start; observers are called in the order of their subscription."""
+        """Call ``observer`` for all events from the start; observers are called in the order of their subscription."""
         self._observers += (observer,)
 
     # ---- the producer's side ---------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
-        """Whether the stream accepts no more outputs."""
+        """True if the stream accepts no more outputs."""
         return self._over
 
     @property
     def begun(self) -> bool:
-        """Whether an output has come, since the last :meth:`hand_over` if there was one."""
+        """True if an output has arrived since the start, or since the last :meth:`hand_over`."""
         return self._begun
 
     @property
     def iterated(self) -> bool:
-        """Whether the consumer iterates: it may react to each output at once, so none should be held back."""
+        """True if the consumer iterates: it may react to each output at once, so do not hold outputs back."""
         return self._task is not None
 
     def put(self, output: Output) -> None:
-        """Pass on the next output; it is dropped if the stream is over."""
+        """Pass the next output to observers and consumer; drop it if the stream is over."""
         if self._over:
             return
         self._begun = True
@@ -127,11 +127,11 @@ class OutputStream:
             self.held_back()
 
     def hand_over(self, following: Callable[[], OutputStream]) -> bool:
-        """Let another producer continue the sequence; returns False if the stream is over already.
+        """Let another producer continue the sequence; return False if the stream is already over.
 
-        The current producer is cancelled, wherever it is. ``following`` is called once the old producer can send
-        nothing more; the producer and the observers of the stream that it returns replace those of this stream. The
-        returned stream is not used otherwise.
+        The current producer is cancelled at any point. ``following`` is called when the old producer can send no more;
+        the producer and the observers of the stream that it returns replace those of this stream. The returned stream
+        has no other use.
         """
         if self._over:
             return False
@@ -140,13 +140,13 @@ class OutputStream:
         return True
 
     async def until_over(self) -> None:
-        """Return once no more outputs are accepted: for a producer whose outputs come from elsewhere."""
+        """Wait until the stream accepts no more outputs: for a producer whose outputs come from elsewhere."""
         if not self._over:
             self._until_over = asyncio.get_running_loop().create_future()
             await self._until_over
 
     async def until_asked(self) -> None:
-        """Return once the consumer has processed all outputs and waits for more."""
+        """Wait until the consumer has processed all outputs and waits for more."""
         if self._until_consumed is not None:
             await self._until_consumed()
         while self._consume is None and not self._over and (self._queue or self._waiter is None):
@@ -166,8 +166,8 @@ class OutputStream:
     ) -> None:
         """Produce in this task until the stream is over; ``consume`` is called with each output.
 
-        Producers that can wait await ``until_consumed`` after each output. Raises what ended the stream, and what
-        ``consume`` raises, which ends the stream wherever ``produce`` is.
+        Producers that can wait await ``until_consumed`` after each output. Raises the error that ended the stream, or
+        an error of ``consume``, which ends the stream at any point of ``produce``.
         """
         if self._task is not None:  # iterated before: continue with the remaining outputs
             async for output in self:
@@ -202,7 +202,7 @@ class OutputStream:
         return self._queue.popleft()
 
     async def aclose(self) -> None:
-        """End the stream, wherever it is: the engine stops working on the sequence. Further calls do nothing."""
+        """End the stream at any point: the engine stops working on the sequence. Further calls do nothing."""
         task, was_over = self._task, self._over
         self._end()
         if task is not None and not self._stopped:
@@ -250,7 +250,10 @@ class OutputStream:
                 observer.on_end(error if goes_on else self._failure)
 
     async def _produced(self) -> BaseException | None:
-        """Run ``produce``; returns its failure. An interruption by this stream itself does not count as one."""
+        """Run ``produce`` and return its failure, or None.
+
+        An interruption by this stream itself does not count as failure.
+        """
         self._runner = runner = asyncio.current_task()
         self._interrupted = False
         cancelled_before = runner.cancelling() if runner is not None else 0
@@ -271,7 +274,7 @@ class OutputStream:
         return None if isinstance(failure, asyncio.CancelledError) else failure
 
     def _interrupt(self) -> None:
-        """Cancel ``produce`` without waiting for it; the cancellation of its task ends with it."""
+        """Cancel ``produce`` without waiting for it; the cancellation of its task is taken back when it has ended."""
         if self._runner is not None and not self._interrupted:
             self._interrupted = self._runner.cancel()
 

@@ -1,29 +1,29 @@
-"""The trace of one request, as its answer contains it: an event for each verb that was called for it."""
+"""The trace of one request, as its answer contains it: one event for each verb that was called for it."""
 
 from __future__ import annotations
 
 import msgspec
 
-# Events that are not verbs and take no time: a fallback to another way or a retry, and its reason.
+# Events that are not verbs and take no time: a fallback to another program, or a retry, with its reason.
 FALLBACK, RETRY = "fallback", "retry"
 _NO_VERBS = frozenset({FALLBACK, RETRY, "move"})
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
-    """One call of a verb. ``begin, end`` are token positions, counts are tokens, ``seconds`` runs to its end.
+    """One call of a verb. ``[begin, end)`` are token positions, counts are tokens, ``seconds`` is the duration.
 
-    For ``start_generate`` ``seconds`` is the time to its first output. A ``move`` event is not a verb. It follows the
+    For ``start_generate``, ``seconds`` is the time to its first output. A ``move`` event is not a verb. It follows the
     verbs that were called for it, and has its ``number`` among the moves of its router process, its reason, its
     result, and the seconds for which the client received no token. A ``fallback`` or ``retry`` event has the engine
     that failed, the error's ``code``, the number of tokens so far (``end``), and the ``reason``, as in "disaggregated
     -> data_parallel: decode-0 does not answer: Connection refused".
 
-    ``predicted`` stands in the first event of an engine whose pick predicted how many tokens of the prompt it has in
-    its cache; ``cached`` of the same event is what the engine found.
+    ``predicted`` is the number of prompt tokens that the pick expected in the engine's cache, in the engine's first
+    event; ``cached`` of the same event is the number that the engine found.
 
-    ``at`` is when it began, in seconds from the beginning of its sequence. ``total`` of a ``start_generate`` is how
-    long its engine generated, once that is over. ``span`` and ``parent`` are its ids in a distributed trace, if there
-    is one.
+    ``at`` is the time at which the call began, in seconds from the beginning of its sequence. ``total`` of a
+    ``start_generate`` is the time in seconds for which its engine generated, once that has ended. ``span`` and
+    ``parent`` are its ids in a distributed trace, or empty.
     """
 
     verb: str
@@ -51,11 +51,11 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
 
 
 class PickEvent(msgspec.Struct, omit_defaults=True):
-    """One pick: when (``at``), for which role and by which picker or profile (``by``), and the engine.
+    """One pick: its time (``at``), the role, the picker or profile (``by``), and the engine.
 
-    ``scores`` are the totals of the best engines, in falling order, and ``parts`` what each scorer gave the one that
-    was picked, with its weight; both are empty for picks by turns. ``predicted`` is the number of the prompt's tokens
-    that the pick believed in the engine's cache.
+    ``scores`` are the totals of the best engines, in falling order. ``parts`` are the weighted scores of the picked
+    engine by scorer. Both are empty for picks by round robin. ``predicted`` is the number of prompt tokens that the
+    pick expected in the engine's cache.
     """
 
     at: float
@@ -76,7 +76,7 @@ class VerbTrace(msgspec.Struct):
 
     @property
     def slowest_engine(self) -> str:
-        """The engine on which most of the time to the first token was spent; empty if no verb was called."""
+        """The engine that took most of the time to the first token; empty if no verb was called."""
         slowest, longest = "", -1.0
         for event in self.events:
             if event.verb not in _NO_VERBS and event.seconds > longest:
@@ -86,7 +86,7 @@ class VerbTrace(msgspec.Struct):
         return slowest
 
     def filled(self) -> TraceEvent | None:
-        """The send that filled the last reservation; None if there was none, or a fallback happened since."""
+        """Return the send that filled the last reservation; None without one, or after a fallback."""
         for event in reversed(self.events):
             if event.verb == "remote_send":
                 return event

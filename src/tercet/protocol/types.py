@@ -1,4 +1,4 @@
-"""Requests, outputs and reports."""
+"""Requests, outputs, and the reports of engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.protocol.revision import Revision, TextFingerprint
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# Finite: JSON has no infinity and no NaN, and NaN does not compare with any number.
+# Finite, because JSON lacks infinity and NaN, and NaN does not compare with any number.
 NotNegativeNumber = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -23,12 +23,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to serve, as programs see it.
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
-    ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, lower
-    case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the conversation that vLLM takes it for.
-    ``adapter`` is the name of the LoRA adapter that it asks for, None for the base model; programs can ignore it, since
-    it goes wherever the request does. ``adapter_digest`` identifies the contents of that adapter when the request came
-    (:class:`AdapterReport`): an engine with other contents refuses. Empty: any contents. ``mm_features`` are the images
-    and the like that the prompt has placeholder tokens for, in the order of the prompt; programs can ignore them, too.
+    ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, in
+    lower case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the id by which vLLM identifies a
+    conversation. ``adapter`` is the name of the requested LoRA adapter, None for the base model; programs can ignore
+    it, since the request carries it. ``adapter_digest`` identifies the contents of that adapter when the
+    request arrived (:class:`AdapterReport`): an engine with other contents refuses the request; empty means any
+    contents. ``mm_features`` are the images and other features for which the prompt has placeholder tokens, in the
+    order of the prompt; programs can ignore them, too.
     """
 
     seq_id: str
@@ -66,7 +67,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Output(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one sequence. The last output of a stream has a ``finish_reason``, no other has.
+    """New tokens of one sequence. The last output of a stream has a ``finish_reason``, the others have None.
 
     ``logprobs`` has one entry per token: the sampled token first, then the requested top ones.
     """
@@ -80,22 +81,22 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def finished(self) -> bool:
-        """Whether the sequence ends with this output."""
+        """True if the sequence ends with this output."""
         return self.finish_reason is not None
 
     @property
     def broken_off(self) -> bool:
-        """Whether the engine ended the sequence too early."""
+        """True if the engine ended the sequence too early."""
         return self.finish_reason in ("abort", "error")
 
 
 class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What ``remote_send`` did; it is returned when every byte is in place and acknowledged by every rank.
+    """Result of ``remote_send``, returned when every byte is in place and acknowledged by every rank.
 
-    ``[begin, end)`` are the token positions that the receiver now holds. ``chunks`` counts the parts that the KV went
-    in and ``bytes`` the KV in them. ``seconds`` runs from the call's arrival to the last acknowledgement. ``first`` is
-    the first output token, when the caller asked the sender to sample it. ``transport`` names what the KV really went
-    over, such as ``host`` or ``tcp``; several, between several ranks, are joined by ``+``.
+    ``[begin, end)`` are the token positions that the receiver now holds. ``chunks`` is the number of parts in which the
+    KV was sent, ``bytes`` their size. ``seconds`` runs from the call's arrival to the last acknowledgement. ``first``
+    is the first output token, if the caller asked the sender to sample it. ``transport`` names the transport that
+    carried the KV, such as ``host`` or ``tcp``; different ones of several ranks are joined by ``+``.
     """
 
     begin: int
@@ -109,9 +110,9 @@ class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Publisher of an engine's KV events: vLLM's own events about stored and dropped blocks, by ZeroMQ.
+    """Publisher of an engine's KV events: vLLM's events about stored and dropped blocks, sent by ZeroMQ.
 
-    ``endpoint`` is the publisher's address and ``replay`` the address that repeats events, if there is one; a host of
+    ``endpoint`` is the publisher's address; ``replay`` is the address that repeats events, or None. A host of
     ``0.0.0.0`` or ``[::]`` stands for the engine's host. ``epoch`` changes with each start of the engine.
     """
 
@@ -124,7 +125,7 @@ class KVEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdapterReport(msgspec.Struct, frozen=True):
     """A LoRA adapter that an engine serves: its ``name``, and the path of its files.
 
-    ``digest`` identifies its config and weights: two engines that report different digests for a name do not take each
+    ``digest`` identifies its config and weights: two engines that report different digests for one name do not use each
     other's KV.
     """
 
@@ -136,24 +137,24 @@ class AdapterReport(msgspec.Struct, frozen=True):
         """Raise :class:`~tercet.protocol.UnknownAdapter` if another digest is required; empty means any digest."""
         if digest and digest != self.digest:
             raise UnknownAdapter(
-                f"adapter: {self.name!r} has the digest {self.digest} here, and the request needs digest {digest}",
+                f"adapter: {self.name!r} has the digest {self.digest} here, but the request requires {digest}",
                 "adapter",
             )
 
 
 Paused = Literal["", "new", "all"]
-"""Which sequences an engine does not advance: none, those that have not begun, or all, as while its weights change."""
+"""Sequences that an engine does not advance: none, those that have not begun, or all (for example during an update)."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's state: identity, load, and blocks that it holds for others.
+    """State of one engine: identity, load, and the blocks that it holds for others.
 
     ``free_blocks`` counts blocks that can be allocated now, cached but unused ones included. ``kv_events`` is None for
     an engine that publishes none. ``incarnation`` changes with each start, and calls may be addressed to it;
-    ``fingerprint`` identifies the model's config and weights, ``dtype`` is that of its KV, and ``model_dtype`` that in
-    which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its tokenizer
-    and chat template, ``layout`` is that of its KV, None if not reported. ``max_adapters`` is the number of LoRA
-    adapters that one step may serve, 0 if it serves none; ``adapters`` are those that it has. ``paused`` as in
+    ``fingerprint`` identifies the model's config and weights. ``dtype`` is the type of its KV, ``model_dtype`` the type
+    in which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its
+    tokenizer and chat template, ``layout`` is that of its KV, None if not reported. ``max_adapters`` is the number of
+    LoRA adapters that one step may serve, 0 if it serves none; ``adapters`` are those that it has. ``paused`` as in
     :class:`EngineLoad`.
     """
 
@@ -185,17 +186,17 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def revision(self) -> Revision:
-        """What it is an instance of."""
+        """Versions and fingerprints of the engine."""
         return Revision(self.version, self.vllm_version, self.fingerprint, self.text, self.layout)
 
 
 class SequenceReport(msgspec.Struct, frozen=True):
-    """One sequence that an engine generates, as the engine knows it.
+    """One sequence that an engine generates, as the engine reports it.
 
     ``seq_id`` is its caller's name for it. ``tokens`` counts prompt and output so far, ``blocks`` the KV blocks that it
-    holds there. It is ``running`` unless it waits in the engine's queue, where preempted ones wait, too. ``age`` is in
-    seconds since it arrived there. ``router`` is the address of the router that receives its tokens by stream; empty
-    if it was requested over plain HTTP.
+    holds there. ``running`` is False while it waits in the engine's queue, also after a preemption. ``age`` is in
+    seconds since it arrived there. ``router`` is the address of the router that receives its tokens by stream; empty if
+    it was requested over plain HTTP.
     """
 
     seq_id: str
@@ -207,7 +208,7 @@ class SequenceReport(msgspec.Struct, frozen=True):
 
 
 class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
-    """Proposal to move a sequence to the engine named ``destination``; ``reason`` says why.
+    """Proposal to move a sequence to the engine ``destination``, for the given ``reason``.
 
     ``seq_id`` is its id on the engine that generates it. Only the router that runs the sequence can move it.
     """
@@ -218,9 +219,9 @@ class MoveProposal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The LoRA adapters of an engine: which its sequences use, in its batch (``running``) and in its queue.
+    """The LoRA adapters that an engine's sequences use: in its batch (``running``) and in its queue (``waiting``).
 
-    One step serves ``max`` of them at most. This is vLLM's ``vllm:lora_requests_info``. ``stamp`` changes when the
+    One step serves at most ``max`` of them. This is vLLM's ``vllm:lora_requests_info``. ``stamp`` changes when the
     engine's adapters change; its status then lists them.
     """
 
@@ -231,13 +232,13 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How busy an engine is.
+    """Load of an engine.
 
     ``waiting`` and ``running`` count requests, ``tokens`` those that the engine still has to process, ``kv_usage`` is
     the share (0 to 1) of the KV cache in use, ``step_time`` the seconds of recent steps. None means not reported.
     ``stalled_s`` is the number of seconds since the last progress of its slowest process (core, workers, agents). An
     engine that is ``stopping`` ends when it is empty, or soon: its sequences must move elsewhere. ``adapters`` is None
-    for an engine that serves none. ``paused`` says which sequences get no tokens until its operator resumes it.
+    for an engine that serves none. ``paused`` names the sequences that get no tokens until its operator resumes it.
     """
 
     waiting: Count

@@ -4,9 +4,9 @@ Fields with default values are left out: an engine of an earlier version, which 
 not need it.
 
 ``prompt`` is a list of token ids, or text that the engine tokenises. ``sampling_params`` hold vLLM's ``SamplingParams``
-by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. An engine whose adapter of
-that name has another digest than ``adapter_digest`` refuses. ``mm_features`` are the images and the like that the
-prompt has placeholder tokens for; without their data where nothing is computed.
+by field name. ``adapter`` names a LoRA adapter that the engine has; None is the base model. An engine refuses a call if
+its adapter of that name has another digest than ``adapter_digest``. ``mm_features`` are the images and other features
+for which the prompt has placeholder tokens, without their data in calls that compute nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tercet.protocol.roles import Role
 
 API_PREFIX = "/tercet/v1"
 JSON, MSGPACK = "application/json", "application/msgpack"
-# The range that vLLM's arrays and its tokenizers accept.
+# Range of token ids that vLLM's arrays and its tokenizers accept.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-# The range that vLLM's own messages can carry.
+# Range of priorities that vLLM's own messages can carry.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[str, msgspec.Meta(max_length=256)]
@@ -64,8 +64,8 @@ class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/remote_send``; the answer is a :class:`~tercet.protocol.types.Sent`.
 
-    With ``sample`` the first output token is sampled here and comes with the answer. Which rank writes to which of the
-    receiver's follows from the two layouts.
+    With ``sample`` the first output token is sampled here and comes with the answer. The two layouts determine which
+    rank writes to which rank of the receiver.
     """
 
     prompt: Prompt
@@ -83,17 +83,14 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RouterAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Address of a router for token streams (``host:port``), and the ``key`` that it accepts.
-
-    The key is for this engine only.
-    """
+    """Address of a router for token streams (``host:port``), and the ``key`` that it accepts from this engine only."""
 
     address: Name
     key: Name
 
 
 class StreamDestination(RouterAddress, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Destination of one sequence's outputs: the router's ``number`` for it, which is never used again."""
+    """Destination of one sequence's outputs: ``number`` is the router's number for it, which is never used again."""
 
     number: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -107,8 +104,8 @@ class ConnectCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
-    With ``stream`` it is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With a
-    ``router`` the answer is ``{"accepted": true}``, and the outputs go to it (:mod:`tercet.wire.streams`).
+    With ``stream`` the answer is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With
+    a ``router`` the answer is ``{"accepted": true}``, and the router receives the outputs (:mod:`tercet.wire.streams`).
     """
 
     prompt: Prompt
@@ -126,7 +123,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/abort``: end whatever this engine does for ``seq_id``."""
+    """Body of ``POST /tercet/v1/abort``: end all work of this engine for ``seq_id``."""
 
     seq_id: Name
 
@@ -134,7 +131,7 @@ class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MoveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/sequences/{seq_id}/move``: the ``destination`` is an engine's name in its fleet.
 
-    A router moves what it runs; an engine passes the proposal on to the router that has the sequence.
+    A router moves a sequence that it runs; an engine passes the proposal on to the router that has the sequence.
     """
 
     destination: Name
@@ -142,7 +139,7 @@ class MoveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ReleaseCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/release``: end a lease; what arrived under it stays as prefix cache."""
+    """Body of ``POST /tercet/v1/release``: end a lease; KV received under it stays as prefix cache."""
 
     lease: Name
 
@@ -167,9 +164,9 @@ class ReplaceAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class JoinCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``PUT /tercet/v1/members/{name}``: an engine at ``url`` is, or stays, a member of the router's fleet.
+    """Body of ``PUT /tercet/v1/members/{name}``: an engine at ``url`` joins the router's fleet, or stays in it.
 
-    ``uid`` differs for each start of the engine. ``leaving``: nothing new begins there, and what runs there moves.
+    ``uid`` differs for each start of the engine. ``leaving``: the engine gets no new sequences, and running ones move.
     """
 
     url: Annotated[str, msgspec.Meta(max_length=2048)]
@@ -179,13 +176,13 @@ class JoinCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Answer to a :class:`JoinCall`: the sequences that run on the engine, by all processes of the router."""
+    """Answer to a :class:`JoinCall`: the number of sequences that all processes of the router run on the engine."""
 
     in_flight: int
 
 
 MEMBERS = "/members/"
-"""Path of members below ``/tercet/v1``; the fleet's secret opens it, and no other key."""
+"""Path of members below ``/tercet/v1``. Only the fleet's secret opens it."""
 
 
 C = TypeVar("C")
@@ -197,7 +194,7 @@ def require_incarnation(named: str | None, own: str) -> None:
     """Raise :class:`~tercet.protocol.errors.Conflict` if a call names another incarnation than the engine's ``own``."""
     if named is not None and named != own:
         raise Conflict(
-            f"the call is for an earlier start of this engine: its incarnation is now {own}",
+            f"the call is for an earlier start of this engine, whose incarnation is now {own}",
             INCARNATION_HEADER,
         )
 
@@ -231,11 +228,11 @@ def decode_call(body: bytes, kind: type[C], content_type: str = JSON) -> C:
 
 
 def large_field_of(call: msgspec.Struct) -> str:
-    """The field that makes a call large."""
+    """Return the name of the field that makes a call large."""
     return "mm_features" if getattr(call, "mm_features", ()) else "prompt"
 
 
 def field_of(error: Exception) -> str | None:
-    """The field that one of the ``UNREADABLE`` errors names, if it names one."""
+    """Return the field that one of the ``UNREADABLE`` errors names, or None."""
     found = _FIELD.search(str(error)) or _PATH.search(str(error))
     return found.group(1) if found and found.group(1) else None

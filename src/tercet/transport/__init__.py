@@ -1,11 +1,11 @@
-"""Moves KV between engines: from one rank's KV cache straight into another's reserved blocks.
+"""Movement of KV between engines, from one rank's KV cache directly into reserved blocks of another rank.
 
-Three concepts. The *agent* (:mod:`.agent`) is the process that moves one rank's KV, next to the worker that computes
-it. The *transport* (:class:`RankTransport`) is that of one rank, in both directions. A *peer* (:mod:`.peer`) is a
-receiver as its sender sees it. Receivers read: a sender describes where its blocks are, and a receiver copies them into
-blocks that it has reserved under a lease, by one of the :mod:`.backends`. Decisions are state machines without I/O
-(:mod:`.grants`: what may be written where; :mod:`.inbound`: a sender's messages), with thin layers of sockets and
-threads around them.
+The room has three concepts. The *agent* (:mod:`.agent`) is the process that moves one rank's KV, next to the worker
+that computes it. The *transport* (:class:`RankTransport`) belongs to one rank and works in both directions. A *peer*
+(:mod:`.peer`) is a receiver as its sender sees it. Receivers read: a sender describes where its blocks are, and a
+receiver copies them into blocks that it has reserved under a lease, by one of the :mod:`.backends`. Decisions are state
+machines without I/O (:mod:`.grants`: which blocks may be written; :mod:`.inbound`: a sender's messages), with thin
+layers of sockets and threads around them.
 """
 
 from tercet.transport.agent.agent import AgentSetup

@@ -1,8 +1,8 @@
-"""Blocks of another size: the new places of their tokens, and the copy.
+"""Conversion between block sizes: the new places of tokens, and the copy.
 
-A token range is cut at block boundaries, those of the sender and those of the receiver. Inside a block, each head has
-its keys, then its values. Keys lie by dimension, a run of tokens for each; values lie by token. That is the layout of
-vLLM's portable CPU kernels; with kernels that group tokens otherwise, blocks of another size are refused.
+A token range is cut at the block boundaries of the sender and of the receiver. Inside a block, each head has its keys,
+then its values. Keys lie by dimension, a run of tokens for each; values lie by token. This is the layout of vLLM's
+portable CPU kernels; if kernels group tokens otherwise, blocks of another size are refused.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ class BlockShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """Size of the block in bytes, keys and values together."""
         return 2 * self.heads * self.head_size * self.tokens * self.item_bytes
 
     def require_sane(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for impossible values."""
         if min(self.tokens, self.heads, self.head_size) < 1 or self.item_bytes not in (1, 2, 4, 8):
-            raise BadRequest(f"a block of {self.tokens} tokens, {self.heads} heads of {self.head_size} is not possible")
+            raise BadRequest(
+                f"a block cannot have {self.tokens} tokens and {self.heads} heads of {self.head_size} items"
+            )
 
 
 class Move(NamedTuple):
-    """``tokens`` tokens of the sender's slot, from ``source`` on, go to the receiver's block, from ``target`` on."""
+    """Copy of ``tokens`` tokens: from ``source`` on in the sender's slot, to ``target`` on in the receiver's block."""
 
     slot: int
     source: int
@@ -46,14 +48,14 @@ class Move(NamedTuple):
 
 
 def first_token(begin: int, tokens: int) -> int:
-    """The first token of a sender's slot 0, for a reservation that begins at ``begin``, with blocks of ``tokens``."""
+    """Return the first token of a sender's slot 0, for a reservation from ``begin`` on and blocks of ``tokens``."""
     return begin // tokens * tokens
 
 
 def moves(slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], receiver_tokens: int) -> list[Move]:
-    """Moves of the tokens in a sender's slots into a reservation whose ``blocks`` hold the tokens from ``begin`` on.
+    """Return the moves of the tokens in a sender's slots into ``blocks``, which hold the tokens from ``begin`` on.
 
-    Tokens before ``begin``, and after the last block, are left out: they do not belong to the lease.
+    Tokens before ``begin`` and after the last block do not belong to the lease and are left out.
     """
     found: list[Move] = []
     origin, end = first_token(begin, sender_tokens), begin + len(blocks) * receiver_tokens
@@ -73,7 +75,7 @@ def place(
 ) -> None:
     """Copy one move's tokens of ``heads`` heads.
 
-    ``source`` and ``target`` are those heads' parts of a sender's and of a receiver's block.
+    ``source`` and ``target`` are these heads' parts of the sender's and of the receiver's block.
     """
     item = np.dtype(f"u{sender.item_bytes}")
     theirs = np.frombuffer(source, item).reshape(heads, 2, -1)

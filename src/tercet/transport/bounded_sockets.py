@@ -1,4 +1,4 @@
-"""ZeroMQ sockets with a message size limit: larger messages are dropped, and their connection is closed."""
+"""ZeroMQ sockets with a limit of message size: a larger message is dropped, and its connection is closed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any, TypeVar
 import zmq
 
 LONGEST_MESSAGE = 16 * 1024 * 1024
-"""Bytes. Calls of agents, and the KV events of one engine step, have a hundredth of that."""
+"""Maximum size of a message part, in bytes.
+
+Calls of agents, and KV events of one engine step, take a hundredth of it.
+"""
 LOOPBACK = "127.0.0.1"
 S = TypeVar("S")
 
 
 def bounded(socket: S, longest: int = LONGEST_MESSAGE) -> S:
-    """Limit the parts of messages that ``socket`` accepts; call this before it is bound or connected."""
+    """Limit the message parts that ``socket`` accepts to ``longest`` bytes; call this before bind or connect."""
     options: Any = socket
     options.setsockopt(zmq.MAXMSGSIZE, longest)
     return socket
 
 
 def bind_somewhere(socket: Any, host: str) -> str:
-    """Bind to a port of ``host``, an IP address, that the system chooses; returns the address to connect to."""
+    """Bind to a port of ``host``, an IP address; the system chooses the port. Return the address to connect to."""
     at = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
     with_ipv6(socket, at)
     return f"{at}:{socket.bind_to_random_port(at)}"

@@ -1,13 +1,13 @@
 """Write permissions: the receiver's side of leases, as a state machine without I/O.
 
-The central invariant: once :meth:`GrantTable.revoke` has returned, no byte is written under that lease. A writing
+The central invariant: after :meth:`GrantTable.revoke` has returned, no byte is written under that lease. A writing
 thread is inside :meth:`GrantTable.write`, never waits for a peer there for more than a few milliseconds, and the
 revocation waits for it.
 
-This is the transport's only record of leases: what is granted, and what of each send has arrived. A lease is for
+This is the transport's only record of leases: the granted blocks, and the arrived parts of each send. A lease is for
 certain tokens, and a send begins with the content of its KV (:meth:`GrantTable.begin`): other content is refused before
 a byte of it is written. Its end and its chunks may arrive in any order. It is complete once every block of every layer
-of its range is in place, and refused once all chunks are here and something is missing. Blocks that arrived in every
+of its range is in place, and refused if all chunks have arrived and a block is missing. Blocks that arrived in every
 layer are valid even if their send never ends. KV that is valid from the lease's beginning on, in whole blocks, may be
 in use as prefix cache, and is not written again (:meth:`GrantTable.in_place`).
 """
@@ -38,16 +38,16 @@ T = TypeVar("T")
 REMEMBERED_ENDED = 4096
 MAX_PARTS = 1024
 MAX_SENDS = 64  # under one lease at a time
-# Interval of a lease's reports while sends into it continue.
+# Minimum interval, in seconds, between a lease's reports while sends into it continue.
 REPORT_SECONDS = 0.25
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Blocks that a peer may write under ``lease``.
+    """Permission for a peer to write certain blocks under ``lease``.
 
     ``blocks`` has the blocks of each group of layers: in one group, block i, at slot i, holds the tokens from ``begin +
     i * block_size`` on. ``begin`` is a multiple of ``block_size``, and the slots reach to ``end``. A group has
-    :data:`NOWHERE` for a slot that its layers do not look back at: nothing is written or required there. ``tokens`` are
+    :data:`NOWHERE` for a slot at which its layers do not look back: no KV is written or required there. ``tokens`` are
     the first ``end`` tokens of the lease's sequence, in the form of :func:`~tercet.protocol.packed`, and ``salt`` is
     their cache salt.
     """
@@ -63,10 +63,11 @@ class Grant(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Receive:
-    """One send under a lease, of the first ``limit`` tokens, which fills some ``planes``.
+    """One send of the first ``limit`` tokens under a lease; it fills some ``planes``.
 
-    ``arrived`` tells what has arrived, by layer and slot, in one part (``part`` of ``parts``) of blocks of ``unit``
-    tokens; ``ended`` is the send's end message once it has arrived. ``trace`` is there for a traced sender.
+    ``arrived`` is True for each layer and slot that has arrived, in one part (``part`` of ``parts``) of blocks of
+    ``unit`` tokens; ``ended`` is the send's end message, None before it arrives. ``trace`` is None unless the sender is
+    traced.
     """
 
     limit: int
@@ -78,7 +79,7 @@ class _Receive:
     trace: ReceiveTrace | None = None
 
 
-# The sender, and its number for the send.
+# The sender's session, and its number for the send.
 SendKey = tuple[str, int]
 
 
@@ -95,7 +96,7 @@ class _Lease:
 class GrantTable:
     """All open grants of one rank; ``groups`` has the number of layers of each group. Thread-safe.
 
-    ``on_receive_end`` hears of the receives of traced senders, under the table's lock: it never waits.
+    ``on_receive_end`` is called for each receive of a traced sender, under the table's lock: it must not wait.
     """
 
     def __init__(self, *groups: int, on_receive_end: OnReceiveEnd = lambda _: None) -> None:
@@ -115,16 +116,16 @@ class GrantTable:
         opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64), Validity(grant.begin, self._num_layers))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
-                raise Conflict(f"lease {grant.lease} was granted before", "lease")
+                raise Conflict(f"lease {grant.lease} has already been granted", "lease")
             self._open[grant.lease] = opened
 
     def extend(self, grant: Grant) -> None:
         """Extend a lease: more tokens of its sequence, and more blocks after its blocks.
 
-        Some may already be closed: superseded state blocks are not needed but still belong to the lease.
+        Some of its blocks may already be closed: superseded state blocks are not needed but still belong to the lease.
 
         Raises :class:`~tercet.protocol.LeaseEnded`, or :class:`~tercet.protocol.BadRequest` for anything that is not
-        the same lease with more; the lease is unchanged then.
+        the same lease with more tokens and blocks; the lease is then unchanged.
         """
         self._require_whole(grant)
         with self._changed:
@@ -136,11 +137,11 @@ class GrantTable:
                 and grant.tokens.startswith(old.tokens)
             )
             if not continues:
-                raise BadRequest(f"lease {grant.lease} is for other tokens or blocks than its extension")
+                raise BadRequest(f"lease {grant.lease} cannot be extended: the extension has other tokens or blocks")
             opened.grant, opened.numbers = grant, np.array(grant.blocks, dtype=np.int64)
 
     def begin(self, send: SendKey, begun: SendBegin) -> None:
-        """Accept a send if its KV is of the lease's tokens.
+        """Accept a send if its KV is that of the lease's tokens.
 
         Raises :class:`~tercet.protocol.Conflict` for other KV, :class:`~tercet.protocol.LeaseEnded` or
         :class:`~tercet.protocol.BadRequest`.
@@ -151,9 +152,9 @@ class GrantTable:
             if not grant.begin < limit <= grant.end:
                 raise BadRequest(f"KV up to token {limit} is outside the lease's [{grant.begin}, {grant.end})")
             if send in opened.sends:
-                raise BadRequest("a send must begin once only")
+                raise BadRequest("a send must begin only once")
             if len(opened.sends) >= MAX_SENDS:
-                raise BadRequest(f"a lease takes {MAX_SENDS} sends at a time")
+                raise BadRequest(f"lease: has {len(opened.sends)} sends already; at most {MAX_SENDS} may run at once")
             if content_of(grant.tokens, grant.salt, limit) != begun.content:
                 raise Conflict(
                     f"the KV is of other tokens, or under another cache salt, than those of lease {grant.lease}: "
@@ -164,12 +165,12 @@ class GrantTable:
             opened.sends[send] = _Receive(limit, self._planes_of(begun), _NOTHING, trace=trace)
 
     def content(self, lease: str, end: int) -> Content | None:
-        """The content of a lease's first ``end`` tokens; None if the lease has ended."""
+        """Return the content of a lease's first ``end`` tokens; None if the lease has ended."""
         opened = self._open.get(lease)
         return None if opened is None else content_of(opened.grant.tokens, opened.grant.salt, end)
 
     def in_place(self, send: SendKey, lease: str) -> int:
-        """Number of the lease's first blocks that are valid and not written again; it never decreases.
+        """Return the number of the lease's first blocks that are valid and not written again; it never decreases.
 
         ``send`` must have begun. Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
@@ -179,7 +180,7 @@ class GrantTable:
             return _blocks_in_place(opened)
 
     def locate(self, chunk: ReadDescriptors, in_place: int = 0) -> Numbers:
-        """The blocks of a chunk, in slot order; :data:`NOWHERE` for those that are ``in_place``.
+        """Return the blocks of a chunk, in slot order; :data:`NOWHERE` for the lease's first ``in_place`` blocks.
 
         Raises :class:`~tercet.protocol.LeaseEnded` or :class:`~tercet.protocol.BadRequest`.
         """
@@ -187,14 +188,19 @@ class GrantTable:
         group = next(at for at, planes in enumerate(self._groups) if chunk.layer in planes)
         found = opened.numbers[group, chunk.begin : chunk.end]
         if chunk.layer + chunk.layers > self._groups[group].stop or (found < 0).any():
-            raise BadRequest(f"slots [{chunk.begin}, {chunk.end}) have no blocks for layer {chunk.layer} and its next")
+            raise BadRequest(
+                f"slots [{chunk.begin}, {chunk.end}) have no blocks for layer {chunk.layer} and the next ones"
+            )
         if in_place > chunk.begin:
             found = found.copy()
             found[: in_place - chunk.begin] = NOWHERE
         return found
 
     def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[Move]:
-        """As :meth:`locate`, for a sender whose blocks have another size; without those ``in_place``."""
+        """Return the moves of a chunk whose sender has another block size, without the first ``in_place`` blocks.
+
+        Raises the errors of :meth:`locate`.
+        """
         grant, slots = self._open_for(chunk).grant, range(chunk.begin, chunk.end)
         (blocks,) = grant.blocks
         found = moves(slots, chunk.unit, grant.begin, blocks, grant.block_size)
@@ -216,9 +222,10 @@ class GrantTable:
         return opened
 
     def write(self, lease: str, step: Callable[[], T]) -> T:
-        """Run ``step``, which may write the lease's blocks: a revocation waits for it. Returns its result.
+        """Run ``step``, which may write the lease's blocks, and return its result; a revocation waits for it.
 
-        Raises :class:`~tercet.protocol.LeaseEnded` instead if the lease has ended. A step never waits long for a peer.
+        Raises :class:`~tercet.protocol.LeaseEnded` instead if the lease has ended. A step must not wait long for a
+        peer.
         """
         with self._changed:
             opened = self._find(lease)
@@ -235,7 +242,7 @@ class GrantTable:
         """Mark a chunk's target as invalid until its send is in place; :meth:`locate` has accepted the chunk.
 
         Call this before the first byte is written. The lease's first ``in_place`` blocks are left out. Raises
-        :class:`~tercet.protocol.TransferFailed` if more blocks are in place by now, and
+        :class:`~tercet.protocol.TransferFailed` if more blocks are in place now, and
         :class:`~tercet.protocol.LeaseEnded`.
         """
         with self._changed:
@@ -248,17 +255,17 @@ class GrantTable:
             if gone[0] >= gone[1]:
                 return
             if gone[0] < kept:
-                raise TransferFailed(f"KV up to token {kept} came from another sender, and is not overwritten")
+                raise TransferFailed(f"KV up to token {kept} has arrived from another sender, and is not overwritten")
             planes = range(chunk.layer, chunk.layer + chunk.layers)
             opened.valid.remove(chunk.part, chunk.parts, planes, gone)
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
-        """Record that a chunk, which :meth:`locate` has accepted, is in place; returns as :meth:`ended` does."""
+        """Record that a chunk, which :meth:`locate` has accepted, is in place; return the result of :meth:`ended`."""
         with self._changed:
             opened = self._find(chunk.lease)
             found = self._receive_of(opened, send, chunk)
             if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*found.planes.tolist()}:
-                raise BadRequest("a send must fill the planes of its begin message only")
+                raise BadRequest("a send must fill only the planes of its begin message")
             found.chunks += 1
             if found.trace is not None:
                 found.trace.bytes += chunk.nbytes
@@ -266,10 +273,10 @@ class GrantTable:
             return self._settle(opened, send, found)
 
     def ended(self, send: SendKey, end: SendEnd) -> int | None:
-        """Record a send's end message; its ``begin`` counts from its block's start.
+        """Record a send's end message; its ``begin`` is rounded down to a block's start.
 
-        Returns the lease's valid end once everything is in place, ``None`` while chunks are missing. Raises
-        :class:`~tercet.protocol.TransferFailed` if one is missing for good; nothing becomes valid then.
+        Return the lease's valid end once all chunks are in place, None while some are missing. Raises
+        :class:`~tercet.protocol.TransferFailed` if a chunk will never arrive; the send's KV is then not valid.
         """
         with self._changed:
             opened = self._find(end.lease)
@@ -278,14 +285,14 @@ class GrantTable:
                 raise BadRequest(f"[{end.begin}, {end.end}) is outside the lease's [{grant.begin}, {grant.end})")
             found = self._receive_of(opened, send, end)
             if end.end > found.limit:
-                raise BadRequest(f"a send of the first {found.limit} tokens does not end at {end.end}")
+                raise BadRequest(f"a send of the first {found.limit} tokens cannot end at token {end.end}")
             if found.ended is not None:
-                raise BadRequest("a send must end once only")
+                raise BadRequest("a send must end only once")
             found.ended = end
             return self._settle(opened, send, found)
 
     def forget(self, lease: str, send: SendKey, error: TercetError) -> None:
-        """Forget a send that an error ended; its part that arrived in every layer is valid."""
+        """Forget a send that an error ended; the part of it that arrived in every layer is valid."""
         with self._changed:
             opened = self._open.get(lease)
             found = None if opened is None else opened.sends.pop(send, None)
@@ -294,14 +301,14 @@ class GrantTable:
                 self._tell_end(found, error)
 
     def forget_sender(self, sender: str) -> list[tuple[str, int]]:
-        """As :meth:`forget`, for a lost sender; returns lease and valid end of each incomplete send."""
+        """Forget the sends of a lost sender; return the lease and valid end of each incomplete send."""
         with self._changed:
             lost = [(opened, key) for opened in self._open.values() for key in opened.sends if key[0] == sender]
             half_way = [opened for opened, key in lost if self._lose(opened, opened.sends.pop(key))]
             return [(opened.grant.lease, opened.valid.end) for opened in half_way]
 
     def progress(self, lease: str, now: float) -> int | None:
-        """How far an open lease's KV is valid, if it was not reported for :data:`REPORT_SECONDS`."""
+        """Return the end of an open lease's valid KV, or None if reported less than :data:`REPORT_SECONDS` ago."""
         with self._changed:
             opened = self._open.get(lease)
             if opened is None or now < opened.reported_at + REPORT_SECONDS:
@@ -318,9 +325,9 @@ class GrantTable:
             return sum(found.kind is not None for opened in self._open.values() for found in opened.sends.values())
 
     def revoke(self, lease: str) -> int | None:
-        """End a lease; returns the end of the contiguous valid KV (``grant.begin`` if there is none).
+        """End a lease; return the end of its contiguous valid KV, ``grant.begin`` if it has none.
 
-        ``None`` means that it was not open; it cannot be granted later either.
+        None means that the lease was not open; it cannot be granted later either.
         """
         with self._changed:
             opened = self._open.pop(lease, None)
@@ -332,7 +339,7 @@ class GrantTable:
             self._changed.wait_for(lambda: not opened.writers)
             for found in opened.sends.values():
                 self._keep(opened, found)
-                self._tell_end(found, LeaseEnded("the lease ended while KV arrived"))
+                self._tell_end(found, LeaseEnded("the lease ended before all KV had arrived"))
             return opened.valid.end
 
     def _find(self, lease: str) -> _Lease:
@@ -345,7 +352,7 @@ class GrantTable:
     def _receive_of(self, opened: _Lease, send: SendKey, message: ReadDescriptors | SendEnd) -> _Receive:
         found, kind = _begun(opened, send), (message.part, message.parts, message.unit)
         if found.kind not in (None, kind) or not 0 <= message.part < message.parts <= MAX_PARTS:
-            raise BadRequest("a send must fill one part of the blocks, always the same")
+            raise BadRequest("a send must always fill the same part of the blocks")
         slots = _num_slots(opened.grant, message.unit)
         if slots > found.arrived.shape[1]:  # the first chunk of the send, or the lease was extended
             arrived = self._unneeded(opened, slots, found.planes, message.unit)
@@ -356,16 +363,16 @@ class GrantTable:
         return found
 
     def _planes_of(self, begun: SendBegin) -> NDArray[np.int64]:
-        """The planes that a send declares to fill: all, or some ranges."""
+        """Return the planes that a send declares to fill: all, or some ranges."""
         if any(not 0 <= first < stop <= self._num_layers for first, stop in begun.planes):
-            raise BadRequest(f"a send fills planes {begun.planes!r:.80}, and there are {self._num_layers}")
+            raise BadRequest(f"a send fills planes {begun.planes!r:.80}, but this rank has {self._num_layers} planes")
         some = [range(*each) for each in begun.planes] or [range(self._num_layers)]
         return np.unique(np.concatenate(some))
 
     def _unneeded(self, opened: _Lease, slots: int, wanted: NDArray[np.int64], unit: int) -> NDArray[np.bool_]:
-        """What a send that fills the planes ``wanted`` need not send, by layer and slot.
+        """Return True for each layer and slot that a send filling the planes ``wanted`` need not send.
 
-        That is what other planes have, and slots without a block here; blocks of another size are all needed.
+        Those are all other planes, and slots without a block here; blocks of another size are all needed.
         """
         found = np.ones((self._num_layers, slots), dtype=np.bool_)
         found[wanted] = False
@@ -380,14 +387,18 @@ class GrantTable:
             counts = ", ".join(str(len(blocks)) for blocks in grant.blocks)
             raise BadRequest(f"blocks: {counts} do not hold [{grant.begin}, {grant.end})", "blocks")
         if len(grant.blocks) != len(self._groups):
-            raise BadRequest(f"blocks: of {len(grant.blocks)} groups, and there are {len(self._groups)}", "blocks")
+            raise BadRequest(
+                f"blocks: has {len(grant.blocks)} groups, but this rank has {len(self._groups)} groups", "blocks"
+            )
         if len(grant.tokens) != grant.end * TOKEN_BYTES:
-            raise BadRequest(f"tokens: {len(grant.tokens)} bytes are not {grant.end} tokens", "tokens")
+            raise BadRequest(
+                f"tokens: has {len(grant.tokens)} bytes; {grant.end} tokens need {grant.end * TOKEN_BYTES}", "tokens"
+            )
 
     def _keep(self, opened: _Lease, found: _Receive) -> bool:
-        """Make valid what has arrived of a send in every layer: a sender describes only complete blocks.
+        """Mark the slots of a send that have arrived in every layer as valid: a sender describes only complete blocks.
 
-        Returns whether anything has arrived.
+        Return True if any chunk has arrived.
         """
         if found.kind is None:
             return False
@@ -405,7 +416,7 @@ class GrantTable:
         return True
 
     def _lose(self, opened: _Lease, found: _Receive) -> bool:
-        """As :meth:`_keep`, for a send whose sender was lost."""
+        """Keep the arrived part of a send whose sender was lost; return the result of :meth:`_keep`."""
         self._tell_end(found, TransferFailed("the sender closed the connection"))
         return self._keep(opened, found)
 
@@ -457,7 +468,7 @@ def _blocks_in_place(opened: _Lease) -> int:
 
 
 def _num_slots(grant: Grant, unit: int) -> int:
-    """How many of a sender's slots, of ``unit`` tokens each, a grant's blocks touch."""
+    """Return the number of a sender's slots, of ``unit`` tokens each, that a grant's blocks touch."""
     unit = unit or grant.block_size
     end = grant.begin + len(grant.blocks[0]) * grant.block_size
     return -(-(end - first_token(grant.begin, unit)) // unit)

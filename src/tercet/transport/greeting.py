@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def greet(
     rank: LocalRank, challenge: Challenge, session: str, stream: int, offers: dict[str, bytes], word: int
 ) -> Greeting:
-    """Prove our identity; the session's first connection also offers ways to read our memory (``offers``).
+    """Return a greeting that proves our identity; in a session's first one, ``offers`` has ways to read our memory.
 
     ``word`` is the number of a generation word that is set.
     """
@@ -40,7 +40,7 @@ def greet(
 
 
 def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
-    """The receiver's choice; raises :class:`ProtocolViolation` if the receiver does not belong to the fleet."""
+    """Return the receiver's choice; raise :class:`ProtocolViolation` if the receiver does not belong to the fleet."""
     said = challenge.nonce, greeting.nonce, greeting.session
     known = secrets_of(rank.settings.secret) or ("",)
     if not any(secrets.compare_digest(proof_of("receiver", each, *said), welcome.proof) for each in known):
@@ -54,9 +54,9 @@ def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: W
 
 
 class Agreement(NamedTuple):
-    """What a receiver knows of a sender: its session, its region, and how to read it.
+    """A receiver's record of a sender: its session, its region, and the reader for it.
 
-    ``block`` is set if the sender's blocks have another size than ours.
+    ``block`` is None unless the sender's blocks have another size than ours.
     """
 
     session: str
@@ -75,7 +75,10 @@ def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> N
 
 
 def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> str | None:
-    """The secret that a sender has proved (there are two during a rotation); empty if there are none."""
+    """Return the secret that a sender has proved; empty without secrets, None if the proof is wrong.
+
+    During a rotation there are two secrets.
+    """
     said = challenge.nonce, greeting.nonce, greeting.session
     known = secrets_of(rank.settings.secret) or ("",)
     fits = [each for each in known if secrets.compare_digest(proof_of("sender", each, *said), greeting.proof)]
@@ -83,22 +86,22 @@ def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) ->
 
 
 def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int | None) -> Agreement:
-    """Choose how KV is read from a sender, which passed a descriptor of its ``memory``, or None.
+    """Choose how to read KV of a sender, which passed a descriptor of its ``memory``, or None.
 
     Raises :class:`ProtocolViolation` if no common transport works.
     """
     if greeting.shape is None:
-        raise ProtocolViolation("the sender does not describe its region")
+        raise ProtocolViolation("the sender's greeting does not describe its region")
     block = _other_block(rank.block, greeting.block)
     try:
         greeting.shape.require_sane()
         order = rearranged(greeting.shape.order, rank.region.shape.order)
         if order is not None and rank.staged is None:
-            raise TransferFailed("layout: the items of the sender's blocks lie in another order")
+            raise TransferFailed("layout: the items of the sender's blocks have another order")
     except TransferFailed as error:
         raise ProtocolViolation(error.message) from error
     if block is not None and block.block_bytes != greeting.shape.block_bytes:
-        raise ProtocolViolation("layout: the sender's blocks have another size than it says")
+        raise ProtocolViolation("layout: the sender's blocks have another size than its greeting says")
     backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
     secret = _shared_secret(rank, challenge, greeting) or ""
     proof = proof_of("receiver", secret, challenge.nonce, greeting.nonce, greeting.session)
@@ -106,7 +109,7 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
 
 
 def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockShape | None:
-    """The sender's block, if its size differs from ours; the fingerprint ensures that the rest is equal."""
+    """Return the sender's block if its size differs from ours, else None; the fingerprint covers the rest."""
     if ours is None or theirs is None or ours.tokens == theirs.tokens:
         return None
     try:
@@ -121,7 +124,7 @@ def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockSha
 def _choose(
     rank: LocalRank, greeting: Greeting, sender: SendingPeer, block: BlockShape | None
 ) -> tuple[Backend, Reader]:
-    """The first common backend that passes its check."""
+    """Return the first common backend that passes its check, with its reader."""
     reasons: list[str] = []
     for backend in rank.backends:
         try:
@@ -144,12 +147,12 @@ def _connect(
     if offer is None:
         raise BackendUnavailable(f"{backend.name}: the sender does not offer it")
     if block is not None and not backend.stages:
-        raise BackendUnavailable(f"{backend.name}: it does not convert blocks of another size")
+        raise BackendUnavailable(f"{backend.name}: does not convert blocks of another size")
     reader = backend.connect(offer, sender)
     try:  # it must read the word that the sender has set
         empty = Batch(greeting.word, "", rank.region.bytes)
         if greeting.word == 0 or not reader.read(empty, lambda step: step()):
-            raise BackendUnavailable(f"{backend.name}: it does not read the sender's memory correctly")
+            raise BackendUnavailable(f"{backend.name}: does not read the sender's memory correctly")
     except BaseException:
         reader.close()
         raise

@@ -1,4 +1,4 @@
-"""Which part of a block goes where, if the two engines split a model's heads differently.
+"""The parts of a block that each rank sends, if two engines split a model's heads differently.
 
 With equal tensor-parallel degrees, each rank sends whole blocks to its counterpart. Otherwise a block holds, on both
 sides, its rank's KV heads one after the other. So if one degree divides the other, the common part of two ranks is one
@@ -25,9 +25,9 @@ class HeadSlice(NamedTuple):
 
 
 def shared(source: KVLayout, target: KVLayout, rank: int, receiver: int) -> HeadSlice | None:
-    """The part that rank ``rank`` of the source has for rank ``receiver`` of the target, if any.
+    """Return the part that rank ``rank`` of the source sends to rank ``receiver`` of the target, or None.
 
-    None if another rank that holds the same heads sends them. The layouts must have passed
+    The result is also None if an earlier rank holds the same heads and sends them. The layouts must have passed
     :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
     if source.tp_size == target.tp_size and source.block_bytes == target.block_bytes:
@@ -46,6 +46,6 @@ def shared(source: KVLayout, target: KVLayout, rank: int, receiver: int) -> Head
 
 
 def heads(layout: KVLayout, rank: int) -> range:
-    """The KV heads that a tensor-parallel rank holds; with more ranks than heads, several ranks hold the same one."""
+    """Return the KV heads that a tensor-parallel rank holds; with more ranks than heads, several hold the same one."""
     first = rank * layout.num_kv_heads // layout.tp_size
     return range(first, first + layout.heads_per_rank)

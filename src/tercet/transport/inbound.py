@@ -1,8 +1,8 @@
-"""A sender's messages and their consequences: a state machine without I/O.
+"""A state machine without I/O for the messages of one sender.
 
-:meth:`Inbound.take` and :meth:`Inbound.settle` return what to do: chunks to read, and answers. The loop around it
-(:mod:`.receiver`) does that and reports how reading went. Read descriptors that arrive together are read together,
-which is faster with libraries.
+:meth:`Inbound.take` and :meth:`Inbound.settle` return actions: chunks to read, and answers. The loop around it
+(:mod:`.receiver`) carries them out and reports the results of reads. Read descriptors that arrive together are read
+together, which is faster with libraries.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ S = TypeVar("S", ReadDescriptors, SendEnd)
 
 REMEMBERED_REFUSED = 1024
 MAX_BATCH_ROWS = 65536
-# Bytes that may wait for conversion; one chunk may be larger.
+# Maximum bytes that may wait for conversion; one chunk may be larger.
 MAX_STAGED_BYTES = 8 * 1024 * 1024
 MAX_STAGED_CHUNK_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Filled:
-    """All of a send is in place, and the lease's KV valid up to ``valid_end``: tell the engine, then acknowledge."""
+    """Action: all of a send is in place, the lease's KV valid up to ``valid_end``.
+
+    Tell the engine, then acknowledge.
+    """
 
     send: int
     lease: str
@@ -51,7 +54,7 @@ Action = Batch | Filled | Refused
 
 
 class Inbound:
-    """One sender's session, as it was agreed on."""
+    """One sender's session, with the transport and layout that were agreed on."""
 
     def __init__(self, rank: LocalRank, grants: GrantTable, agreed: Agreement) -> None:
         self._rank, self._grants = rank, grants
@@ -62,20 +65,20 @@ class Inbound:
         self._refused: dict[int, None] = {}  # the latest sends that were refused
 
     def take(self, message: FromSender) -> list[Action]:
-        """The actions after a message; raises :class:`ProtocolViolation` when the connection must be closed."""
+        """Return the actions for a message; raise :class:`ProtocolViolation` if the connection must be closed."""
         if isinstance(message, Greeting):
-            raise ProtocolViolation("a session must begin once only")
+            raise ProtocolViolation("a session must begin only once")
         if isinstance(message, SendBegin):
             return self._begun(message)
         return self._ended(message) if isinstance(message, SendEnd) else self._descriptors(message)
 
     def settle(self) -> list[Action]:
-        """Reads of everything that was described, when no more messages are available now."""
+        """Return the read of all waiting chunks. Call this when no more messages are available now."""
         batch, self._batch = self._batch, None
         return [] if batch is None else [batch]
 
     def was_read(self, batch: Batch, *, alive: bool) -> list[Action]:
-        """A batch was read; ``alive``: its blocks were pinned all the time."""
+        """Return the actions after a batch was read; ``alive``: its blocks were pinned all the time."""
         found: list[Action] = []
         for chunk in batch.chunks:
             if chunk.send in self._refused:
@@ -93,18 +96,18 @@ class Inbound:
         return found
 
     def was_not_read(self, batch: Batch, error: TercetError) -> list[Action]:
-        """A batch was not read, and will not be."""
+        """Return the actions after a batch that could not be read because of ``error``."""
         return [action for chunk in batch.chunks for action in self._refuse(chunk, error)]
 
     def was_not_taken(self, filled: Filled) -> list[Action]:
-        """The engine could not accept what arrived."""
+        """Return the actions after the engine could not accept a filled send."""
         self._rank.counters.count(receives_refused=1)
-        return self._refuse_send(filled.send, "the receiver could not accept what arrived")
+        return self._refuse_send(filled.send, "the receiver could not accept the KV that arrived")
 
     def close(self) -> list[tuple[str, int]]:
-        """The session ends, and with it its incomplete sends.
+        """End the session, and with it its incomplete sends.
 
-        Returns the lease of each, and how far its KV is valid: the part that arrived in every layer.
+        Return each one's lease and the end of its valid KV: the part that arrived in every layer.
         """
         return self._grants.forget_sender(self._session)
 
@@ -138,7 +141,7 @@ class Inbound:
         return settled
 
     def _fits(self, chunk: ReadDescriptors) -> bool:
-        """Whether a chunk can be read together with the waiting ones."""
+        """True if a chunk can be read together with the waiting ones."""
         batch = self._batch
         if batch is None:
             return True
@@ -156,7 +159,9 @@ class Inbound:
         self._grants.locate_tokens(chunk)
         needed = (chunk.end - chunk.begin) * chunk.layers * self._part_bytes(chunk, self._block)
         if needed > MAX_STAGED_CHUNK_BYTES:
-            raise TransferFailed(f"a chunk of {needed} bytes is too large to be converted")
+            raise TransferFailed(
+                f"a chunk of {needed} bytes is too large to convert; at most {MAX_STAGED_CHUNK_BYTES} are allowed"
+            )
         if len(self._staging) < needed:
             self._staging = memoryview(bytearray(max(needed, MAX_STAGED_BYTES)))
         return Batch(chunk.send, chunk.lease, self._staging, staged=True)
@@ -169,27 +174,27 @@ class Inbound:
         blocks = self._grants.locate(chunk, in_place)
         size, rest = divmod(self._rank.region.shape.block_bytes, chunk.parts)
         if rest:
-            raise TransferFailed(f"blocks do not fall into {chunk.parts} equal parts")
+            raise TransferFailed(f"blocks cannot be cut into {chunk.parts} equal parts")
         if batch.memory is not None:
             if chunk.nbytes > batch.memory.buffer_bytes:
                 raise TransferFailed(f"a chunk of {chunk.nbytes} bytes does not fit into this rank's buffers")
             if self._order is not None and chunk.parts != 1:
-                raise TransferFailed("blocks whose items lie in another order must be sent as wholes")
+                raise TransferFailed("blocks with another order of items must be sent whole")
             found = staging_copies(chunk, size, self._shape, 0)
             batch.blocks.append(blocks)
             return found
         return copies_of(chunk, size, self._shape, self._rank.region.shape, blocks)
 
     def _part_bytes(self, chunk: ReadDescriptors, block: BlockShape) -> int:
-        """A chunk's bytes of each of the sender's blocks: whole heads."""
+        """Return the bytes that a chunk has of each of the sender's blocks: whole heads."""
         ours = self._rank.block.heads if self._rank.block else 0
         heads, rest = divmod(ours, chunk.parts or 1)
         if rest or not heads:
-            raise TransferFailed(f"blocks do not fall into {chunk.parts} equal parts")
+            raise TransferFailed(f"blocks cannot be cut into {chunk.parts} equal parts")
         return heads * block.block_bytes // block.heads
 
     def _with_unit(self, message: S) -> S:
-        """The message with the size of the sender's slots, which only this side knows."""
+        """Return the message with the size of the sender's slots, which only this side knows."""
         return msgspec.structs.replace(message, unit=0 if self._block is None else self._block.tokens)
 
     def _ended(self, end: SendEnd) -> list[Action]:
@@ -211,7 +216,7 @@ class Inbound:
         return self._refuse_send(message.send, error.message)
 
     def _refuse_send(self, send: int, reason: str) -> list[Action]:
-        """Accept nothing more of a send; the sender is notified once."""
+        """Accept no more messages of a send; the sender is notified once."""
         if send in self._refused:
             return []
         self._refused[send] = None

@@ -1,7 +1,7 @@
-"""Which layers go where, if the two engines split a model's layers into different pipeline stages.
+"""The layers that each rank sends, if two engines split a model's layers into different pipeline stages.
 
-A stage holds adjacent layers of the model, and so a run of adjacent layers of each group. In a rank's region its planes
-lie group by group. So the common part of two stages is one run of planes in each group.
+A stage holds adjacent layers of the model, and so a run of adjacent layers of each group. In a rank's region the planes
+of a group lie together. So the common part of two stages is one run of planes in each group.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from tercet.protocol import KVLayout
 
 
 class PlaneRun(NamedTuple):
-    """``length`` planes of the sender's region, from ``source`` on, are the receiver's from ``target`` on."""
+    """A run of ``length`` planes: from ``source`` on in the sender's region, from ``target`` on in the receiver's."""
 
     source: int
     target: int
     length: int
 
     def within(self, planes: range) -> PlaneRun | None:
-        """Its part of some of the sender's planes."""
+        """Return the part of this run that lies in ``planes`` of the sender, or None."""
         first, stop = max(planes.start, self.source), min(planes.stop, self.source + self.length)
         return PlaneRun(first, first - self.source + self.target, stop - first) if first < stop else None
 
 
 def runs(source: KVLayout, target: KVLayout, stage: int, receiver: int) -> tuple[PlaneRun, ...] | None:
-    """The part that stage ``stage`` of the source has for stage ``receiver`` of the target; None if there is none.
+    """Return the part that stage ``stage`` of the source sends to stage ``receiver`` of the target, or None.
 
-    Empty if both have one stage: all planes, with equal numbers. The layouts must have passed
+    The result is empty if both have one stage: all planes, with equal numbers. The layouts must have passed
     :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """
     if not source.stages and not target.stages:
@@ -47,6 +47,6 @@ def runs(source: KVLayout, target: KVLayout, stage: int, receiver: int) -> tuple
 
 
 def _held(stages: Sequence[Sequence[int]], stage: int, group: int) -> range:
-    """The planes of a group that a stage holds, numbered in the whole model."""
+    """Return the planes of a group that a stage holds, numbered in the whole model."""
     ends = [0, *itertools.accumulate(each[group] for each in stages)]
     return range(ends[stage], ends[stage + 1])

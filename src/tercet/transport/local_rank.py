@@ -1,4 +1,4 @@
-"""One rank, with what both directions need: its memory, settings, secret, and counters."""
+"""One rank's memory, settings, secret and counters, which both directions need."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TransportSettings(Settings, frozen=True, rename=lambda name: name):
     """Settings of sending and receiving.
 
     ``transport``: ``auto`` or a backend's name. ``hosts``: addresses to listen on; a sender spreads its connections
-    over them. ``ports``: those to try, any if empty. ``streams``: connections per peer that ``tcp`` reads over.
-    ``secret``: that of the fleet. ``timeout``: seconds without progress after which a send fails. ``receive_limit``:
-    most bytes per second that are received, 0 for no limit.
+    over them. ``ports``: those to try, any if empty. ``streams``: number of connections per peer over which ``tcp``
+    reads. ``secret``: the fleet's secret. ``timeout``: seconds without progress after which a send fails.
+    ``receive_limit``: maximum bytes per second that are received, 0 for no limit.
     """
 
     transport: str = AUTO
@@ -39,7 +39,10 @@ class TransportSettings(Settings, frozen=True, rename=lambda name: name):
 
 
 class TransportCounters:
-    """What a rank has sent, received and refused since its start. Thread-safe."""
+    """Counters of a rank since its start: bytes, chunks and sends that it has sent, received or refused.
+
+    Thread-safe.
+    """
 
     NAMES: tuple[str, ...] = (
         "bytes_sent", "chunks_sent", "sends_done", "sends_failed", "sessions_lost",
@@ -65,10 +68,10 @@ class TransportCounters:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A peer must have the same ``fingerprint`` and secret. ``backends`` come best first.
+    """One rank. A peer must have the same ``fingerprint`` and secret. ``backends`` come best first.
 
-    ``block`` describes how this rank's blocks can be cut between tokens, if they can. ``staged`` is the memory that KV
-    lies in if that is not the region itself; the region has the generation words in any case.
+    ``block`` describes how this rank's blocks can be cut between tokens, or is None. ``staged`` is the memory that
+    holds KV if that is not the region itself; the region has the generation words in any case.
     """
 
     region: KVRegion
@@ -81,5 +84,5 @@ class LocalRank:
 
     @property
     def memory(self) -> KVMemory:
-        """The memory that KV lies in."""
+        """The memory that holds the rank's KV."""
         return self.staged or HostPages(self.region)

@@ -1,4 +1,4 @@
-"""Threads of the transport, and their pace."""
+"""Threads of the transport, and limits on their speed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 TURN_BYTES = 1024 * 1024
-# Longest time that a receiver with a limit was idle, or slept too long, for which it may catch up.
+# Maximum time, in seconds, for which a receiver with a limit may catch up after it was idle or slept too long.
 BURST_SECONDS = 0.005
 
 
 def start_thread(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
-    """Start a daemon thread; raises ``RuntimeError`` when the system has no more."""
+    """Start a daemon thread; raise ``RuntimeError`` if the system cannot start more."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
     return thread
@@ -31,7 +31,7 @@ class Turn:
         self._copied = 0
 
     def took(self, nbytes: int) -> None:
-        """Count copied bytes; after :data:`TURN_BYTES` others may run."""
+        """Count copied bytes; after :data:`TURN_BYTES`, let other threads run."""
         self._copied += nbytes
         if self._copied >= TURN_BYTES:
             self._copied = 0
@@ -39,9 +39,9 @@ class Turn:
 
 
 class Pace:
-    """Limit of the receiving threads of a rank together: ``limit`` bytes per second, 0 for no limit.
+    """Common limit of a rank's receiving threads: ``limit`` bytes per second, 0 for no limit.
 
-    If cores share the path to memory, receiving slows computing down, on whichever core it runs. Thread-safe.
+    If cores share the path to memory, receiving slows down computing on any core. Thread-safe.
     """
 
     def __init__(self, limit: float = 0.0) -> None:
@@ -51,7 +51,7 @@ class Pace:
         self._over = threading.Event()
 
     def took(self, nbytes: int) -> None:
-        """Count received bytes; returns once more may be received. Do not call this while a lease is held."""
+        """Count received bytes; return once more may be received. Do not call this while a lease is held."""
         if not self._limit:
             return
         with self._lock:

@@ -1,9 +1,9 @@
-"""One receiver as its sender sees it: a session that describes what to read.
+"""One receiver as its sender sees it: a session that describes blocks for the receiver to read.
 
 The receiver reads the blocks at any later time. Two rules keep them safe. Requests for a send that has ended are not
-answered with its blocks. And the owner learns of the end (``on_done``, or :meth:`TransferPeer.cancel` returning) only
-once no thread here writes the blocks to a connection and the generation word is cleared: a receiver does not accept
-blocks that it reads by itself after that.
+answered with its blocks. And the owner is notified of the end (``on_done``, or :meth:`TransferPeer.cancel` returning)
+only after no thread here writes the blocks to a connection and the generation word is cleared: from then on, a receiver
+does not accept blocks that it reads by itself.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from tercet.transport.vectors import Vector
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
-# How long a cancel waits for the chunk being written before it ends the session.
+# Time that a cancel waits for the chunk being written, in seconds; then it ends the session.
 CANCEL_SECONDS = 1.0
 MAX_TOKENS = 2**32
-# In one message, if no connection has to carry the bytes.
+# Limits of one message, if no connection has to carry the bytes.
 MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES = 65536, 64 * 1024 * 1024
 
 
 class TransferPeer:
-    """A session with one receiver; it is opened by :meth:`start` and not again after it broke."""
+    """A session with one receiver. :meth:`start` opens it; after it has broken it is not opened again."""
 
     def __init__(self, addresses: Sequence[str], rank: LocalRank, on_dead: Callable[[TransferPeer], None]) -> None:
         self.addresses = tuple(addresses)
         self._rank, self._memory = rank, rank.memory
         self._on_dead = on_dead
         self._session = secrets.token_hex(16)
-        self.transport: str | None = None  # the agreed transport
+        self.transport: str | None = None  # the agreed transport, None before
         self._changed = threading.Condition()
         self._legs: dict[int, Leg] = {}
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._dead: TercetError | None = None
-        self._moved_at = time.monotonic()  # when a chunk was written, or an answer came
+        self._moved_at = time.monotonic()  # time of the last written chunk or received answer
         # Pushes before the transport is agreed; from then on callers write to the post themselves.
         self._waiting: list[tuple[Leg, Callable[[Post], None]]] = []
         self._post: Post | None = None
@@ -77,7 +77,7 @@ class TransferPeer:
     # ---- called by the engine's threads ------------------------------------------------------------------------------
 
     def open(self, leg: Leg) -> bool:
-        """Begin a send; returns whether the session has not ended yet."""
+        """Begin a send; return False if the session has already ended."""
         with self._changed:
             if self._dead is not None:
                 return False
@@ -97,7 +97,7 @@ class TransferPeer:
         wanted = np.array(blocks, dtype=np.int64)
 
         def write(post: Post) -> None:
-            # The receiver may want none of these layers: other stages get them.
+            # If other stages get these layers, this receiver needs no chunk.
             for run in parts_of(layers, leg.planes):
                 for chunk in leg.next_chunks(run, slot, wanted, self._most_blocks(leg, run.length * len(wanted))):
                     leg.chunks.append(chunk)
@@ -118,13 +118,13 @@ class TransferPeer:
         return self._say(leg, write)
 
     def cancel(self, leg: Leg) -> None:
-        """End a send; afterwards a receiver does not accept what it reads of its blocks."""
+        """End a send; blocks that a receiver reads after this are not accepted."""
         self._end(leg, TransferFailed("the send was cancelled"))
         with self._changed:
             if self._changed.wait_for(lambda: not leg.readers, CANCEL_SECONDS):
                 return
         # A half-written chunk would corrupt a connection that continues.
-        self._die(TransferFailed("the receiver does not take what it is sent"))
+        self._die(TransferFailed("the receiver does not read the data sent to it"))
         with self._changed:
             self._changed.wait_for(lambda: not leg.readers)
 
@@ -165,10 +165,10 @@ class TransferPeer:
             self._break(error)
 
     def _connect_first(self) -> socket.socket:
-        """Connect by a Unix socket if our memory can be passed through it and it leads to the receiver, else by TCP."""
+        """Connect by a Unix socket if it can carry our memory and leads to the receiver, else by TCP."""
         if self._host is None:
             return self._connect(0)
-        reason = "it has none"
+        reason = "the receiver has no Unix socket"
         for address in self.addresses:
             if address.startswith(UNIX):
                 try:
@@ -177,7 +177,7 @@ class TransferPeer:
                     reason = str(error)
         if len(self._rank.backends) == 1:
             raise TransferFailed(f"host: the receiver's Unix socket cannot be reached from here: {reason}")
-        logger.info("%s is not read through shared memory: its Unix socket: %s", self.addresses[0], reason)
+        logger.info("%s does not read KV through shared memory: %s", self.addresses[0], reason)
         return self._connect(0)
 
     def _connect(self, stream: int) -> socket.socket:
@@ -196,7 +196,7 @@ class TransferPeer:
 
     @contextmanager
     def _kept(self, sock: socket.socket) -> Generator[socket.socket]:
-        """Close it on exit, but never while it is being shut: its number may belong to another connection by then."""
+        """Close the socket on exit, but not while another thread shuts it down: its descriptor could be reused."""
         try:
             tune(sock)
             sock.settimeout(self._rank.settings.timeout)
@@ -211,7 +211,7 @@ class TransferPeer:
         return next((each for each in self._rank.backends if isinstance(each, HostBackend)), None)
 
     def _agree(self, sock: socket.socket, answers: ReceiverAnswers) -> str:
-        """Begin the session; returns the chosen transport."""
+        """Begin the session; return the chosen transport."""
         memory = self._host if sock.family == socket.AF_UNIX else None
         offers = {each.name: each.offer() for each in self._rank.backends if each is memory or each is not self._host}
         word = next(send_numbers)
@@ -229,7 +229,7 @@ class TransferPeer:
             self._rank.region.clear_word(word)
 
     def _serve(self, stream: int) -> None:
-        """Open one of the connections by which a receiver requests chunks, and answer."""
+        """Open one of the connections on which a receiver requests chunks, and answer its requests."""
         timeout = self._rank.settings.timeout
         try:
             with self._kept(self._connect(stream)) as sock:
@@ -242,7 +242,7 @@ class TransferPeer:
 
     @contextmanager
     def _reading(self, request: ReadRequest) -> Generator[Vector | None]:
-        """Register a read of a requested chunk while entered: yields its memory, ``None`` once its send has ended."""
+        """Register a read of a requested chunk while entered; yield its memory, or None if its send has ended."""
         with self._changed:
             leg = self._legs.get(request.send)
             if leg is not None:
@@ -262,12 +262,14 @@ class TransferPeer:
 
     def _places(self, leg: Leg, request: ReadRequest) -> AbstractContextManager[Vector]:
         if request.chunk >= len(leg.chunks) or leg.chunks[request.chunk].nbytes != request.nbytes:
-            raise ProtocolViolation(f"a request for {request.nbytes} bytes of chunk {request.chunk}")
+            raise ProtocolViolation(
+                f"a request for {request.nbytes} bytes of chunk {request.chunk}, which was not offered"
+            )
         chunk = leg.chunks[request.chunk]
         blocks = np.frombuffer(chunk.blocks, BLOCK_NUMBER)
         return self._memory.reading(chunk.sources, blocks, chunk.offset, chunk.size)
 
-    # ---- what the receiver is told -----------------------------------------------------------------------------------
+    # ---- messages to the receiver ------------------------------------------------------------------------------------
 
     def _say(self, leg: Leg, write: Callable[[Post], None]) -> None:
         if self._post is None:
@@ -282,7 +284,7 @@ class TransferPeer:
         return None
 
     def _post_all(self, sock: socket.socket) -> None:
-        """Send waiting messages; then those that callers cannot write at once."""
+        """Send the waiting messages; then those that callers could not write at once."""
         post = Post(sock)
         try:
             with self._posting:
@@ -291,19 +293,19 @@ class TransferPeer:
                         write(post)
                 self._waiting.clear()
                 self._post = post
-            if self._dead is None:  # otherwise the session may have ended before there was a post to close
+            if self._dead is None:  # otherwise the session may have ended before the post existed
                 post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
         finally:
             post.close()  # before its socket is closed: callers may be writing
 
     def _most_blocks(self, leg: Leg, count: int) -> int:
-        """The best number of blocks in a chunk for the transport, if ``count`` are to be sent."""
+        """Return the best number of blocks in a chunk for the transport, if ``count`` are to be sent."""
         size = leg.head_slice.size
         if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
             return max(1, tcp.chunk_bytes(count * size, self._rank.settings.streams) // size)
         return max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
 
-    # ---- what the receiver answers -----------------------------------------------------------------------------------
+    # ---- answers of the receiver -------------------------------------------------------------------------------------
 
     def _take_answers(self, answers: ReceiverAnswers, sock: socket.socket) -> None:
         timeout = self._rank.settings.timeout
@@ -318,12 +320,14 @@ class TransferPeer:
             self._break(error)
 
     def _require_progress(self) -> None:
-        """Raise if an answer is pending for too long without progress; silence is fine otherwise."""
+        """Raise if an answer has been pending for too long without progress; otherwise silence is allowed."""
         overdue = time.monotonic() - self._rank.settings.timeout
         with self._changed:
             owed = [leg.finished_at for leg in self._legs.values() if leg.finished_at is not None]
         if owed and max(min(owed), self._moved_at) < overdue:
-            raise TransferFailed(f"no acknowledgement within {self._rank.settings.timeout:.0f} s")
+            raise TransferFailed(
+                f"the receiver did not acknowledge the send within {self._rank.settings.timeout:.0f} s"
+            )
 
     def _answered(self, message: FromReceiver) -> None:
         if not isinstance(message, Acknowledged | Refused):
@@ -353,7 +357,7 @@ class TransferPeer:
         self._tell(leg)
 
     def _tell(self, leg: Leg) -> None:
-        """Call ``on_done``, if the send has ended and no thread writes its blocks; once."""
+        """Call ``on_done`` once, if the send has ended and no thread writes its blocks."""
         with self._changed:
             outcome = leg.outcome
             if outcome is None or leg.readers or leg.told:
@@ -394,5 +398,5 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TercetError):
         return error.message
     if isinstance(error, TimeoutError):
-        return "it does not answer or does not read"
+        return "it neither answers nor reads"
     return str(error) or type(error).__name__

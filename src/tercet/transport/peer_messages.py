@@ -1,11 +1,11 @@
-"""Messages between two ranks: each one is a short header and a MessagePack body.
+"""Messages between two ranks, each a short header and a MessagePack body.
 
 The receiver begins with a :class:`Challenge`, the sender answers with its :class:`Greeting` (on a Unix socket with the
 descriptor of its memory), and the receiver with a :class:`Welcome`. From then on the sender begins sends
 (:class:`SendBegin`), describes their chunks (:class:`ReadDescriptors`) and ends them (:class:`SendEnd`), which is
 :class:`Acknowledged` or :class:`Refused`.
 
-A session has one connection for these messages. Over ``tcp`` it has further ones, which carry only :class:`ReadRequest`
+A session has one connection for these messages. With ``tcp`` it has further ones, which carry only :class:`ReadRequest`
 and its answers: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks were still
 pinned; or only 0 for a send that has ended.
 """
@@ -39,7 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 SendNumber = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Lease = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-# A place in a distributed trace; what a later version of the header adds has room, too.
+# A place in a distributed trace; the limit leaves space for additions by later versions of the header.
 Traceparent = Annotated[str, msgspec.Meta(max_length=128)]
 M = TypeVar("M")
 
@@ -58,10 +58,10 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A sender's identity, and the ways to read its memory.
 
     ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream``
-    numbers them; the first one has the messages. ``offers`` has, for each transport of the sender, what a receiver
-    needs to read the sender's region, whose layout is ``shape``; ``word`` is the number of a generation word that is
-    set, so that a receiver can test reading. ``proof`` shows that the sender knows the fleet's secret. ``block``
-    describes how its blocks can be cut between tokens, if they can.
+    numbers them; the first one carries the messages. ``offers`` has, for each transport of the sender, the data that a
+    receiver needs to read the sender's region, whose layout is ``shape``; ``word`` is the number of a generation word
+    that is set, so that a receiver can test reading. ``proof`` shows that the sender knows the fleet's secret.
+    ``block`` describes how its blocks can be cut between tokens, or is None.
     """
 
     fingerprint: str
@@ -83,9 +83,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """The content of a send's KV; its first message. It ends at ``content.end`` at the latest.
+    """The first message of a send: the content of its KV. The send ends at ``content.end`` or before.
 
-    ``planes`` are those of the receiver that it fills, as ranges ``[begin, end)``; all of them if empty.
+    ``planes`` are the receiver's planes that it fills, as ranges ``[begin, end)``; all of them if empty.
     ``traceparent`` is the sender's place in a sampled trace (W3C Trace Context), empty without one; a receiver that
     does not know the field ignores it.
     """
@@ -98,12 +98,12 @@ class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Where to read one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on.
+    """The source of one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on.
 
-    ``blocks`` has the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`. Of each,
-    ``[offset, offset + size)`` is read, into part ``part`` of ``parts`` equal ones of the receiver's block. ``chunk``
-    numbers the send's chunks. ``unit`` is the number of tokens in the sender's slots, 0 if equal to the receiver's.
-    ``source`` is the sender's number for the first layer, if it differs from the receiver's.
+    ``blocks`` has the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`. Of each
+    block, ``[offset, offset + size)`` is read, into part ``part`` of ``parts`` equal ones of the receiver's block.
+    ``chunk`` numbers the send's chunks. ``unit`` is the number of tokens in the sender's slots, 0 if equal to the
+    receiver's. ``source`` is the sender's number for the first layer, if it differs from the receiver's.
     """
 
     send: SendNumber
@@ -129,7 +129,7 @@ class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV."""
+        """Number of bytes of KV."""
         return self.layers * (self.end - self.begin) * self.size
 
 
@@ -147,20 +147,20 @@ class SendEnd(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """All of a send is in place."""
+    """Answer to a send: all of it is in place."""
 
     send: SendNumber
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Nothing more of a send is accepted; of send 0: the connection is closed."""
+    """Answer to a send: no more of it is accepted. With send 0, the connection is closed."""
 
     send: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     reason: str
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Request for the bytes of a send's chunk, ``nbytes`` in all."""
+    """Request for the ``nbytes`` bytes of a send's chunk."""
 
     send: SendNumber
     chunk: Count
@@ -181,7 +181,7 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 class MessageSplitter(Generic[M]):
-    """Splits received bytes into messages of the kinds that a decoder knows."""
+    """Splitter of received bytes into messages of the types that ``decoder`` knows."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self._decoder = decoder
@@ -189,11 +189,11 @@ class MessageSplitter(Generic[M]):
 
     @property
     def held(self) -> int:
-        """Bytes of an incomplete message."""
+        """Number of bytes of the incomplete message."""
         return self._frames.held
 
     def feed(self, data: bytes) -> list[M]:
-        """Return the messages that are complete now; raises :class:`ProtocolViolation` for an invalid one."""
+        """Return the messages that ``data`` completes; raise :class:`ProtocolViolation` for an invalid one."""
         try:
             return [self._decoder.decode(body) for body in self._frames.split(data)]
         except BrokenFrame as error:
@@ -201,11 +201,11 @@ class MessageSplitter(Generic[M]):
         except ItemTooLong as error:
             raise ProtocolViolation(str(error)) from error
         except UNREADABLE as error:
-            raise ProtocolViolation(f"not a message of this protocol: {error}") from error
+            raise ProtocolViolation(f"this is not a message of the KV protocol: {error}") from error
 
 
 def proof_of(role: Literal["sender", "receiver"], secret: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
-    """An end's proof that it knows the secret; ``nonce`` is the greeting's (HMAC-SHA256, RFC 2104)."""
+    """Return an end's proof that it knows the secret; ``nonce`` is the greeting's (HMAC-SHA256, RFC 2104)."""
     # MessagePack encodes the length of each field, so bytes of one cannot be taken for bytes of the next.
     said = msgspec.msgpack.encode((role, challenge, nonce, session))
     return hmac.digest(secret.encode(), said, hashlib.sha256)

@@ -16,14 +16,14 @@ from tercet.transport.sender import KVSender
 
 
 class RankTransport:
-    """Sends KV out of one rank's ``region`` (``sends``), and receives KV under granted leases (``grants``).
+    """The transport of one rank: it sends KV of its ``region`` (``sends``) and receives KV under leases (``grants``).
 
     Peers connect to ``addresses``: one for each host that it listens on, and perhaps one for peers on this machine.
     Peers must have the same ``fingerprint``. ``on_filled`` is :class:`~tercet.transport.receiver.KVReceiver`'s. With
-    ``block``, KV can be exchanged with ranks whose blocks have another size; the fingerprint must not depend on that
-    size then. KV outside of the region's host memory is reached through ``staged``. Calls come from several threads;
-    none of them waits for the network. Raises :class:`~tercet.transport.backends.BackendUnavailable` if the settings
-    name an unavailable backend. ``on_receive_end`` is :class:`~tercet.transport.grants.GrantTable`'s.
+    ``block``, KV can be exchanged with ranks whose blocks have another size; the fingerprint must then not depend on
+    that size. ``staged`` is the memory of KV that lies outside of the region's host memory. Calls come from several
+    threads; none of them waits for the network. Raises :class:`~tercet.transport.backends.BackendUnavailable` if the
+    settings name an unavailable backend. ``on_receive_end`` is :class:`~tercet.transport.grants.GrantTable`'s.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankTransport:
         self.addresses = self._receiver.addresses
 
     def counters(self) -> Mapping[str, int]:
-        """Totals since the start, and present numbers."""
+        """Return totals since the start, and current numbers."""
         return {
             **self._rank.counters.read(),
             **self._receiver.under_way(),
@@ -62,7 +62,7 @@ class RankTransport:
         }
 
     def close(self) -> None:
-        """Stop every thread and connection."""
+        """Stop all threads and connections."""
         self.sends.close()
         self._receiver.close()
         self._close_backends()

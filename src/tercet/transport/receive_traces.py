@@ -1,4 +1,4 @@
-"""Receives of KV whose senders named their place in a distributed trace: when each began and ended, and how."""
+"""Traces of receives whose senders sent their place in a distributed trace: start, end, and result of each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tercet.protocol import TercetError
 
 
 class ReceiveEnd(msgspec.Struct, frozen=True):
-    """A receive under ``lease`` is over, with ``bytes`` of KV; ``code`` and ``reason`` are those of its error.
+    """The end of a receive of ``bytes`` of KV under ``lease``; ``code`` and ``reason`` of its error, or empty.
 
-    ``traceparent`` is its sender's place. Times are Unix times in nanoseconds.
+    ``traceparent`` is the sender's place. Times are Unix times in nanoseconds.
     """
 
     lease: str
@@ -29,7 +29,7 @@ OnReceiveEnd = Callable[[ReceiveEnd], None]
 
 
 class ReceiveTrace:
-    """One receive, from now on; ``bytes`` is what has arrived."""
+    """One receive that begins now; ``bytes`` counts the bytes that have arrived."""
 
     def __init__(self, lease: str, traceparent: str) -> None:
         self._lease, self._traceparent = lease, traceparent
@@ -37,6 +37,6 @@ class ReceiveTrace:
         self.bytes = 0
 
     def end(self, error: TercetError | None) -> ReceiveEnd:
-        """It is over: all of it is in place, or it ends in an error."""
+        """Return the record of the receive's end: complete, or failed with ``error``."""
         code, reason = ("", "") if error is None else (error.code, error.message)
         return ReceiveEnd(self._lease, self._traceparent, self._began, time.time_ns(), self.bytes, code, reason)

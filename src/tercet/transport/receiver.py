@@ -1,7 +1,7 @@
-"""Accepts senders: a thread per listener, one per connection. Idle threads sleep in the kernel.
+"""The server that accepts senders: one thread per listener and per connection. Idle threads sleep in the kernel.
 
 :class:`~.inbound.Inbound` decides the consequences of a session's messages; :class:`SenderSession` carries them out, at
-the allowed pace.
+the allowed rate.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tercet.transport.sockets import listen, listen_unix, require_own_user, shut
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
-# Pause before accepting again after running out of file descriptors or threads.
+# Pause, in seconds, before accepting again after file descriptors or threads ran out.
 ACCEPT_PAUSE_SECONDS = 0.2
-# Time after which a sender that does not read its answers counts as lost.
+# Time, in seconds, after which a sender that does not read its answers counts as lost.
 ANSWER_SECONDS = 10.0
-# How long a call waits for more of a chunk: the lease is held in that time, and its revocation waits, too.
+# Time, in seconds, that a call waits for more of a chunk. It holds the lease, and a revocation waits for it.
 PATIENCE_SECONDS = 0.005
-# Each connection costs a thread. The oldest unauthenticated one is closed for a new one.
+# Each connection costs a thread. The oldest unauthenticated one is closed to accept a new one.
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 RECEIVED_AT_A_TIME = 64 * 1024
 
@@ -61,7 +61,7 @@ OnFilled = Callable[[str, int], None]
 
 
 class KVReceiver:
-    """Listens on the addresses in ``rank``'s settings, and on a Unix socket if its memory can be passed through one.
+    """The listener of one rank: on the addresses in its settings, and on a Unix socket if that can carry its memory.
 
     Senders connect to ``addresses``. ``on_filled(lease, valid_end)`` is called for every complete send, before it is
     acknowledged; at intervals during a send; and for the valid part of a lost sender's send.
@@ -85,7 +85,7 @@ class KVReceiver:
         self._threads = [start_thread("tercet-accept", self._accept, listener) for listener in self._listeners]
 
     def under_way(self) -> dict[str, int]:
-        """Open connections, and connected senders."""
+        """Return the numbers of open connections and of connected senders."""
         return {"connections": len(self._connections), "sessions_in": len(self._sessions)}
 
     def _listen(self) -> Iterator[str]:
@@ -104,9 +104,9 @@ class KVReceiver:
                 connection, _ = listener.accept()
                 self._begin(connection)
             except (OSError, RuntimeError) as error:
-                # Whatever failed for one connection, the next one may work: only close() ends this thread.
+                # One failed connection does not stop the next one: only close() ends this thread.
                 if not self._closed.wait(ACCEPT_PAUSE_SECONDS):
-                    logger.warning("a sender cannot be accepted: %s", error)
+                    logger.warning("cannot accept a sender's connection: %s", error)
 
     def _begin(self, connection: socket.socket) -> None:
         with self._lock:
@@ -123,7 +123,7 @@ class KVReceiver:
                 raise
 
     def _room(self) -> bool:
-        """Whether there is room for one more connection; the oldest unauthenticated one is closed if there are many."""
+        """Return True if one more connection may be opened; if there are many, close the oldest unauthenticated one."""
         if len(self._connections) >= MAX_CONNECTIONS:
             self._rank.counters.count(connections_refused=1)
             return False
@@ -165,11 +165,11 @@ class KVReceiver:
         if greeting.stream:
             reader = self._sessions.get(greeting.session)
             if reader is None:
-                raise ProtocolViolation("no such session, or one whose KV is not read over connections")
+                raise ProtocolViolation("this session does not exist, or its KV is not read over connections")
             return reader.serve(talk.connection, self._rank.settings.timeout)
         with self._lock:
             if greeting.session in self._sessions:
-                raise ProtocolViolation("a session must begin once only")
+                raise ProtocolViolation("a session must begin only once")
             self._sessions[greeting.session] = None
         try:
             agreed = agree(self._rank, challenge, greeting, talk.memory)
@@ -196,7 +196,7 @@ class KVReceiver:
             session.close()
 
     def close(self) -> None:
-        """Stop listening, drop every connection, join every thread."""
+        """Stop listening, close all connections, join all threads."""
         self._pace.close()
         with self._lock:
             self._closed.set()
@@ -222,7 +222,7 @@ class _Talk:
         self._readable.register(connection, select.POLLIN)
 
     def greeting(self, challenge: Challenge) -> Greeting:
-        """Receive the sender's greeting; raises ``TimeoutError`` if it does not come in time."""
+        """Receive the sender's greeting; raise ``TimeoutError`` if it does not arrive in time."""
         wait_in_calls(self.connection, ANSWER_SECONDS, PATIENCE_SECONDS)
         self.say(challenge)
         deadline = time.monotonic() + GREETING_SECONDS
@@ -230,14 +230,14 @@ class _Talk:
             if messages := self.receive():
                 greeting, *others = messages
                 if not isinstance(greeting, Greeting) or others or self._splitter.held:
-                    raise ProtocolViolation("the first message must be a greeting, and nothing may come with it")
+                    raise ProtocolViolation("the first message must be a greeting, sent alone")
                 self._greeted = True
                 return greeting
             if not self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError("the sender's greeting did not come in time")
+                raise TimeoutError("the sender's greeting did not arrive in time")
 
     def receive(self) -> Sequence[FromSender]:
-        """Return the messages that have arrived, if any; raises ``ConnectionResetError`` at the end."""
+        """Return the messages that have arrived, if any; raise ``ConnectionResetError`` when the connection ends."""
         try:
             if self._greeted:
                 data = self.connection.recv(RECEIVED_AT_A_TIME, socket.MSG_DONTWAIT)
@@ -260,11 +260,11 @@ class _Talk:
         return data
 
     def wait(self) -> None:
-        """Wait for data."""
+        """Wait for data, without a limit."""
         self._readable.poll()
 
     def say(self, message: msgspec.Struct) -> None:
-        """Send a message; a sender that does not read counts as lost."""
+        """Send a message; a sender that does not read it counts as lost."""
         view = memoryview(framed(message))
         limit = time.monotonic() + ANSWER_SECONDS
         while view:
@@ -281,14 +281,14 @@ class _Talk:
         return None
 
     def drop_memory(self) -> None:
-        """Close the descriptor, which is not needed any more."""
+        """Close the passed descriptor, if it is open: it is no longer needed."""
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
 
 
 class SenderSession:
-    """One sender's session: carries out the actions of its messages in order; ``say`` answers them."""
+    """One sender's session: it carries out the actions of its messages in order, and answers with ``say``."""
 
     def __init__(
         self,
@@ -305,14 +305,14 @@ class SenderSession:
         self._turn = Turn()
 
     def take(self, messages: Iterable[FromSender]) -> None:
-        """Carry out the actions of messages; raises :class:`ProtocolViolation`."""
+        """Carry out the actions of messages; raise :class:`ProtocolViolation`."""
         for message in messages:
             if isinstance(message, SendEnd):
-                self.settle()  # its chunks have arrived, so read them now
+                self.settle()  # all its chunks have arrived: read them now
             self._act(self._inbound.take(message))
 
     def settle(self) -> None:
-        """Carry out what was postponed in case more would arrive."""
+        """Carry out the actions that were postponed because more messages could arrive."""
         self._act(self._inbound.settle())
 
     def _act(self, actions: list[Action]) -> None:
@@ -347,7 +347,7 @@ class SenderSession:
         return found
 
     def _report(self, lease: str, valid_end: int) -> bool:
-        """Report how far a lease's KV is valid; returns whether the engine accepted that."""
+        """Report the end of a lease's valid KV; return True if the engine accepted it."""
         try:
             self._on_filled(lease, valid_end)
         except Exception:
@@ -360,7 +360,7 @@ class SenderSession:
 
         def begin(step: Callable[[], int]) -> int:
             nonlocal begun
-            # Several threads may do this, and none writes before it has.
+            # Several threads may do this; each does it before it writes.
             for chunk, in_place in zip(batch.chunks, batch.in_place, strict=True):
                 self._grants.overwriting(chunk, in_place)
             begun = True

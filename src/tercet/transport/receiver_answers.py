@@ -14,9 +14,9 @@ M = TypeVar("M", bound=FromReceiver)
 
 
 class ReceiverAnswers:
-    """A receiver's messages; those before :meth:`read_from` must be complete within ``seconds`` in total.
+    """A receiver's messages. Those before :meth:`read_from` must be complete within ``seconds`` in total.
 
-    Use :meth:`expect` before it, and :meth:`next` after it.
+    Use :meth:`expect` before that call, and :meth:`next` after it.
     """
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
@@ -27,11 +27,14 @@ class ReceiverAnswers:
         self._messages = self._receive()
 
     def read_from(self, sock: socket.socket, on_silence: Callable[[], None]) -> None:
-        """Read from ``sock`` now; ``on_silence`` is called at each of its timeouts, and may raise to end the wait."""
+        """Read from ``sock`` from now on.
+
+        ``on_silence`` is called at each timeout of it, and may raise to end the wait.
+        """
         self._sock, self._on_silence, self._deadline = sock, on_silence, None
 
     def next(self) -> FromReceiver:
-        """The next message.
+        """Return the next message.
 
         Raises ``OSError`` when the connection ends, and :class:`ProtocolViolation` for a refusal.
         """
@@ -41,14 +44,14 @@ class ReceiverAnswers:
         return message
 
     def expect(self, kind: type[M]) -> M:
-        """The next message, of one kind; raises :class:`~tercet.protocol.TransferFailed` if it is late."""
+        """Return the next message, which is a ``kind``; raise :class:`~tercet.protocol.TransferFailed` if late."""
         message = self.next()
         if not isinstance(message, kind):
             raise ProtocolViolation(f"a receiver must send {kind.__name__} here, not {type(message).__name__}")
         return message
 
     def _give_up(self) -> None:
-        raise TransferFailed("no answer to the greeting")
+        raise TransferFailed("the receiver did not answer the greeting in time")
 
     def _receive(self) -> Iterator[FromReceiver]:
         while True:

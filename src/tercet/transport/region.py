@@ -1,8 +1,8 @@
-"""One rank's KV cache in a memory file, so that other processes of the machine can map it.
+"""One rank's KV cache in a memory file that other processes of the machine can map.
 
-Besides the KV it holds a table of *generation words*, one for each running send. A word holds the send's number while
-the send's blocks are pinned. A process that reads blocks checks the word after the copy: if the number is still there,
-the blocks were pinned. The first :data:`CORE_WORDS` are written by the engine's core (:mod:`.core_words`) only.
+In addition to the KV it holds a table of *generation words*, one for each running send. A word holds the send's number
+while the send's blocks are pinned. A process that reads blocks checks the word after the copy: if the number is still
+there, the blocks were pinned. Only the engine's core (:mod:`.core_words`) writes the first :data:`CORE_WORDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORD_BYTES = 8
 PAGE_BYTES = mmap.PAGESIZE
 CORE_WORDS = 512
 TAIL_BYTES = WORDS * WORD_BYTES + PAGE_BYTES
-# If a mapped file shrinks, a process that touches the lost part is killed. These seals prevent that for good.
+# If a mapped file shrinks, a process that reads the lost part is killed. These seals prevent that for good.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Numbers = NDArray[np.int64]
@@ -38,9 +38,9 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
 
     ``planes[layer]`` is the start of a layer's block 0; its blocks of ``block_bytes`` follow one another. ``words`` is
     the start of the generation words, which a scratch page follows. ``size`` is the total length. ``groups`` has the
-    numbers of consecutive planes that share block tables: the layers of one kind, if a model has several. Planes of
-    different groups may be the same memory, since a block belongs to one group at a time. If it is empty, all planes
-    share block tables. ``order`` is the order of a block's items, if that differs between engines.
+    numbers of consecutive planes that share block tables: the layers of one kind, if a model has several; if it is
+    empty, all planes share block tables. Planes of different groups may be the same memory, since a block belongs to
+    one group at a time. ``order`` is the order of a block's items, if that differs between engines, else None.
     """
 
     planes: tuple[int, ...]
@@ -72,29 +72,29 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             and (self.order is None or self.order.block_bytes == self.block_bytes)
         )
         if not inside:
-            raise TransferFailed("the peer describes a KV region that does not hold its own blocks")
+            raise TransferFailed("the peer describes a KV region that is too small for its blocks")
 
     def block(self, layer: int, block: int) -> int:
-        """Offset of a block."""
+        """Return the offset of a block."""
         return self.planes[layer] + block * self.block_bytes
 
     def word(self, number: int) -> int:
-        """Offset of the generation word of send ``number``."""
+        """Return the offset of the generation word of send ``number``."""
         return self.words + number % WORDS * WORD_BYTES
 
     def scratch(self, number: int) -> int:
-        """Offset of the word that reader ``number`` of this process may use as scratch."""
+        """Return the offset of the word that reader ``number`` of this process may use as scratch."""
         return self.words + WORDS * WORD_BYTES + number * WORD_BYTES % PAGE_BYTES
 
 
 def planes_of_groups(groups: Sequence[int]) -> list[range]:
-    """The planes of each group, given their numbers in ``groups``: of ``[2, 3]``, ``[0, 2)`` and ``[2, 5)``."""
+    """Return the planes of each group from the groups' sizes: of ``[2, 3]``, ``[0, 2)`` and ``[2, 5)``."""
     ends = list(itertools.accumulate(groups))
     return [range(end - count, end) for end, count in zip(ends, groups, strict=True)]
 
 
 def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets: Sequence[int] = ()) -> RegionShape:
-    """A region of planes, each in separate whole pages.
+    """Return the shape of a region of planes, each in separate whole pages.
 
     ``lengths`` are the planes' bytes; ``offsets[i]`` is the offset of plane i in its first page.
     """
@@ -107,7 +107,7 @@ def shape_of(lengths: Sequence[int], num_blocks: int, block_bytes: int, offsets:
 
 
 def create_sealed_file(name: str, size: int) -> int:
-    """A memory file, all zero, that keeps its size; the caller closes the descriptor."""
+    """Return a descriptor of a new memory file of zeros that keeps its size; the caller closes the descriptor."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -119,7 +119,7 @@ def create_sealed_file(name: str, size: int) -> int:
 
 
 def create_file(shape: RegionShape) -> int:
-    """A :func:`create_sealed_file` for a region."""
+    """Return a :func:`create_sealed_file` for a region."""
     return create_sealed_file("tercet-kv", shape.size)
 
 
@@ -139,18 +139,18 @@ class KVRegion:
     def create(
         cls, num_layers: int, num_blocks: int, block_bytes: int, offset: int = 0, groups: tuple[int, ...] = ()
     ) -> KVRegion:
-        """A new region, for tests and benchmarks; a real one is made from an engine's KV cache."""
+        """Return a new region, for tests and benchmarks; a real one is made from an engine's KV cache."""
         lengths, offsets = [num_blocks * block_bytes] * num_layers, [offset] * num_layers
         shape = msgspec.structs.replace(shape_of(lengths, num_blocks, block_bytes, offsets), groups=groups)
         return cls(create_file(shape), shape)
 
     @property
     def num_layers(self) -> int:
-        """Layers, or planes if a layer keeps keys and values apart."""
+        """Number of layers, or of planes if a layer keeps keys and values apart."""
         return len(self.shape.planes)
 
     def blocks(self, layer: int, first: int, count: int = 1) -> memoryview:
-        """Bytes of ``count`` adjacent blocks, in place; raises :class:`~tercet.protocol.BadRequest` for others."""
+        """Return ``count`` adjacent blocks, in place; raise :class:`~tercet.protocol.BadRequest` for unknown ones."""
         if not (0 <= layer < self.num_layers and first >= 0 and 0 < count <= self.shape.num_blocks - first):
             raise BadRequest(
                 f"blocks [{first}, {first + count}) of layer {layer} are not among {self.num_layers} layers "
@@ -160,7 +160,7 @@ class KVRegion:
         return self.bytes[start : start + count * self.shape.block_bytes]
 
     def places(self, layers: range, blocks: Numbers, offset: int, size: int) -> Places:
-        """Places of bytes ``[offset, offset + size)`` of each layer's blocks; adjacent whole blocks are joined.
+        """Return the places of bytes ``[offset, offset + size)`` of each layer's blocks, adjacent whole blocks joined.
 
         Raises :class:`~tercet.protocol.BadRequest` for unknown blocks.
         """
@@ -183,12 +183,12 @@ class KVRegion:
         self._words[number % WORDS] = number
 
     def clear_word(self, number: int) -> None:
-        """Record that they may be unpinned from now on."""
+        """Record that the blocks of send ``number`` may be unpinned from now on."""
         if self._words[number % WORDS] == number:
             self._words[number % WORDS] = 0
 
     def has_word(self, number: int) -> bool:
-        """Whether they are still pinned."""
+        """Return True if the blocks of send ``number`` are still pinned."""
         return self._words[number % WORDS] == number
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class KVRegion:
 
 
 def neighbours(blocks: Numbers) -> tuple[Numbers, Numbers | int]:
-    """Group adjacent blocks: of ``[5, 6, 7, 2]``, the firsts are ``[5, 2]`` and the counts ``[3, 1]``."""
+    """Group adjacent blocks: of ``[5, 6, 7, 2]``, return the firsts ``[5, 2]`` and the counts ``[3, 1]``."""
     apart = blocks[1:] - blocks[:-1] != 1
     if apart.all():
         return blocks, 1
@@ -206,6 +206,6 @@ def neighbours(blocks: Numbers) -> tuple[Numbers, Numbers | int]:
 
 
 def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
-    """Beginnings and sizes of groups; ``apart[i]``: another group begins after item i."""
+    """Return the beginnings and sizes of groups; ``apart[i]`` is True if another group begins after item i."""
     edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
     return edges[:-1], edges[1:] - edges[:-1]

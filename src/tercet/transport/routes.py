@@ -1,4 +1,4 @@
-"""Which rank sends what to which rank, between two engines that split a model over their ranks differently."""
+"""Routes of KV between the ranks of two engines that split a model over their ranks differently."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tercet.transport.layer_runs import PlaneRun, runs
 
 
 class RankRoute(NamedTuple):
-    """What one sending rank has for one receiving rank: ``head_slice`` of each block, and the planes of ``planes``.
+    """The KV that one sending rank has for one receiving rank: a ``head_slice`` of each block of some ``planes``.
 
-    If that is empty: all planes, with equal numbers.
+    Empty ``planes`` stand for all planes, with equal numbers.
     """
 
     receiver: int
@@ -21,7 +21,7 @@ class RankRoute(NamedTuple):
 
 
 def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
-    """Destinations of rank ``rank``'s blocks; empty if other ranks hold the same heads and send them.
+    """Return the destinations of rank ``rank``'s blocks; empty if other ranks hold the same heads and send them.
 
     The layouts must have passed :meth:`~tercet.protocol.KVLayout.require_mappable`.
     """

@@ -1,6 +1,6 @@
-"""Sends by id: each to one or more receiving ranks, over one session per receiver, and reported once.
+"""The sends of one rank, by id: each to one or more receiving ranks, with one session per receiver and one result.
 
-``push`` only queues, so a slow peer delays its own sends and nothing else.
+``push`` only queues, so a slow peer delays only its own sends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class SendDestination(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class _Send:
-    """One send: a leg for each receiving rank, the number of legs that have not ended, and results of the others."""
+    """One send.
+
+    A leg for each receiving rank, the number of legs that have not ended, and the results of the others.
+    """
 
     on_done: OnDone
     left: int
@@ -46,7 +49,7 @@ class _Send:
     error: TercetError | None = None
 
     def outcome(self) -> SendReport | TercetError:
-        """The result to report, once all legs have ended."""
+        """Return the result to report after all legs have ended."""
         if self.error is not None:
             return self.error
         ways = sorted({each.transport for each in self.reports})
@@ -56,21 +59,21 @@ class _Send:
 
 
 class KVSender:
-    """All sends of one rank. A session is opened on first use, and again after it broke. Thread-safe."""
+    """All sends of one rank. A session is opened on first use, and again after it has broken. Thread-safe."""
 
     def __init__(self, rank: LocalRank) -> None:
         self._rank = rank
         self._peers: dict[tuple[str, ...], TransferPeer] = {}
         self._sends: dict[str, _Send] = {}
-        # Cancelled before they were opened, perhaps: the cancellation counts.
+        # Ids that were cancelled, perhaps before their send was opened: the cancellation counts.
         self._cancelled: deque[str] = deque(maxlen=REMEMBERED_CANCELLED)
-        # Broken, but with threads that still run; these keep the entries alive.
+        # Broken sessions whose threads still run; the threads keep these entries alive.
         self._ending: weakref.WeakSet[TransferPeer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
 
     def under_way(self) -> dict[str, int]:
-        """Sessions with receivers, and sends."""
+        """Return the numbers of sessions with receivers and of running sends."""
         return {"sessions_out": len(self._peers), "sends_active": len(self._sends)}
 
     def open(
@@ -83,14 +86,14 @@ class KVSender:
         word: int | None = None,
         traceparent: str = "",
     ) -> None:
-        """Begin a send of ``content``, to each of ``destinations``; a send that was cancelled before is dropped.
+        """Begin a send of ``content`` to each of ``destinations``; a send that was cancelled before is dropped.
 
         Its blocks are pinned, unless ``word`` is given: the number of a core's word that guarantees them, used once.
         Receivers get ``traceparent``, its place in a sampled trace.
 
-        ``on_done`` is called exactly once, when all destinations have it or one failed, also for wrong input, without
-        locks of the transport; mostly from another thread, but perhaps before a call for this send returns. KV that is
-        read for the send after that is not accepted.
+        ``on_done`` is called exactly once, when all destinations have the KV or one failed, also for wrong input. The
+        caller holds no locks of the transport; the call mostly comes from another thread, but perhaps before a call for
+        this send returns. KV of the send that is read after it is not accepted.
         """
         started: list[TransferPeer] = []
         with self._lock:
@@ -117,7 +120,7 @@ class KVSender:
     def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
         """Offer ``blocks`` of all of ``layers``, which are adjacent, for the receiver's slots from ``slot`` on.
 
-        The KV must not change until the send has ended; a send that has ended ignores this.
+        The KV must not change until the send has ended; a send that has ended ignores this call.
         """
         for peer, leg in self._legs(send_id):
             peer.push(leg, layers, slot, blocks)
@@ -128,7 +131,7 @@ class KVSender:
             peer.finish(leg, begin, end)
 
     def cancel(self, send_id: str) -> None:
-        """End a send, also one that has not begun; after this, no receiver accepts what it reads of its KV."""
+        """End a send, also one that has not begun; KV that a receiver reads after this is not accepted."""
         with self._lock:
             self._cancelled.append(send_id)
         for peer, leg in self._legs(send_id):
@@ -144,11 +147,11 @@ class KVSender:
         if self._closed:
             return TransferFailed("the transport was closed")
         if send_id in self._sends:
-            return Conflict(f"send {send_id} is under way already")
+            return Conflict(f"send {send_id} is already running")
         if not _LEASE.fullmatch(lease):
             return BadRequest(f"lease: {lease!r:.80} is not a valid lease", "kv_addr_info")
         if word is not None and not (is_core_word(word) and self._rank.region.has_word(word)):
-            return TransferFailed("the engine's core, which was stuck, has gone on: retry through it")
+            return TransferFailed("the engine's core is no longer stuck; send through the core")
         for each in destinations:
             part = each.head_slice
             inside = 0 <= part.source_offset <= self._rank.region.shape.block_bytes - part.size
@@ -163,7 +166,7 @@ class KVSender:
         return None
 
     def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:
-        """The session for a leg; a new one must be started after the lock is released."""
+        """Return the session for a leg; a new one must be started after the lock is released."""
         peer = self._peers.get(addresses)
         if peer is None or not peer.open(leg):
             peer = self._peers[addresses] = TransferPeer(addresses, self._rank, self._forget)
@@ -184,7 +187,7 @@ class KVSender:
                 del self._sends[send_id]
         if over:
             return send.on_done(send.outcome())
-        # If one receiving rank is lost, the rest is not needed.
+        # If one receiving rank is lost, the others are not needed.
         for peer, leg in send.legs if failed_first else ():
             peer.cancel(leg)
         return None
@@ -196,7 +199,7 @@ class KVSender:
             self._ending.add(peer)
 
     def close(self) -> None:
-        """End every session; later sends fail."""
+        """End all sessions; later sends fail."""
         with self._lock:
             self._closed = True
             peers = {*self._peers.values(), *self._ending}

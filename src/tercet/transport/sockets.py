@@ -1,4 +1,4 @@
-"""Socket operations of both ends: addresses, options, waiting, and small frames written at once."""
+"""Socket operations of both ends: addresses, options, waiting, and small frames that are written at once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tercet.protocol import BadRequest, EngineError
 from tercet.transport.vectors import Vector
 
 UNIX, TCP = "unix-abstract:", "tcp://"
-# Between processes of one machine: data in flight then stays in the processor's caches, and no link has to be kept
-# full. By default, the kernel lets it grow to megabytes.
+# Limit between processes of one machine: data in flight then stays in the processor's caches, and no link needs more.
+# By default, the kernel lets the buffers grow to megabytes.
 LOCAL_BUFFER_BYTES = 256 * 1024
-# A peer that lost its power sends nothing: after about a minute of silence the kernel probes, and gives up.
+# A peer that lost its power sends no packets: after about a minute of silence the kernel probes it, and gives up.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
 BACKLOG = 128
 _UNIX_NAME = re.compile(UNIX + "tercet-kv-[0-9a-f]{32}")
@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of ``tcp://host:port``; raises :class:`~tercet.protocol.BadRequest` for another form."""
+    """Return host and port of ``tcp://host:port``; raise :class:`~tercet.protocol.BadRequest` for another form."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
     if not address.startswith(TCP) or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise BadRequest(f"addresses: {address!r} is not tcp://host:port", "kv_addr_info")
@@ -36,7 +36,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def is_address(text: str) -> bool:
-    """Whether a rank can have this address."""
+    """True if a rank can have this address."""
     if text.startswith(UNIX):
         return _UNIX_NAME.fullmatch(text) is not None
     try:
@@ -47,9 +47,9 @@ def is_address(text: str) -> bool:
 
 
 def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
-    """Listen on the first free one of ``ports``, on any if there are none; also returns the address.
+    """Listen on the first free port of ``ports``, on any port if ``ports`` is empty; return the socket and its address.
 
-    Raises :class:`~tercet.protocol.EngineError` naming the setting that is wrong.
+    Raises :class:`~tercet.protocol.EngineError`, which names the wrong setting.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports or (0,):
@@ -62,12 +62,12 @@ def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
             raise EngineError(f"hosts: {host} is not an address of this machine to listen on: {reason}") from error
         named, port = listener.getsockname()[:2]
         return listener, f"{TCP}[{named}]:{port}" if ":" in named else f"{TCP}{named}:{port}"
-    tried = f"{ports[0]} to {ports[-1]}" if ports else "those that the system chooses from"
-    raise EngineError(f"ports: none is free for {host} in {tried}; set others")
+    tried = f"{ports[0]} to {ports[-1]}" if ports else "the system's range"
+    raise EngineError(f"ports: no port of {tried} is free on {host}; set other ports")
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """Listen on a new Unix socket, which processes of this network namespace can find; also returns its address."""
+    """Listen on a new Unix socket, which processes of this network namespace can find; return it and its address."""
     name = f"tercet-kv-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -80,7 +80,7 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def connect_unix(address: str, seconds: float) -> socket.socket:
-    """Connect to what :func:`listen_unix` returned; raises ``OSError``, also if another user listens there."""
+    """Connect to an address that :func:`listen_unix` returned; raise ``OSError``, also if another user owns it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(seconds)
@@ -97,11 +97,11 @@ def require_own_user(sock: socket.socket) -> None:
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(found)
     if user != os.geteuid():
-        raise PermissionError(f"process {process} belongs to user {user}, and this one to user {os.geteuid()}")
+        raise PermissionError(f"process {process} belongs to user {user}, but this process to user {os.geteuid()}")
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small frames at once, and detect a peer that vanished.
+    """Make a socket send small frames at once, and detect a peer that vanished.
 
     Buffer sizes are left to the kernel, unless both ends are on this machine.
     """
@@ -121,7 +121,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def wait_in_calls(sock: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Make calls wait in the kernel, which is faster than polling for the time to call again.
+    """Make the socket's calls wait in the kernel, which is faster than polling before each call.
 
     A call without progress for the given time raises ``BlockingIOError``, not Python's ``TimeoutError``.
     """
@@ -136,7 +136,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def send_all(sock: socket.socket, data: Vector) -> None:
-    """Send all bytes in place. Raises ``TimeoutError`` when nothing was sent within the socket's timeout."""
+    """Send all bytes in place. Raise ``TimeoutError`` if no byte was sent within the socket's timeout."""
     while data.left:
         sent = data.send(sock)
         if sent is None:
@@ -145,33 +145,33 @@ def send_all(sock: socket.socket, data: Vector) -> None:
 
 
 def shut(sock: socket.socket) -> None:
-    """End a connection in both directions, so that a thread that waits on it wakes up."""
+    """Shut a connection down in both directions, so that a thread that waits on it wakes up."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # not connected any more
+        return  # no longer connected
 
 
 class Post:
-    """Small frames on one connection, written at once by the thread that has them.
+    """Small frames on one connection, each written at once by the thread that has it.
 
-    A thread that only wrote what others queue would have to wake up first, which takes longer than to write. When the
-    connection accepts no more, the rest waits for :meth:`deliver`. Frames are sent whole and in order; :meth:`send`
-    never waits for the peer. Thread-safe.
+    A thread that only wrote frames of a queue would have to wake up first, which takes longer than to write. When the
+    connection accepts no more bytes, the rest waits for :meth:`deliver`. Frames are sent whole and in order;
+    :meth:`send` never waits for the peer. Thread-safe.
 
-    Nothing is written once :meth:`close` has returned, so that the socket may be closed then.
+    After :meth:`close` has returned, no more bytes are written, so the socket may be closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        sock.settimeout(None)  # with a timeout Python waits for room before it asks the kernel not to wait
+        sock.settimeout(None)  # with a timeout, Python waits for space before its call, although the call must not wait
         self._changed = threading.Condition()
-        # The part that the connection did not accept, which must be sent before everything else.
+        # The part that the connection did not accept; it must be sent before all else.
         self._rest = bytearray()
         self._closed = False
 
     def send(self, data: bytes) -> None:
-        """Write what the connection accepts at once; raises ``OSError`` when the connection has ended."""
+        """Write the bytes that the connection accepts at once; raise ``OSError`` if the connection has ended."""
         with self._changed:
             if self._closed:
                 raise ConnectionAbortedError("the connection has ended")
@@ -184,8 +184,8 @@ class Post:
     def deliver(self, timeout: float, moved_at: Callable[[], float]) -> None:
         """Write the rest, until :meth:`close`.
 
-        Raises ``OSError`` when the connection has ended, ``TimeoutError`` when it accepted nothing for ``timeout``
-        seconds and nothing else moved either: ``moved_at`` returns when something moved last, in monotonic time.
+        Raises ``OSError`` if the connection has ended, and ``TimeoutError`` if it accepted no bytes for ``timeout``
+        seconds while no other progress was made: ``moved_at`` returns the monotonic time of the last progress.
         """
         room = select.poll()
         room.register(self._sock, select.POLLOUT)
@@ -201,7 +201,7 @@ class Post:
                 del self._rest[: self._write(self._rest)]
 
     def _has_rest(self) -> bool:
-        """Wait for a rest; returns whether there is one, or this was closed."""
+        """Wait for a rest or for :meth:`close`; return True if there is a rest."""
         with self._changed:
             self._changed.wait_for(lambda: self._rest or self._closed)
             return not self._closed

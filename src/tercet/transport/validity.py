@@ -1,4 +1,4 @@
-"""How far the KV of a lease is valid: in every plane, and in every part of its blocks."""
+"""Extent to which the KV of a lease is valid: in every plane, and in every part of its blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Ranges = list[tuple[int, int]]
 
 
 class Validity:
-    """The valid ranges of a lease's KV in each of ``num_planes`` planes, and their reach from ``begin``: ``end``.
+    """The valid ranges of a lease's KV in each of ``num_planes`` planes; ``end`` is the end of those from ``begin``.
 
     Senders that split heads differently cut blocks into different numbers of parts; parts of different numbers are not
     combined.
@@ -19,7 +19,7 @@ class Validity:
         self.end = begin
         self._begin = begin
         self._num_planes = num_planes
-        # By the number of parts, by part, and by plane.
+        # Keys: number of parts, part, plane.
         self._of: dict[int, dict[int, dict[int, Ranges]]] = {}
 
     def add(self, part: int, parts: int, planes: Iterable[int], pieces: Ranges) -> None:
@@ -49,7 +49,7 @@ class Validity:
         self.end = max([self._begin, *(self._end_in(parts, by_part) for parts, by_part in self._of.items())])
 
     def _end_in(self, parts: int, by_part: Mapping[int, Mapping[int, Ranges]]) -> int:
-        """How far all parts of this number are valid in all planes."""
+        """Return the end of the range that is valid in all planes and in all parts of this number."""
         if len(by_part) < parts or any(len(valid) < self._num_planes for valid in by_part.values()):
             return self._begin
         return min(self._first_end(ranges) for valid in by_part.values() for ranges in valid.values())
@@ -59,7 +59,7 @@ class Validity:
 
 
 def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
-    """Add a range to disjoint sorted ones, joining those that touch."""
+    """Return disjoint sorted ranges with a new one added; ranges that touch are joined."""
     begin, end = new
     kept: Ranges = []
     for low, high in ranges:
@@ -71,7 +71,7 @@ def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
 
 
 def _without(ranges: Ranges, gone: tuple[int, int]) -> Ranges:
-    """Remove a range from disjoint sorted ones."""
+    """Return disjoint sorted ranges with one range removed."""
     begin, end = gone
     pieces = [piece for low, high in ranges for piece in ((low, min(high, begin)), (max(low, end), high))]
     return [(low, high) for low, high in pieces if low < high]

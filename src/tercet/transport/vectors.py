@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A row for each place: its address, and its length in bytes. That is the kernel's struct iovec on 64-bit machines.
+# One row per place: its address, and its length in bytes. This is the kernel's struct iovec on 64-bit machines.
 Places = NDArray[np.uint64]
 PLACE_BYTES = 16
 MAX_PLACES = 1024  # in one system call: UIO_MAXIOV
@@ -37,14 +37,14 @@ class _Message(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Both let other threads run in the meantime.
+# Both calls let other threads run meanwhile.
 _sendmsg, _recvmsg = _libc.sendmsg, _libc.recvmsg
 for _call in (_sendmsg, _recvmsg):
     _call.argtypes, _call.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int], ctypes.c_ssize_t
 
 
 def address_of(buffer: Buffer) -> int:
-    """Address of a buffer that is not empty; valid as long as it lives and keeps its size."""
+    """Return the address of a buffer that is not empty; valid as long as the buffer lives and keeps its size."""
     return np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
 
 
@@ -64,13 +64,13 @@ class Vector:
         self.left = nbytes
 
     def send(self, connection: socket.socket) -> int | None:
-        """Send some bytes; returns their number, or ``None`` after ``SO_SNDTIMEO``. Raises ``OSError``."""
+        """Send some bytes; return their number, or None after ``SO_SNDTIMEO``. Raise ``OSError``."""
         return self._move(_sendmsg, connection, socket.MSG_NOSIGNAL)
 
     def receive(self, connection: socket.socket) -> int | None:
-        """Fill from one call, which waits for all bytes; it returns less only after ``SO_RCVTIMEO``.
+        """Fill the places by one call, which waits for all bytes; it returns less only after ``SO_RCVTIMEO``.
 
-        Returns the number of bytes, 0 at the end of the stream, ``None`` if nothing came. Raises ``OSError``.
+        Return the number of bytes, 0 at the end of the stream, None if no bytes arrived. Raise ``OSError``.
         """
         return self._move(_recvmsg, connection, socket.MSG_WAITALL)
 
@@ -103,7 +103,7 @@ class Vector:
 
 
 def nowhere(nbytes: int, scratch: memoryview) -> Vector:
-    """Room for ``nbytes`` to be discarded: the same few bytes, over and over."""
+    """Return places for ``nbytes`` to be discarded: the same few bytes, repeated."""
     whole, rest = divmod(nbytes, scratch.nbytes)
     lengths = [scratch.nbytes] * whole + [rest] * (rest > 0)
     return Vector(np.array([(address_of(scratch), length) for length in lengths], dtype=np.uint64), scratch, nbytes)

@@ -190,7 +190,7 @@ QUOTED = [
     ("scheduling.md", "there is no such field here"),
     ("tutorial.md", "has no function"),
     ("howto/gpu.md", "auto continues without"),
-    ("howto/gpu.md", "the device does nothing more for this process"),
+    ("howto/gpu.md", "the device no longer works for this process"),
     ("howto/gpu.md", "a worker's KV cannot be mapped"),
     ("howto/gpu.md", "KV of this sender is read over"),
     *(("troubleshooting.md", message) for message in (

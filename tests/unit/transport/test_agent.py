@@ -218,7 +218,7 @@ def test_an_order_that_cannot_be_carried_out_names_the_rank_and_the_reason(targe
 
 def test_a_lease_that_was_revoked_before_it_was_granted_stays_closed(target: Rank) -> None:
     assert target.order(RevokeLease("00")) == 0
-    with pytest.raises(EngineError, match="granted before"):
+    with pytest.raises(EngineError, match="already been granted"):
         target.order(GrantLease("00", [[1]], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
 
 
@@ -296,7 +296,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
     time.sleep(0.5)  # noqa: ASYNC251  # nobody reads meanwhile, and there are more answers than queues hold
     assert await asyncio.wait_for(revoked, SECONDS) == 0
     assert all(answer.done() for answer in asked), "in the order of the calls"
-    with pytest.raises(EngineError, match=r"granted before"):
+    with pytest.raises(EngineError, match="already been granted"):
         await client.call(GrantLease(lease, [[1]], 0, TOKENS, TOKENS, packed(range(TOKENS)), None, ""))
     client.close()
 
@@ -309,7 +309,7 @@ async def test_an_agent_that_is_stopped_holds_nobody_up_and_answers_all_when_it_
     ("settings", "reason"),
     [
         (TransportSettings(hosts=("192.0.2.1",)), r"hosts: 192\.0\.2\.1 is not an address of this machine"),
-        (TransportSettings("pigeon"), "there is no 'pigeon'; choose auto, tcp"),
+        (TransportSettings("pigeon"), "'pigeon' is unknown; choose one of auto, tcp"),
     ],
     ids=["host", "transport"],
 )
@@ -325,7 +325,7 @@ def test_busy_ports_are_one_clear_error() -> None:
     region, before = filled(1, 2, BYTES, 1), agents_of(os.getpid())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EngineError, match=f"the KV agent cannot start: ports: none is free .* {port} to {port}"):
+        with pytest.raises(EngineError, match=f"the KV agent cannot start: ports: no port of {port} to {port} is free"):
             start(region, TransportSettings(ports=(port,)))
     region.close()
     assert agents_of(os.getpid()) == before
@@ -424,7 +424,7 @@ def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes(monkeypatch: py
     monkeypatch.setattr(agent_process, "BACKLOG_BYTES", 100_000)
     with rank(3) as ours:
         os.kill(ours.agent.pid, signal.SIGSTOP)
-        with pytest.raises(EngineError, match="takes no more notes"):
+        with pytest.raises(EngineError, match="does not accept notes"):
             tell_without_end(ours.agent)
         os.kill(ours.agent.pid, signal.SIGCONT)
 

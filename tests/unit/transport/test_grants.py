@@ -231,7 +231,7 @@ def test_a_claim_outside_the_lease_is_refused(begin: int, end: int) -> None:
 @pytest.mark.parametrize(("part", "parts"), [(1, 1), (0, 0), (2, 2), (0, MAX_PARTS + 1)])
 def test_a_claim_of_no_part_leaves_nothing_behind(part: int, parts: int) -> None:
     table = opened()
-    with pytest.raises(BadRequest, match="one part"):
+    with pytest.raises(BadRequest, match="the same part"):
         table.ended(SEND, ending(32, 48, 1, part, parts))
     assert table.receives == 0
 
@@ -239,10 +239,10 @@ def test_a_claim_of_no_part_leaves_nothing_behind(part: int, parts: int) -> None
 def test_a_send_ends_once_for_one_part() -> None:
     table = opened()
     table.ended(SEND, ending(32, 48, 9))
-    with pytest.raises(BadRequest, match="must end once"):
+    with pytest.raises(BadRequest, match="must end only once"):
         table.ended(SEND, ending(32, 48, 9))
     for other in (chunk(0, 0, 1, 0, 2), chunk(0, 0, 1, unit=32)):
-        with pytest.raises(BadRequest, match="one part"):
+        with pytest.raises(BadRequest, match="the same part"):
             table.arrived(SEND, other)
 
 
@@ -282,7 +282,7 @@ def test_what_may_be_prefix_cache_is_not_written_again() -> None:
     assert [(move.slot, move.block, move.tokens) for move in moves] == [(2, 13, 16), (3, 14, 16)]
     table.overwriting(chunk(1, 1, 5), in_place)
     table.overwriting(chunk(1, 0, 3), in_place)
-    with pytest.raises(TransferFailed, match="up to token 80 came from another sender"):
+    with pytest.raises(TransferFailed, match="up to token 80 has arrived from another sender"):
         table.overwriting(chunk(1, 2, 5), in_place=2)
     assert table.revoke(LEASE) == 80
 
@@ -394,7 +394,7 @@ def test_kv_of_other_tokens_is_refused_before_anything_is_located() -> None:
             table.in_place(SEND, LEASE)
     table.begin(SEND, SendBegin(1, LEASE, content_of(others, None, 60)))
     assert table.in_place(SEND, LEASE) == 0
-    with pytest.raises(BadRequest, match="first 60 tokens does not end at 61"):
+    with pytest.raises(BadRequest, match="first 60 tokens cannot end at token 61"):
         table.ended(SEND, ending(32, 61, 0))
 
 
@@ -404,7 +404,7 @@ def test_a_send_begins_inside_its_lease_and_once(end: int) -> None:
     with pytest.raises(BadRequest, match="outside the lease"):
         table.begin(SEND, SendBegin(1, LEASE, whose(end)))
     table.begin(SEND, SendBegin(1, LEASE, whose(100)))
-    with pytest.raises(BadRequest, match="must begin once"):
+    with pytest.raises(BadRequest, match="must begin only once"):
         table.begin(SEND, SendBegin(1, LEASE, whose(100)))
 
 

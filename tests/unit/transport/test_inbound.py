@@ -370,7 +370,7 @@ def test_what_receivers_say_ends_the_connection(said: msgspec.Struct) -> None:
 
 def test_a_greeting_comes_once() -> None:
     talk = Conversation()
-    with pytest.raises(ProtocolViolation, match="must begin once"):
+    with pytest.raises(ProtocolViolation, match="must begin only once"):
         talk.say(talk.hello())
 
 
@@ -481,7 +481,7 @@ def test_a_chunk_that_needs_too_much_staging_is_refused(monkeypatch: pytest.Monk
 
 def test_a_sender_whose_blocks_are_not_what_it_says_is_refused() -> None:
     ours, theirs = BlockShape(16, 1, 1, 2), BlockShape(32, 1, 1, 2)
-    with pytest.raises(ProtocolViolation, match="another size than it says"):
+    with pytest.raises(ProtocolViolation, match="another size than its greeting says"):
         Conversation(Receiving(block=ours), sending_region(theirs.block_bytes // 2), block=theirs)
 
 

@@ -186,7 +186,7 @@ def test_a_receiver_that_says_nothing_fails_its_send_in_time(words: bytes) -> No
             connection.sendall(words)
             outcome = send.wait()
             assert isinstance(outcome, TransferFailed)
-            assert "no answer to the greeting" in outcome.message
+            assert "did not answer the greeting" in outcome.message
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_read_that_fails_drops_its_agent_before_its_landing_is_of_use_again() 
         )
         offer = nixl_device._DeviceOffer(backend._own_offer().words, wrong)
         reader = backend._reader(offer, memory.region.shape)
-        with pytest.raises(TransferFailed, match="cannot be read"):
+        with pytest.raises(TransferFailed, match="cannot read the sender"):
             reader.require_block()
         assert reader._blocks._agent is None
         assert backend._landings.free == LANDINGS
@@ -248,5 +248,5 @@ def test_memory_that_cannot_be_registered_is_named(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no UCX backend")
 
     monkeypatch.setattr(nixl_device, "NixlAgent", no_backend)
-    with pytest.raises(BackendUnavailable, match="does not register this engine's KV: no UCX backend"):
+    with pytest.raises(BackendUnavailable, match="cannot register this engine's KV: no UCX backend"):
         RegisteredPlanes([(4096, 4096)], [(4096, 64)], "DRAM")

@@ -31,7 +31,7 @@ def test_an_owed_answer_is_waited_for_while_the_session_moves(monkeypatch: pytes
     peer._answered(Refused(leg.number + 1, "another send"))  # pyright: ignore[reportPrivateUsage]
     peer._require_progress()  # pyright: ignore[reportPrivateUsage]
     now[0] += 6
-    with pytest.raises(TransferFailed, match="no acknowledgement"):
+    with pytest.raises(TransferFailed, match="did not acknowledge"):
         peer._require_progress()  # pyright: ignore[reportPrivateUsage]
     peer.close()
 

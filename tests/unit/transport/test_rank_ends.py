@@ -191,7 +191,7 @@ def test_a_receiver_that_cannot_take_a_claim_says_so() -> None:
     with rank(ours) as sender, rank(theirs, on_filled=fail) as receiver:
         outcome = outcome_between(sender, ours, receiver)
         assert isinstance(outcome, TransferFailed)
-        assert "could not accept what arrived" in outcome.message
+        assert "could not accept the KV that arrived" in outcome.message
 
 
 def test_the_receiver_hears_of_a_claim_before_the_sender_does() -> None:

@@ -83,7 +83,7 @@ def test_a_busy_port_is_skipped_and_when_all_are_it_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = taken.getsockname()[1]
         before = Held()
-        with pytest.raises(EngineError, match=f"ports: none is free for 127.0.0.1 in {busy} to {busy}"):
+        with pytest.raises(EngineError, match=f"ports: no port of {busy} to {busy} is free on 127.0.0.1"):
             RankTransport(region, "f", settings(ports=(busy,)))
         before.require_back()
         with rank(region, settings(ports=(busy, free))) as transport:
@@ -120,7 +120,7 @@ def test_wrong_settings_are_named(changes: dict[str, Any], param: str) -> None:
 
 def test_a_transport_that_there_is_not_is_named() -> None:
     region = filled(1, 4, KIB, 1)
-    with pytest.raises(BadRequest, match="there is no 'pigeon'; choose auto, tcp, host"):
+    with pytest.raises(BadRequest, match="'pigeon' is unknown; choose one of auto, tcp, host"):
         RankTransport(region, "f", settings("pigeon"))
     region.close()
 

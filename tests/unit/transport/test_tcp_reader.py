@@ -210,7 +210,7 @@ def test_a_failure_of_ours_is_told_by_whichever_thread_meets_it() -> None:
 
 def test_a_sender_that_opens_no_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "CONNECT_SECONDS", 0.05)
-    with pytest.raises(TransferFailed, match="opened no connection"):
+    with pytest.raises(TransferFailed, match="did not open a connection"):
         TcpReader().read(batch_of(1, bytearray(SIZE)), straight)
 
 

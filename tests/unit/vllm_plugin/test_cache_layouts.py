@@ -134,7 +134,7 @@ def test_other_items_are_refused_with_the_difference(change: dict[str, int], say
 
 
 def test_a_block_that_one_side_does_not_describe_is_refused() -> None:
-    with pytest.raises(TransferFailed, match="not described"):
+    with pytest.raises(TransferFailed, match="does not describe"):
         rearranged(None, BlockOrder("HN", 4, 16, 32))
 
 

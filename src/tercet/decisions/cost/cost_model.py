@@ -8,18 +8,18 @@ from operator import mul
 
 SWEEPS = 8
 WILD = 3.0
-# The first observations change much; later ones are solved for in groups.
+# Observations at the beginning change the fit much. After FIRST of them it is solved once per EVERY observations.
 FIRST, EVERY = 32, 4
 
 
 class OnlineFit:
-    """Coefficients ``theta >= 0`` with ``theta . features`` close to what was observed, in relative terms.
+    """Coefficients ``theta >= 0`` with ``theta . features`` close to the observed values, in relative terms.
 
-    Minimises the sum over observations of ``weight * ((theta . x - y) / scale)^2`` by coordinate descent on the normal
-    equations; each observation multiplies the weight of those before by ``forgetting``. A weak pull towards ``prior``
-    (all positive) decides coefficients without observations. The first observation sets the scale of the whole prior:
-    engines differ in speed by orders of magnitude, but much less in the proportions of their coefficients. An
-    observation further off than three times the usual error counts in inverse proportion (Huber's weights).
+    The fit minimises the sum over observations of ``weight * ((theta . x - y) / scale)^2`` by coordinate descent on the
+    normal equations; each observation multiplies the weight of those before by ``forgetting``. A weak pull towards
+    ``prior`` (all positive) decides coefficients without observations. The first observation sets the scale of the
+    whole prior: engines differ in speed by orders of magnitude, but much less in the proportions of their coefficients.
+    An observation with more than three times the usual error counts in inverse proportion (Huber's weights).
     """
 
     def __init__(self, prior: Sequence[float], forgetting: float = 0.99, pull: float = 1e-3) -> None:
@@ -34,7 +34,7 @@ class OnlineFit:
         self._products = [0.0] * size
 
     def predict(self, features: Sequence[float]) -> float:
-        """Predict a value: never negative, and never less for larger features."""
+        """Return the predicted value: never negative, and never less for larger features."""
         return sum(map(mul, self.theta, features))
 
     def observe(self, features: Sequence[float], value: float) -> None:
@@ -65,8 +65,8 @@ class OnlineFit:
         return 1.0 if error <= limit else limit / error
 
     def _solve(self) -> None:
-        # Coordinate descent from the last solution costs 26 us for six coefficients and 13 us for three, on the router
-        #'s event loop; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
+        # On the router's event loop, coordinate descent from the last solution costs 26 us for six coefficients and
+        # 13 us for three; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
         theta = self.theta
         for _ in range(SWEEPS):
             for index, row in enumerate(self._squares):
@@ -83,10 +83,10 @@ SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class EnginePace:
-    """Factor by which one engine is slower than the fleet's fit; changes slowly, and less with more observations.
+    """Factor by which one engine is slower than the fleet's fit; it changes slowly, and less with more observations.
 
-    It counts only as far as it exceeds the variation of the engine's observations: an engine that is used when others
-    are busy is mostly observed while it shares memory and cores with them, and would look slower than it is.
+    The factor counts only as far as it exceeds the variation of the engine's observations: an engine that is used when
+    others are busy is mostly observed while it shares memory and cores with them, and would look slower than it is.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class EnginePace:
 
 
 class ArrivalRate:
-    """Rate at which prefills begin on an engine, and so the length of the window that tells how busy it is."""
+    """Rate at which prefills begin on an engine; it sets the length of the window for measuring load."""
 
     def __init__(self) -> None:
         self.engines = 0
@@ -123,7 +123,7 @@ class ArrivalRate:
         return max(SHORT_MEMORY, PREFILLS_REMEMBERED * self._gap * self.engines)
 
     def note(self, now: float) -> None:
-        """Record that a prefill begins on some engine."""
+        """Record that a prefill begins on some engine at time ``now``."""
         if self._last is not None:
             gap = now - self._last
             self._gap += (gap - self._gap) * (0.1 if self._gap else 1.0)
@@ -131,7 +131,10 @@ class ArrivalRate:
 
 
 class CostModel:
-    """The fleet's fits. Before the first observation their order of magnitude is that of a model on one accelerator."""
+    """The fleet's fits.
+
+    Before the first observation they have the order of magnitude of one model on one accelerator.
+    """
 
     def __init__(self) -> None:
         self._prefills = OnlineFit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
@@ -141,15 +144,15 @@ class CostModel:
         self.transfers = 0
 
     def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:
-        """Seconds to compute ``tokens`` after ``cached`` ones, and to have ``sent`` of them in place elsewhere."""
+        """Return the seconds to compute ``tokens`` after ``cached`` ones, and send ``sent`` to another engine."""
         return self._prefills.predict(features_of(tokens, cached, batch, sent))
 
     def step(self, batch: float, contexts: float) -> float:
-        """Seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
+        """Return the seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
         return self._steps.predict((1.0, batch, contexts))
 
     def output_of(self, max_tokens: int | None) -> float:
-        """Expected output tokens of a request with this limit: the mean of requests with a similar one."""
+        """Return the expected output tokens of a request with this limit: the mean of requests with a similar limit."""
         limit = math.inf if max_tokens is None else max_tokens
         _, mean = self._outputs.get(_size_of(max_tokens), (0, UNTOLD_OUTPUT))
         return max(1.0, min(mean, limit))
@@ -165,7 +168,7 @@ class CostModel:
         return self._prefills.count
 
     def predicted(self, features: Sequence[float]) -> float:
-        """Seconds of prefills with this sum of :func:`features_of`."""
+        """Return the predicted seconds of prefills with this sum of :func:`features_of`."""
         return self._prefills.predict(features)
 
     def stepped(self, seconds: float, batch: float, contexts: float) -> None:
@@ -180,10 +183,13 @@ class CostModel:
 
 
 def _size_of(max_tokens: int | None) -> int:
-    """Limits within a factor of two count as equal."""
+    """Return the size class of a limit; limits within a factor of two count as equal."""
     return 0 if max_tokens is None else max_tokens.bit_length()
 
 
 def features_of(tokens: int, cached: int, batch: float, sent: int) -> tuple[float, ...]:
-    """Terms in which a prefill's time is linear; see the formulas above."""
+    """Return the terms in which a prefill's time is linear.
+
+    These are a constant, the tokens, their attention, the batch, and two terms of the send.
+    """
     return 1.0, tokens, tokens * (cached + tokens / 2), batch, float(sent > 0), sent

@@ -27,7 +27,7 @@ HARMLESS = 1.25
 
 
 class Costs:
-    """State shared by all views of a fleet. ``clock`` is monotonic, in seconds."""
+    """Costs shared by all views of a fleet. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float], random: Random) -> None:
         self.model = CostModel()
@@ -37,7 +37,7 @@ class Costs:
         self._watches = True
 
     def watch_once_asked(self) -> None:
-        """Start observing only when a route is first requested: without routes the results are not used."""
+        """Observe only from the first request for a route on: without routes the results are not used."""
         self._watches = False
 
     def watch(self) -> None:
@@ -53,7 +53,7 @@ class Costs:
         return found
 
     def forget(self, name: str) -> None:
-        """Forget an engine that left; its running work is not counted any more."""
+        """Forget an engine that left; its running work no longer counts."""
         self._works.pop(name, None)
         self.model.arrivals.engines = len(self._works)
 
@@ -79,7 +79,7 @@ class Costs:
         )
 
     def _closest(self, names: Sequence[str], matched: Mapping[str, int]) -> Iterable[str]:
-        """Engines worth a full estimate: those with the least work, and those that have most of the prompt."""
+        """Return the engines that get a full estimate: those with the least work, or with most of the prompt."""
         if len(names) <= CLOSEST:
             return names
         idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
@@ -87,7 +87,7 @@ class Costs:
         return dict.fromkeys((*idlest, *holders))
 
     def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:
-        """A pair to learn from, while no request waits for it and its estimated cost is not much higher."""
+        """Return a pair to learn from, or None; its engines must be idle, and its estimated cost not much higher."""
         if self.model.transfers >= ENOUGH_TRANSFERS and self._random.random() >= explore:
             return None
         best = options[0]
@@ -98,7 +98,7 @@ class Costs:
 
     @contextmanager
     def promised(self, request: Request, decision: RouteDecision, matched: Mapping[str, int]) -> Generator[None]:
-        """Count the chosen route's work from now on, before its verbs are called."""
+        """Count the chosen route's work while entered, beginning before its verbs are called."""
         chosen, works = decision.chosen, [self.work(decision.chosen.decode)]
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
         here.output, here.context = decision.output, request.num_tokens
@@ -139,9 +139,9 @@ class Costs:
             work.leave(request.seq_id)
 
     def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost | None:
-        """Observe an engine that will generate; it has ``prompt[:begin)``, and ``given`` tokens of output.
+        """Return an observer for an engine that will generate after ``prompt[:begin)`` and ``given`` tokens of output.
 
-        None if nothing is observed.
+        None if costs are not observed.
         """
         if not self._watches:
             return None
@@ -161,11 +161,11 @@ class GenerationCost:
         self._tokens = 0
 
     def on_start(self, stream: OutputStream) -> None:
-        """The engine has the sequence now."""
+        """Record that the engine has the sequence now."""
         self._job = self._work.begin(self._seq_id, self._job)
 
     def on_output(self, output: Output) -> None:
-        """Its next output arrived."""
+        """Learn from the sequence's next output."""
         if not self._tokens:
             job, usage = self._job, output.usage
             computed = usage.computed if usage is not None else job.missing
@@ -176,11 +176,11 @@ class GenerationCost:
             self._work.decoded(self._job, self._tokens)
 
     def on_end(self, error: BaseException | None) -> None:
-        """The engine no longer has the sequence."""
+        """Record that the engine no longer has the sequence."""
         self._work.leave(self._seq_id)
 
 
 def max_tokens_of(request: Request) -> int | None:
-    """The request's limit of output tokens."""
+    """Return the request's limit of output tokens, or None."""
     wanted = request.sampling_params.get("max_tokens")
     return wanted if isinstance(wanted, int) and wanted > 0 else None

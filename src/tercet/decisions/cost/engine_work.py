@@ -1,6 +1,6 @@
 """The work of one engine for this router: prefills in line, running decodes, and promised work.
 
-A state machine without I/O that is notified of begins and ends. Engines prefill first come, first served, so the
+A state machine without I/O; its caller reports starts and ends. Engines prefill first come, first served, so the
 duration of a prefill is the time between two successive ends, or from an arrival at an empty line to its end. That
 holds under any load, while the time from call to answer is mostly waiting.
 """
@@ -15,21 +15,21 @@ from typing import Literal
 from tercet.decisions.cost.cost_model import CostModel, EnginePace, features_of
 
 FEW = 2
-"""Tokens that are computed as part of a decode step, and so do not wait in line."""
+"""Number of tokens that are computed as part of a decode step, and so do not wait in line."""
 MOSTLY_PREFILL = 0.7
 MOST_INTERFERENCE = 0.8
 TOGETHER = 0.2
-"""Prefills that end within this share of a prefill's time after another one were in the same step."""
+"""Share of a prefill's time: prefills that end within it of each other were in the same step."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One sequence on one engine: ``missing`` tokens to compute behind ``cached`` ones, ``sent`` to push elsewhere.
+    """One sequence on one engine: ``missing`` tokens to compute after ``cached`` ones, and ``sent`` tokens to push.
 
-    ``output`` are the tokens that it is expected to produce here, after the ``given`` ones from elsewhere; 0 where it
-    only prefills. ``context`` is the number of tokens that its decode reads at first. ``seconds`` is the predicted time
-    of its prefill. ``promised``: a route leads here, and the verb has not been called yet. ``ready`` is when its decode
-    is expected to begin.
+    ``output`` is the expected number of tokens to produce here, after the ``given`` ones from another engine; 0 for a
+    prefill only. ``context`` is the number of tokens that its decode reads at first. ``seconds`` is the predicted time
+    of its prefill. ``stage`` is ``promised`` while a route leads here and the verb has not been called yet. ``ready``
+    is the time at which its decode is expected to begin.
     """
 
     missing: int
@@ -69,16 +69,16 @@ class EngineWork:
         self._prefills = 0
         self._seen_seconds, self._seen = 0.0, list[float]()
 
-    # ---- what there is to do ---------------------------------------------------------------------------------
+    # ---- remaining work --------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Whether there is no work."""
+        """True if the engine has no work."""
         return not self._jobs
 
     @property
     def coming(self) -> int:
-        """Number of decodes that will run here, but do not yet."""
+        """Number of decodes that will run here, but do not run yet."""
         return len(self._coming)
 
     @property
@@ -87,25 +87,25 @@ class EngineWork:
         return self._line_seconds + self._promised_seconds + 0.01 * self.decoding
 
     def waiting(self, now: float) -> float:
-        """Seconds of prefill ahead of a new arrival."""
+        """Return the seconds of prefill ahead of a new arrival."""
         return max(0.0, self._line_seconds - self._progress(now)) + self._promised_seconds
 
     def busy(self, now: float) -> float:
-        """Seconds, up to now, in which prefills ran or waited here."""
+        """Return the seconds, up to now, in which prefills ran or waited here."""
         return self._busy + (now - self._at if self._line else 0.0)
 
     def under_way(self, now: float) -> float:
-        """Seconds until the running prefill ends."""
+        """Return the seconds until the running prefill ends."""
         head = next(iter(self._line.values()), None)
         return 0.0 if head is None else max(0.0, head.seconds - self._progress(now))
 
     def interference(self, now: float) -> float:
-        """The share of recent time in which prefills ran here and slowed decodes."""
+        """Return the share of recent time in which prefills ran here and slowed decodes."""
         faded = math.exp((self._at - now) / self._model.arrivals.memory)
         return self._recent * faded + (1 - faded if self._line else 0.0)
 
     def stall(self, now: float, seconds: float) -> float:
-        """Total delay of decodes here if a prefill that arrives now occupies the engine for ``seconds``.
+        """Return the total delay of decodes if a prefill that arrives now occupies the engine for ``seconds``.
 
         Later decodes are delayed by the part that is left when they are ready.
         """
@@ -114,24 +114,24 @@ class EngineWork:
         return seconds * self.decoding + sum(later)
 
     def seconds_left(self, now: float) -> float:
-        """Average remaining time of a running decode."""
+        """Return the average remaining time of a running decode, in seconds."""
         return max(0.0, self._expected_ends / self.decoding - now) if self.decoding else 0.0
 
     def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        """Seconds per token of a running decode, when prefills take this share of the time between its steps."""
+        """Return the seconds per token of a running decode; prefills take this share of the time between steps."""
         step = self._model.step(batch, contexts) * self.decode_pace.factor
         return step / (1 - min(MOST_INTERFERENCE, interference))
 
-    # ---- what happens ----------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------
 
     def promise(self, seq_id: str, job: Job) -> None:
-        """Record that a route leads here."""
+        """Record that a route leads to this engine."""
         self._pass_time()
         self._enter(seq_id, job)
         self._promised_seconds += job.seconds
 
     def begin(self, seq_id: str, job: Job) -> Job:
-        """Record that a verb was called: the promised job takes its place in line, or this one if there is none."""
+        """Record that a verb was called: the promised job gets its place in line, or ``job`` if none was promised."""
         now = self._pass_time()
         found = self._jobs.get(seq_id)
         if found is None or found.stage != "promised":
@@ -152,7 +152,7 @@ class EngineWork:
         return job
 
     def prefilled(self, seq_id: str, job: Job, computed: int, cached: int, sent: int) -> None:
-        """Record that its prefill ended and what it sent is in place; learn from it."""
+        """Record that a job's prefill ended and its sent tokens are in place; learn from it."""
         now = self._pass_time()
         if job.stage == "prefill":
             took = now - max(job.began, self._served_until)
@@ -167,7 +167,7 @@ class EngineWork:
                 self._begin_decode(seq_id, job, now)
 
     def decoded(self, job: Job, tokens: int) -> None:
-        """Record that it produced its last token, ``tokens`` here; learn from it."""
+        """Record that a job produced its last token, ``tokens`` of them here; learn from it."""
         now = self._pass_time()
         self._model.ended(job.max_tokens, job.given + tokens)
         busy, batches, contexts, prefills = job.marks
@@ -181,7 +181,7 @@ class EngineWork:
         self._model.stepped(seconds, batch, read)
 
     def leave(self, seq_id: str) -> None:
-        """Record that it ended here, however it ended; a job that has left already is ignored."""
+        """Record that a job ended here for any reason; a job that has already left is ignored."""
         job = self._jobs.pop(seq_id, None)
         if job is None:
             return
@@ -195,7 +195,7 @@ class EngineWork:
             self.decoding -= 1
             self.contexts -= job.context
             self._expected_ends -= job.expected_end
-        if not self._jobs:  # sums of floats, which drift
+        if not self._jobs:  # sums of floats drift
             self._line_seconds = self._promised_seconds = self._expected_ends = 0.0
 
     def _enter(self, seq_id: str, job: Job) -> None:
@@ -213,7 +213,7 @@ class EngineWork:
         self._expected_ends += job.expected_end
 
     def _note_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
-        """Record an end; ends that come (nearly) together were computed together, and are one observation."""
+        """Record the end of a prefill; prefills that end (nearly) together ran in one step, and are one observation."""
         features = features_of(computed, cached, self.decoding, sent)
         if took > TOGETHER * self._model.predicted(features):
             self._learn_prefills()
@@ -229,12 +229,12 @@ class EngineWork:
         self._seen_seconds, self._seen = 0.0, []
 
     def _progress(self, now: float) -> float:
-        """Seconds that the first in line has run, limited to a little less than its predicted time."""
+        """Return the seconds that the first in line has run, limited to a little less than its predicted time."""
         head = next(iter(self._line.values()), None)
         return 0.0 if head is None else min(now - self._served_until, 0.95 * head.seconds)
 
     def _pass_time(self) -> float:
-        """Account for the time since the last event, in which nothing changed; returns now."""
+        """Account for the time since the last event, in which the jobs did not change; return the time."""
         now = self._clock()
         passed = now - self._at
         self._recent = self.interference(now)

@@ -1,6 +1,6 @@
 """The work of one engine, by its reports alone: for processes that do not see requests begin or end there.
 
-Reports come in intervals, and tell how many tokens of prompts have no first token yet. So the time of a prefill is
+Reports arrive at intervals, and have the number of prompt tokens without a first token yet. So the time of a prefill is
 learned only if it ran alone: from its pick to the middle of the interval in which its tokens disappeared.
 """
 
@@ -14,18 +14,18 @@ from tercet.decisions.cost.engine_work import MOST_INTERFERENCE
 from tercet.protocol import EngineLoad
 
 LEAST_TOKENS = 256
-"""Prefills of fewer tokens end within a report or two, which is too short to learn from."""
+"""Minimum tokens of a prefill to learn from: shorter ones end within a report or two, which is too short."""
 LONGEST_PREFILL = 120.0
 SETTLED = 8
 """Number of prefills after which the fleet's fit distinguishes the paces of engines."""
 STEPS_EVERY = 2.0
-"""Seconds between two learned steps of one engine: a step time is a mean, and changes slowly."""
+"""Minimum interval, in seconds, between two learned steps of one engine: a step time is a mean, and changes slowly."""
 MEMORY = 10.0
 UNKNOWN_CONTEXT = 1024
 
 
 class _Alone:
-    """The only running prefill, as far as known: its ``features``, and when it was picked."""
+    """The only running prefill, as far as known: its ``features``, and the time of its pick."""
 
     def __init__(self, at: float, tokens: int, features: tuple[float, ...]) -> None:
         self.at = at
@@ -37,8 +37,8 @@ class _Alone:
 class ReportedWork:
     """The work of one engine, for :class:`~tercet.decisions.cost.routes.RouteCandidate`.
 
-    ``kv_tokens`` returns the capacity of its cache.
-    Times are ``clock``'s, in seconds. ``learned`` counts prefills that ``model`` has learned from.
+    ``kv_tokens`` returns the capacity of its cache. Times are ``clock``'s, in seconds. ``learned`` is the number of
+    prefills from which ``model`` has learned.
     """
 
     def __init__(self, model: CostModel, clock: Callable[[], float], kv_tokens: Callable[[], int]) -> None:
@@ -54,7 +54,7 @@ class ReportedWork:
         self._stepped_at = -math.inf
         self._alone: _Alone | None = None
 
-    # ---- what happens ----------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------
 
     def picked(self, tokens: int, cached: int) -> None:
         """Record a prompt of ``tokens`` that was routed here; ``cached`` is its estimated cached part."""
@@ -83,19 +83,19 @@ class ReportedWork:
         if alone is None:
             return
         if backlog > alone.tokens or now - alone.at > LONGEST_PREFILL:
-            self._alone = None  # a prompt of another process is there, too
+            self._alone = None  # the engine has a prompt of another process, too
         elif backlog:
             alone.seen = True
         elif alone.seen:
             self._alone = None
             seconds = now - passed / 2 - alone.at
             if seconds > 0:
-                if self._model.prefills_seen >= SETTLED:  # before that, the engines observed first would look slow
+                if self._model.prefills_seen >= SETTLED:  # before that, the first observed engines would look slow
                     self.prefill_pace.observe(seconds, self._model.predicted(alone.features))
                 self._model.prefilled(seconds, alone.features)
                 self.learned += 1
         elif now - alone.at > 2 * passed:
-            self._alone = None  # it ended between two reports, or went elsewhere
+            self._alone = None  # it ended between two reports, or another engine got it
 
     def _learn_step(self, now: float, load: EngineLoad) -> None:
         if load.step_time and load.running and now - self._stepped_at >= STEPS_EVERY:
@@ -103,32 +103,32 @@ class ReportedWork:
             self.decode_pace.observe(load.step_time, self._model.step(load.running, self.contexts))
             self._model.stepped(load.step_time, load.running, self.contexts)
 
-    # ---- what there is to do ---------------------------------------------------------------------------------
+    # ---- remaining work --------------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> float:
-        """Seconds of prefill ahead of a new arrival."""
+        """Return the seconds of prefill ahead of a new arrival."""
         return self._model.prefill(self._backlog, 0, self.decoding) * self.prefill_pace.factor if self._backlog else 0.0
 
     def under_way(self, now: float) -> float:
-        """Seconds until all waiting prefills end: reports do not tell which of them is running."""
+        """Return the seconds until all waiting prefills end: reports do not name the running one."""
         return self.waiting(now)
 
     def interference(self, now: float) -> float:
-        """The share of recent time in which prefills ran here."""
+        """Return the share of recent time in which prefills ran here."""
         return self._interference
 
     def stall(self, now: float, seconds: float) -> float:
-        """Total delay of decodes here if a prefill that arrives now occupies the engine for ``seconds``."""
+        """Return the total delay of decodes if a prefill that arrives now occupies the engine for ``seconds``."""
         return seconds * self.decoding
 
     def seconds_left(self, now: float) -> float:
-        """Average remaining time of a running decode: half of its time."""
+        """Return the average remaining time of a running decode: half of its time, in seconds."""
         if not self.decoding:
             return 0.0
         tpot = self.pace_of_tokens(self._interference, self.decoding, self.contexts)
         return self._model.output_of(None) / 2 * tpot
 
     def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        """Seconds per token of a running decode, when prefills take this share of the time between its steps."""
+        """Return the seconds per token of a running decode; prefills take this share of the time between steps."""
         step = self._model.step(batch, contexts) * self.decode_pace.factor
         return step / (1 - min(MOST_INTERFERENCE, interference))

@@ -1,6 +1,6 @@
-"""Finds the cheapest route: one engine alone, or a pair and the split of the prompt between them. Pure.
+"""Search for the cheapest route: one engine alone, or a pair and the split of the prompt between them. Pure.
 
-For a request of ``n`` tokens with ``L`` expected of the answer, on engine ``e`` alone:
+For a request of ``n`` tokens with ``L`` expected tokens of answer, on engine ``e`` alone:
 
     ttft = waiting(e) + prefill(e)
     tpot = step(e, batch + 1) / (1 - interference(e))
@@ -30,22 +30,22 @@ SPLITS = (0.9, 0.75, 0.5)
 PAIRED, SPLIT = 3, 2
 SHARPER = 3
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
-"""Engines accept calls between steps: a call waits half a step on average if decodes run."""
+"""Delays in steps: engines accept calls between steps, so a call waits half a step on average if decodes run."""
 
 RouteKind = Literal["alone", "pair", "split"]
 MayPair = Callable[[str, str], bool]
-"""Whether two engines, by name, may exchange KV."""
+"""Function that returns True if two engines, by name, may exchange KV."""
 
 
 def any_pair(_one: str, _other: str) -> bool:
-    """Every two engines may."""
+    """Return True: every two engines may exchange KV."""
     return True
 
 
 class Targets(msgspec.Struct, frozen=True):
     """Service level objectives, in seconds; None means no objective.
 
-    Raises :class:`~tercet.protocol.BadRequest` for one that is not positive.
+    Raises :class:`~tercet.protocol.BadRequest` for an objective that is not positive.
     """
 
     ttft: float | None = None
@@ -54,10 +54,10 @@ class Targets(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name, seconds in (("ttft", self.ttft), ("tpot", self.tpot)):
             if seconds is not None and not seconds > 0:
-                raise BadRequest(f"{name}: is {seconds}, and must be more than 0 seconds", name)
+                raise BadRequest(f"{name}: must be more than 0 seconds, is {seconds}", name)
 
     def missed_by(self, ttft: float, tpot: float) -> float:
-        """By what share the objectives are missed, in total; 0 if they are met."""
+        """Return the total share by which the objectives are missed; 0 if they are met."""
         missed = 0.0 if self.ttft is None else max(0.0, ttft / self.ttft - 1)
         return missed if self.tpot is None else missed + max(0.0, tpot / self.tpot - 1)
 
@@ -65,8 +65,8 @@ class Targets(msgspec.Struct, frozen=True):
 class RouteOption(msgspec.Struct, omit_defaults=True):
     """One way to serve a request, with its predictions, in seconds.
 
-    ``decode`` alone, or ``prefill`` computes ``prompt[:split]`` for it. ``cost`` is the time until the last token, plus
-    the total delay of other running and future requests.
+    ``decode`` serves it alone, or ``prefill`` computes ``prompt[:split]`` for it. ``cost`` is the time until the last
+    token, plus the total delay of other running and future requests.
     """
 
     decode: str
@@ -78,17 +78,17 @@ class RouteOption(msgspec.Struct, omit_defaults=True):
     missed: float = 0.0
 
     def kind(self, num_tokens: int) -> RouteKind:
-        """Kind of route: one engine, two, or two that share the prompt."""
+        """Return the kind of route: one engine, two, or two that share the prompt."""
         if not self.prefill:
             return "alone"
         return "pair" if self.split == num_tokens else "split"
 
 
 class RouteDecision(msgspec.Struct, omit_defaults=True):
-    """Decision of ``auto``: the chosen option, and the cheapest others that it considered.
+    """Decision of ``auto``: the chosen option, and the cheapest other ones.
 
-    ``explored``: the option was not the cheapest, and taken to learn its cost. ``output`` is the expected number of
-    output tokens. The actual result is the trace's ``ttft`` and ``tpot``.
+    ``explored`` is True if the option was not the cheapest, and was chosen to learn its cost. ``output`` is the
+    expected number of output tokens. The actual result is the trace's ``ttft`` and ``tpot``.
     """
 
     kind: RouteKind
@@ -146,21 +146,21 @@ class RouteCandidate:
         self.work, self.model, self.now = work, model, now
 
     def prefill(self, begin: int, end: int, sent: int = 0) -> float:
-        """Seconds to compute ``prompt[begin:end)`` here, less the cached part, and to send ``sent`` tokens of it."""
+        """Return the seconds to compute the missing part of ``prompt[begin:end)``, and send ``sent`` tokens of it."""
         cached = max(begin, min(self.matched, end - 1))
         return self.model.prefill(end - cached, cached, self.batch, sent) * self.work.prefill_pace.factor
 
     def delay(self, seconds: float) -> float:
-        """Total delay of other requests when a prefill takes ``seconds`` here.
+        """Return the total delay of other requests, in seconds, if a prefill takes ``seconds`` here.
 
-        The steps that run it give each decode a token too.
+        The steps that run the prefill give each decode a token, too.
         """
         behind = self.interference * (self.waiting + seconds)
         step = self.model.step(self.batch, self.contexts) * self.work.decode_pace.factor if self.batch else 0.0
         return self.work.stall(self.now, max(0.0, seconds - step)) + behind
 
     def decode(self, context: int, output: float) -> tuple[float, float]:
-        """Seconds per token of one more decode, and the delay that it causes for the others."""
+        """Return the seconds per token of one more decode, and the delay that it causes for the others."""
         contexts = self.contexts + context
         tpot = self.work.pace_of_tokens(self.interference, self.batch + 1, contexts)
         if not self.batch:
@@ -171,7 +171,7 @@ class RouteCandidate:
 
 
 def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequest, gain: float = 0.0) -> bool:
-    """Whether ``prefill`` should compute the whole prompt: it costs less, by the share ``gain`` at least."""
+    """Return True if ``prefill`` should compute the whole prompt: it costs less, by the share ``gain`` at least."""
     if wanted.tokens <= decode.matched:
         return False
     return _pair(prefill, decode, wanted.tokens, wanted).cost < (1 - gain) * _alone(decode, wanted).cost
@@ -180,10 +180,10 @@ def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequ
 def options_of(
     candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = any_pair
 ) -> list[RouteOption]:
-    """Routes over these engines that are worth an estimate, the best first.
+    """Return the routes over these engines that are worth an estimate, the best first.
 
-    Every engine alone; pairs of the few that decode at the least cost, each with the few that may pair with it and
-    prefill at the least cost; and for the best of these pairs, other splits.
+    These are every engine alone; pairs of the few that decode at the least cost, each with the few that may pair with
+    it and prefill at the least cost; and for the best of these pairs, other splits.
     """
     _expect_order(candidates)
     alone = [_alone(candidate, wanted) for candidate in candidates]
@@ -221,8 +221,8 @@ def _cost_of_decode(candidate: RouteCandidate, wanted: RouteRequest) -> float:
 def _expect_order(candidates: Sequence[RouteCandidate]) -> None:
     """Assume that engines will differ more in the future than in the recent past.
 
-    Prefills go where few decodes run, and decodes where few prefills do, so chance differences between engines grow.
-    Predictions that assume the past would miss that, and keep all engines alike.
+    Prefills go to engines with few decodes, and decodes to engines with few prefills, so chance differences between
+    engines grow. Predictions that assume the past would miss that, and keep all engines alike.
     """
     total = sum(candidate.interference for candidate in candidates)
     sharper = sum(candidate.interference**SHARPER for candidate in candidates)
@@ -263,6 +263,6 @@ def _option(
 
 
 def _splits(decode: RouteCandidate, wanted: RouteRequest) -> Iterator[int]:
-    """Positions where a pair may split: after the decode engine's cached part, each position once."""
+    """Return the positions at which a pair may split: after the decode engine's cached part, each position once."""
     places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
     return (place for place in places if decode.matched < place < wanted.tokens)

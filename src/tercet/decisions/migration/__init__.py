@@ -1,4 +1,4 @@
-"""Moves of running sequences between engines: how a move is made, and which moves to make."""
+"""Moves of running sequences between engines: the move itself, and the policies that propose moves."""
 
 from tercet.decisions.migration.limits import CountedMove, MovesUnderWay
 from tercet.decisions.migration.live import Movable, Stage, migrate

@@ -13,9 +13,9 @@ from tercet.settings import MoveSettings
 
 
 class CountedMove(msgspec.Struct, frozen=True):
-    """A move as limits count it: of ``tokens`` tokens, which take ``share`` of the destination's KV cache.
+    """A move as limits count it: its ``tokens``, and the ``share`` of the destination's KV cache that they take.
 
-    ``usage`` is the share of it in use, if known.
+    ``usage`` is the used share of that cache, None if unknown.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Announcements(Protocol):
 class MovesUnderWay:
     """The moves of this process that are in flight.
 
-    Limits apply to them together with those of the other processes, if there are any: ``shared``.
+    Limits apply to them together with those of the other processes in ``shared``, if that is not None.
     """
 
     def __init__(self, limits: MoveSettings, shared: Announcements | None = None) -> None:
@@ -52,16 +52,16 @@ class MovesUnderWay:
         return len(self._moves)
 
     def everywhere(self) -> list[CountedMove]:
-        """Moves in flight, in this process and in the others."""
+        """Return the moves in flight, in this process and in the others."""
         return [*self._moves.values(), *(self.shared.announced() if self.shared is not None else ())]
 
     def refusal(self, proposed: CountedMove) -> str | None:
-        """Why a move may not begin now; None if it may."""
+        """Return the reason why a move may not begin now; None if it may."""
         return self._refusal(proposed, self.everywhere())
 
     @contextmanager
     def counted(self, proposed: CountedMove) -> Generator[None]:
-        """Count the move as in flight while entered. Raises :class:`~tercet.protocol.NoSpace` if a limit forbids it."""
+        """Count the move as in flight while entered. Raise :class:`~tercet.protocol.NoSpace` if a limit forbids it."""
         key = object()
         try:
             # Announce first, then check the others: of two moves that exceed a limit together, at least one process
@@ -108,10 +108,10 @@ def _reached(
     most_tokens: int | None,
     most_kv: float | None,
 ) -> str | None:
-    """The limit that one more move would exceed, in addition to ``moves``; None if there is none."""
+    """Return the limit that one more move would exceed, in addition to ``moves``; None if the move is allowed."""
     if len(moves) >= most:
         return f"{len(moves)} sequences move {where}, and at most {most} may"
-    if not moves:  # a move that exceeds a limit by itself may go alone: else it could never go
+    if not moves:  # a move that exceeds a limit alone may run alone, else it could never run
         return None
     tokens, share = sum(move.tokens for move in moves), sum(move.share for move in moves)
     if most_tokens is not None and tokens + proposed.tokens > most_tokens:

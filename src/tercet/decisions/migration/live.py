@@ -1,10 +1,10 @@
-"""Live migration: a sequence continues on another engine, with its KV, and its client does not notice.
+"""Live migration: a sequence continues on another engine, with its KV, without its client noticing.
 
 It is a program over the verbs. While the source decodes, the computed KV is sent in stages; each stage sends the KV
 that was computed during the stage before. A stage is sent in portions with pauses between them, so that both engines
-decode other sequences almost as fast as without a copy. Once few enough tokens are left, the sequence is cut over: no
-more tokens are taken from the source, and the destination continues after the last token that was taken. In its first
-step it computes the few positions that no stage has sent. The source is not asked, so the cut-over cannot wait for it.
+decode other sequences almost as fast as without a copy. When few tokens are left, the sequence is cut over: no more
+tokens are taken from the source, and the destination continues after the last token that was taken. In its first step
+it computes the few positions that no stage has sent. The source is not asked, so the cut-over cannot wait for it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Movable(Protocol):
-    """A sequence that an engine works on, in the form that a move needs."""
+    """A sequence that runs on an engine, in the form that a move needs."""
 
     @property
     def engine(self) -> Engine:
-        """The engine that works on it."""
+        """The engine that the sequence runs on."""
         ...
 
     @property
     def computed(self) -> int:
-        """Number of first tokens whose KV is certainly in the engine: 0 while it waits there."""
+        """Number of first tokens whose KV is certainly in the engine: 0 while the sequence waits there."""
         ...
 
     def context(self) -> Request:
-        """A request whose prompt are the first :attr:`computed` tokens, under the id of the next attempt."""
+        """Return a request whose prompt are the first :attr:`computed` tokens, with the id of the next attempt."""
         ...
 
     async def cut_over(self, to: Engine, begin: int) -> None:
-        """Continue it on ``to``, which has the KV of ``[0, begin)``; returns at the first output from there.
+        """Continue the sequence on ``to``, which has the KV of ``[0, begin)``; return at the first output from there.
 
         Raises :class:`~tercet.protocol.TercetError` if the sequence has ended, or ``to`` does not start.
         """
@@ -64,10 +64,10 @@ async def migrate(
     """Move a sequence to another engine. Each stage is added to ``stages`` as it arrives, even if the move fails.
 
     A waiting sequence is moved without KV. ``share`` returns, after each portion, the share of the time in which KV may
-    be sent; without it that is ``settings.share``.
+    be sent; if it is None, ``settings.share`` applies.
 
-    Whatever ends this before the cut-over, cancellation included, leaves the sequence on its source and nothing at the
-    destination. Raises :class:`~tercet.protocol.TercetError`.
+    An error before the cut-over, cancellation included, leaves the sequence on its source and frees the reservation at
+    the destination. Raises :class:`~tercet.protocol.TercetError`.
     """
     if not sequence.computed:
         await sequence.cut_over(to, 0)

@@ -12,9 +12,9 @@ from tercet.protocol.revision import UNKNOWN_REVISION
 
 @dataclass
 class LoadedEngine:
-    """One engine and what may be moved away from it.
+    """One engine and the sequences that may be moved away from it.
 
-    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any, and ``waiting`` the number of
+    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any; ``waiting`` is the number of
     requests in its queue. ``draining`` engines are to be emptied, ``stale`` ones have shown no progress for longer than
     the settings allow. KV moves between engines whose ``revision`` allows it.
     """
@@ -32,35 +32,35 @@ class LoadedEngine:
 
     @property
     def takes(self) -> bool:
-        """Whether sequences may be moved there."""
+        """True if sequences may be moved to this engine."""
         return self.reachable and not self.draining and not self.stale
 
     @property
     def believed(self) -> float:
-        """Its load including what will arrive; an engine without a report counts as idle."""
+        """The engine's load including the moves that will arrive; an engine without a report counts as idle."""
         return (self.load or 0.0) + self.arriving
 
     @property
     def demand(self) -> float:
-        """The used share if its whole queue had room, too: may exceed 1."""
+        """The used share if the engine had space for its whole queue; it may exceed 1."""
         return self.believed + sum(each.share for each in self.queue)
 
     @property
     def free(self) -> float:
-        """The share of its KV cache that would be left."""
+        """The share of the KV cache that would be free."""
         return max(0.0, 1.0 - self.believed)
 
     def can(self, role: Role) -> bool:
-        """Whether it may serve in the role."""
+        """Return True if the engine may serve in the role."""
         return role == "both" or self.role in (role, "both")
 
     def fits(self, other: LoadedEngine) -> bool:
-        """Whether a sequence of the one may go on at the other."""
+        """Return True if a sequence of one engine may continue on the other."""
         return may_exchange_kv(self.revision, other.revision)
 
     @property
     def queue(self) -> list[SequenceView]:
-        """Its waiting sequences, in order of arrival."""
+        """The engine's waiting sequences, in order of arrival."""
         if not self.waiting:
             return []
         return sorted((each for each in self.sequences if not each.running), key=lambda each: -each.age)[
@@ -70,7 +70,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Proposal that one sequence should be on another engine."""
+    """Proposal to move one sequence to another engine."""
 
     seq_id: str
     source: str
@@ -89,12 +89,12 @@ def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine
 
 
 def fitting(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
-    """Engines that sequences of ``source`` may go on at."""
+    """Return the engines on which sequences of ``source`` may continue."""
     return [each for each in engines if each.fits(source)]
 
 
 def groups_that_fit(engines: Iterable[LoadedEngine]) -> list[list[LoadedEngine]]:
-    """The engines, in groups within which sequences may move."""
+    """Return the engines, in groups within which sequences may move."""
     groups = list[list[LoadedEngine]]()
     for engine in engines:
         group = next((group for group in groups if group[0].fits(engine)), None)
@@ -106,12 +106,12 @@ def groups_that_fit(engines: Iterable[LoadedEngine]) -> list[list[LoadedEngine]]
 
 
 def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
-    """The least loaded engine that accepts sequences and may serve in the role; None if there is none."""
+    """Return the least loaded engine that accepts sequences and may serve in the role; None without one."""
     able = (each for each in engines if each.takes and each.can(role))
     return min(able, key=lambda each: each.believed, default=None)
 
 
 def best_fit(engines: Iterable[LoadedEngine], share: float, ceiling: float) -> LoadedEngine | None:
-    """The fullest engine with room for ``share`` below ``ceiling``; None if there is none."""
+    """Return the fullest engine with space for ``share`` below ``ceiling``; None without one."""
     able = (each for each in engines if each.takes and each.load is not None and each.believed + share <= ceiling)
     return max(able, key=lambda each: each.believed, default=None)

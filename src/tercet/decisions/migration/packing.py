@@ -1,6 +1,6 @@
-"""Policies that make room: a few well-filled engines, or room on one engine for a request that fits nowhere.
+"""Policies that make space: a few well-filled engines, or space on one engine for a request that fits on none.
 
-Each policy plans all of its moves first, and proposes none if they do not reach its aim.
+Each policy plans all of its moves first, and proposes none if they do not reach its goal.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Placed = tuple[SequenceView, LoadedEngine]
 
 
 def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selection) -> Iterator[Wanted]:
-    """Move sequences away from an engine above ``ceiling`` until it is below.
+    """Yield moves away from each engine above ``ceiling`` until it is below.
 
-    Each goes to the fullest engine that may serve in the same role and stays below.
+    Each sequence moves to the fullest engine that may serve in the same role and stays below ``ceiling``.
     """
     for source in engines:
         for sequence in selection.of(source.sequences, source.believed - ceiling):
@@ -29,9 +29,9 @@ def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selecti
 
 
 def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wanted]:
-    """Empty the least loaded engine that runs something, if other engines that run something have room for all of it.
+    """Yield moves that empty the least loaded engine with work, if other engines with work have space for all of it.
 
-    Each sequence, the largest first, goes to the fullest engine that may serve in the same role and stays below
+    Each sequence, the largest first, moves to the fullest engine that may serve in the same role and stays below
     ``ceiling``.
     """
     busy = [each for each in engines if each.takes and each.load is not None and each.believed > 0]
@@ -45,12 +45,12 @@ def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wan
 
 
 def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Make room for a waiting request that fits nowhere, although the fleet as a whole has the room.
+    """Yield moves that make space for a waiting request that fits on no engine, although the fleet has the space.
 
-    The first request in an engine's queue goes to the fullest engine without a queue that has room for it. If there is
-    none, the engine with the most room moves running sequences away, the shortest first, each to the fullest other
-    engine that it fits into, until there is enough room; the next round then moves the request there. Until then that
-    room is reserved: no room is made for a second request.
+    The first request in an engine's queue moves to the fullest engine without a queue that has space for it. Without
+    such an engine, the engine with the most space moves running sequences away, the shortest first, each to the fullest
+    other engine that it fits into, until the space is enough; the next round then moves the request there. Until then
+    the space is reserved: no space is made for a second request.
     """
     fitting_nowhere = list[tuple[SequenceView, list[LoadedEngine]]]()
     for source in engines:
@@ -70,7 +70,7 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 
 
 def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Moves after which one of these engines has room for ``share``; none if there are no such moves."""
+    """Yield moves after which one of these engines has space for ``share``; none if no moves achieve that."""
     able = [each for each in engines if each.load is not None]
     target = max(able, key=lambda each: each.free)
     needed, leaving = share - target.free, list[SequenceView]()
@@ -89,7 +89,7 @@ def _beside(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[Loade
 
 
 def _place(sequences: Iterable[SequenceView], engines: Sequence[LoadedEngine], ceiling: float) -> list[Placed]:
-    """Destinations for the sequences, up to the first that fits nowhere; the engines' loads are restored."""
+    """Return destinations for the sequences, up to the first that fits nowhere; loads are restored."""
     placed: list[Placed] = []
     for sequence in sequences:
         destination = best_fit(engines, sequence.share, ceiling)

@@ -1,4 +1,4 @@
-"""Rules for where sequences should be: policies propose moves from the fleet's state, and do nothing themselves.
+"""Policies: rules for the engine of each sequence. They propose moves from the fleet's state, and change nothing.
 
 A policy is a function from engines, with their sequences, to proposals, the most urgent first. Its earlier proposals
 count as done for its next ones: loads are those that the fleet would have then.
@@ -22,16 +22,16 @@ from tercet.protocol import Role
 
 
 def drain(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Move every sequence away from an engine that is to be emptied: see :func:`refuge`."""
+    """Yield moves of every sequence away from an engine that is to be emptied: see :func:`refuge`."""
     for source in engines:
         if source.draining:
             yield from _emptied(source, engines, "drain")
 
 
 def failover(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Move every sequence away from an engine without progress, before the engine is given up.
+    """Yield moves of every sequence away from an engine without progress, before the engine is removed.
 
-    Its KV is readable for as long as its memory is. Llumnix calls this pre-stop migration of stale instances.
+    Its KV is readable as long as its memory is. Llumnix calls this pre-stop migration of stale instances.
     """
     for source in engines:
         if source.stale and not source.draining:
@@ -39,7 +39,7 @@ def failover(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 
 
 def refuge(engines: Sequence[LoadedEngine], source: LoadedEngine, sequence: SequenceView) -> LoadedEngine | None:
-    """The least loaded engine for the sequence's next work, or of any role if no engine has that role.
+    """Return the least loaded engine for the sequence's next work, or of any role if no engine has that role.
 
     A running sequence needs decoding; a waiting one waits again, at an engine with its engine's role. None if no engine
     may exchange KV with ``source``.
@@ -49,7 +49,7 @@ def refuge(engines: Sequence[LoadedEngine], source: LoadedEngine, sequence: Sequ
 
 
 def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Move sequences that have a first token from engines of the role prefill to the least loaded one that decodes.
+    """Yield moves of sequences with a first token from prefill engines to the least loaded decode engine.
 
     Together with a program that sends requests to prefill engines only, this is prefill-decode disaggregation as in
     Llumnix: one rule for dispatching and one for moving. While no engine decodes, sequences stay.
@@ -65,10 +65,11 @@ def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
 def balance(
     engines: Sequence[LoadedEngine], roles: Sequence[Role], threshold: float, selection: Selection, reason: str
 ) -> Iterator[Wanted]:
-    """Move from the most to the least loaded engine of these roles, from the second to the last but one, and so on.
+    """Yield moves from the most to the least loaded engine of these roles, from the second to the last but one, etc.
 
-    That is done while the demands of the two differ by more than ``threshold``. A sequence is moved only if that brings
-    the demands closer together, and only where there is room. Engines that exchange no KV are balanced apart.
+    Each pair moves sequences while its demands differ by more than ``threshold``. A sequence is moved only if that
+    brings the demands closer together, and only if the destination has space. Groups of engines that exchange no KV
+    with each other are balanced separately.
     """
     able = [engine for engine in engines if engine.role in roles and engine.takes and engine.load is not None]
     for group in groups_that_fit(able):

@@ -1,4 +1,4 @@
-"""Finds policies by their names in the settings: built-in ones, and functions in the user's files."""
+"""Policies by their names in the settings: built-in ones, and functions in the user's files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELD = "reschedule"
 
 
 def policies_of(settings: RescheduleSettings) -> tuple[Policy, ...]:
-    """The policies in the settings, in order; raises :class:`~tercet.protocol.BadRequest` for an unknown one."""
+    """Return the policies in the settings, in order; raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
     return tuple(_policy(name, settings) for name in settings.policies)
 
 

@@ -1,4 +1,4 @@
-"""Decides in each round which moves should begin: policies' proposals, once per sequence and not too often."""
+"""Rounds of rescheduling: which proposals of the policies become moves, once per sequence and not too often."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tercet.decisions.migration.loaded_engines import LoadedEngine, Policy, Want
 
 logger = logging.getLogger("tercet.router")
 RETRY_DELAY_S = 2.0
-"""Seconds after the start of a move in which its sequence is not moved again.
+"""Time in seconds after the start of a move in which its sequence is not moved again.
 
 Engines' reports are older than the move, and a failed move would fail again.
 """
 
 
 class Rescheduling:
-    """Decides without I/O. Times are seconds of one monotonic clock."""
+    """Decisions of the rounds, without I/O. Times are seconds of one monotonic clock."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self._policies = tuple(policies)
@@ -24,15 +24,15 @@ class Rescheduling:
         self._failing: set[Policy] = set()
 
     def leaves_alone(self, seq_id: str) -> bool:
-        """Whether a move of the sequence began recently."""
+        """Return True if a move of the sequence began recently."""
         return seq_id in self._not_before
 
     def begins(self, now: float) -> None:
-        """Begin a round: sequences whose pause is over may be moved again."""
+        """Begin a round: sequences whose pause has ended may be moved again."""
         self._not_before = {seq_id: at for seq_id, at in self._not_before.items() if at > now}
 
     def wanted(self, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-        """Moves to make, each sequence at most once, and between engines that may exchange KV, whatever is proposed.
+        """Yield the moves to make, each sequence at most once, and only between engines that may exchange KV.
 
         ``engines`` have only sequences that may be moved.
         """
@@ -50,11 +50,11 @@ class Rescheduling:
         self._not_before[seq_id] = now + RETRY_DELAY_S
 
     def _proposals(self, policy: Policy, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-        """A user's policy may raise anything: then it proposes nothing, and the other policies continue."""
+        """Yield a policy's proposals; if a user's policy raises an error, its proposals end and the others continue."""
         try:
             for wanted in policy(engines):
                 if not isinstance(wanted, Wanted):  # pyright: ignore[reportUnnecessaryIsInstance]
-                    raise TypeError(f"it proposes {wanted!r}; yield what tercet.decisions.migration.move() returns")
+                    raise TypeError(f"it proposes {wanted!r}; yield results of tercet.decisions.migration.move()")
                 yield wanted
         except Exception:
             if policy not in self._failing:

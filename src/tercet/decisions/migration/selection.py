@@ -1,4 +1,4 @@
-"""Which sequences of an engine are moved first, and how many: Llumnix' rules, by their names there, and our rules."""
+"""Selection of an engine's sequences to move, in order and number: Llumnix' rules, by their names there, and ours."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Measure = Literal["num_req", "num_tokens", "block_ratio"]
 class SequenceView:
     """One sequence on an engine, as policies see it.
 
-    ``tokens`` are those of its prompt and output, ``share`` the part of the engine's KV cache (0 to 1) that they take;
-    ``age`` is in seconds. It is ``running`` once it has a token, and waits before.
+    ``tokens`` is the number of tokens of its prompt and output, ``share`` the part of the engine's KV cache (0 to 1)
+    that they take; ``age`` is in seconds. ``running`` is True once it has a token; it waits before.
     """
 
     seq_id: str
@@ -30,16 +30,16 @@ class Selection:
     """At most ``value`` of an engine's sequences, in an order.
 
     The unit of ``value`` is the measure: sequences (``num_req``), their total tokens (``num_tokens``), or their total
-    share of the KV cache (``block_ratio``). Sequences that do not fit any more are skipped.
+    share of the KV cache (``block_ratio``). Sequences that no longer fit are skipped.
 
     | order | |
     | --- | --- |
-    | ``FIT`` | running ones, first the one whose share is closest to what should be moved |
+    | ``FIT`` | running ones, first the one whose share is closest to the share to move |
     | ``SR`` | running ones, the shortest first |
     | ``LR`` | running ones, the longest first |
-    | ``FCR`` | running ones, the one that came first first |
-    | ``LCR`` | running ones, the one that came last first |
-    | ``FCW`` | waiting ones, the one that came first first |
+    | ``FCR`` | running ones, in order of arrival |
+    | ``LCR`` | running ones, the latest arrival first |
+    | ``FCW`` | waiting ones, in order of arrival |
     | ``FCWSR`` | ``FCW``, then ``SR`` |
     """
 

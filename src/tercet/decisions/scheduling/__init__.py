@@ -1,4 +1,4 @@
-"""Choice of engines: filters, scorers and pickers that use what is known of the candidates. Pure, without I/O.
+"""Choice of engines: filters, scorers and pickers that use data about the candidates. Pure, without I/O.
 
 A custom plugin is one class derived from :class:`Filter`, :class:`Scorer`, :class:`Picker` or :class:`Decider`.
 """

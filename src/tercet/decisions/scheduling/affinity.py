@@ -20,9 +20,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class AffinityFilter(Filter, frozen=True):
-    """Keeps engines that have at least ``affinity_threshold`` of the prompt, if any has; else all.
+    """Base of filters that keep the engines with at least ``affinity_threshold`` of the prompt, or all if none has it.
 
-    All are kept, too, by chance (``exploration_probability``), and if affinity would cost too much: if the least busy
+    All are also kept by chance (``exploration_probability``), and if affinity would cost too much: if the least busy
     engine that has the prompt is behind the least busy one without it by more than ``max_ttft_penalty_ms`` at
     ``peak_prefill_throughput`` (tokens per second), or by more than ``max_tokens_in_flight_penalty``. 0 means no limit.
     """
@@ -55,7 +55,7 @@ class AffinityFilter(Filter, frozen=True):
 
 
 class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):
-    """By the prompts that were routed to engines before, as ``prefix-cache-scorer`` counts them."""
+    """Filter by the prompts that were routed to engines before, as ``prefix-cache-scorer`` counts them."""
 
     block_size: Annotated[int, Meta(ge=1)] = 64
     max_prefix_blocks_to_match: Annotated[int, Meta(ge=1)] = 256
@@ -73,14 +73,14 @@ class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):
 
 
 class PrecisePrefixCacheAffinityFilter(AffinityFilter, frozen=True):
-    """By the blocks that engines report to hold, through their KV events."""
+    """Filter by the blocks that engines report to hold, through their KV events."""
 
     def shares(self, decision: Decision, engines: Engines) -> Floats:
         return stored_shares(decision, engines, lambda blocks, of, block_size: blocks / of)
 
 
 class SessionAffinityFilter(Filter, frozen=True):
-    """Keeps the engine that the request's session belongs to; all, for a request without one.
+    """Filter that keeps the engine to which the request's session belongs; all engines without a session.
 
     ``header`` (lower case), ``by_user`` and the engine of a session are those of ``session-affinity-scorer``, except
     that busy engines are not skipped.

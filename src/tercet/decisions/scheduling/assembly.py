@@ -1,4 +1,4 @@
-"""Makes a :class:`Scheduling` from a scheduling file.
+"""Assembly of a :class:`Scheduling` from a scheduling file.
 
 The file is YAML in the form of llm-d's ``EndpointPickerConfig``, and read strictly.
 """
@@ -67,9 +67,9 @@ class ProfileConfig(_Strict, frozen=True):
 class SchedulingConfig(_Strict, frozen=True):
     """The whole file. ``api_version`` and ``kind`` are optional and ignored.
 
-    ``saturation_detector`` tells an endpoint picker when an engine has no room for more; ``concurrency_detector``,
-    instead of it, when all engines together have none. ``fairness_headers`` (lower case) name the flow of a request, if
-    its fairness id does not.
+    For an endpoint picker, ``saturation_detector`` has the limits of each engine; ``concurrency_detector``, given
+    instead of it, has a limit of all engines together. ``fairness_headers`` (lower case) name the flow of a request
+    that has no fairness id.
     """
 
     plugins: tuple[PluginEntry, ...]
@@ -81,7 +81,7 @@ class SchedulingConfig(_Strict, frozen=True):
     fairness_headers: tuple[FairnessHeader, ...] = ()
 
     def saturation(self) -> Saturation | ConcurrencyLimit | None:
-        """The one of both that is given. Raises :class:`~tercet.protocol.BadRequest` if both are."""
+        """Return the detector that is given, or None. Raise :class:`~tercet.protocol.BadRequest` if both are."""
         if self.saturation_detector is not None and self.concurrency_detector is not None:
             field = "concurrencyDetector"
             raise BadRequest(f"{field}: give either this or saturationDetector", field)
@@ -89,7 +89,7 @@ class SchedulingConfig(_Strict, frozen=True):
 
 
 def convert(content: object, to: type[T], at: str) -> T:
-    """Convert ``content`` to a record; ``at`` is its place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Convert ``content`` to a record; ``at`` is its place in the file. Raise :class:`~tercet.protocol.BadRequest`."""
     try:
         return msgspec.convert(content, to)
     except msgspec.ValidationError as error:
@@ -103,7 +103,7 @@ def convert(content: object, to: type[T], at: str) -> T:
 def load_scheduling(path: Path, content: str | None = None, locate: Locate | None = None) -> Scheduling:
     """Load a scheduling file; the user's plugins are found relative to its folder.
 
-    A ``content`` is used instead of reading the file. ``locate`` finds the files of plugins. Raises
+    ``content`` is used instead of the file's text unless it is None. ``locate`` finds the files of plugins. Raises
     :class:`~tercet.protocol.BadRequest` that names the file and the invalid field.
     """
     name = f"scheduling: {path}"
@@ -163,13 +163,13 @@ def _require_free_name(name: str, profiles: Mapping[str, SchedulingProfile], at:
     if name in profiles:
         raise BadRequest(f"{at}.name: another profile is called {name!r} already", f"{at}.name")
     if name in PICKERS or name == SCHEDULED:
-        raise BadRequest(f"{at}.name: {name!r} means something else to pick(); choose another name", f"{at}.name")
+        raise BadRequest(f"{at}.name: {name!r} is reserved by pick(); choose another name", f"{at}.name")
 
 
 def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str, weighs_anything: bool) -> SchedulingProfile:
     """Build the profile; a weight for a plugin that is not a scorer is an error, unless the file ``weighs_anything``.
 
-    Files of llm-d do.
+    Files of llm-d have such weights.
     """
     filters: list[Filter] = []
     scorers: list[tuple[Scorer, float]] = []

@@ -1,6 +1,6 @@
 """Plugins for engines meant for certain prompt lengths, by a label such as ``0-8192`` (tokens, both ends included).
 
-llm-d-router has one plugin ``context-length-aware`` for both, whose formulas these are.
+llm-d-router has one plugin ``context-length-aware`` for both; the formulas are from there.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tercet.decisions.scheduling.plugin import Decision, Engines, Filter, Scorer
 Label = Annotated[str, Meta(min_length=1)]
 RANGE_LABEL = "llm-d.ai/context-length-range"
 BEST_OUTSIDE = 0.3
-"""Scores outside of an engine's range are below this, scores inside are above."""
+"""Limit between scores: those outside of an engine's range are below it, those inside are above."""
 WITHOUT_LABEL = 0.5
 
 
 class ContextLengthFilter(Filter, frozen=True):
-    """Keeps engines whose range contains the prompt's length, and those without the label."""
+    """Filter that keeps engines whose range contains the prompt's length, and engines without the label."""
 
     label: Label = RANGE_LABEL
 
@@ -32,9 +32,9 @@ class ContextLengthFilter(Filter, frozen=True):
 
 
 class ContextLengthScorer(Scorer, frozen=True):
-    """From 0.3 to 1 in an engine's range, more for a narrow one with room above; less outside, falling with distance.
+    """Score of 0.3 to 1 in an engine's range, higher for a narrow range with space above; lower outside, by distance.
 
-    0.5 without the label, 0 for a label that is not a range.
+    The score is 0.5 without the label, and 0 for a label that is not a range.
     """
 
     label: Label = RANGE_LABEL
@@ -51,7 +51,7 @@ def _length_of(decision: Decision) -> int:
 
 @lru_cache(maxsize=1024)
 def _range_of(text: str) -> tuple[int, int] | None:
-    """The lengths of a label's value, both included; None if it is not a range."""
+    """Return the lengths of a label's value, both included; None if it is not a range."""
     first, _, last = text.partition("-")
     try:
         least, most = int(first), int(last)

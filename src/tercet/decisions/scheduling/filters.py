@@ -13,7 +13,7 @@ from tercet.decisions.scheduling.plugin import Booleans, Decision, Engines, Filt
 
 
 class PrefillFilter(Filter, frozen=True):
-    """Keeps engines whose role is ``prefill``; with ``allows_both``, also engines of the role ``both``."""
+    """Filter that keeps engines of the role ``prefill``; with ``allows_both``, also those of the role ``both``."""
 
     lasting: ClassVar[bool] = True
     allows_both: bool = True
@@ -24,7 +24,7 @@ class PrefillFilter(Filter, frozen=True):
 
 
 class DecodeFilter(Filter, frozen=True):
-    """Keeps engines whose role is ``decode`` or ``both``."""
+    """Filter that keeps engines of the roles ``decode`` and ``both``."""
 
     lasting: ClassVar[bool] = True
 
@@ -33,7 +33,10 @@ class DecodeFilter(Filter, frozen=True):
 
 
 class ByLabel(Filter, frozen=True):
-    """Keeps engines whose ``label`` has one of ``valid_values``, and with ``allows_no_label`` those without it."""
+    """Filter that keeps engines whose ``label`` has one of ``valid_values``.
+
+    With ``allows_no_label``, it also keeps engines without the label.
+    """
 
     lasting: ClassVar[bool] = True
     label: Annotated[str, Meta(min_length=1)]
@@ -53,7 +56,7 @@ class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: frozenset[str] = frozenset()
 
     def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether the labels meet it."""
+        """Return True if the labels meet the requirement."""
         value = labels.get(self.key)
         if self.operator in ("In", "Exists"):
             return value is not None and (self.operator == "Exists" or value in self.values)
@@ -61,7 +64,7 @@ class LabelExpression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ByLabelSelector(Filter, frozen=True):
-    """Keeps engines that have each of ``match_labels`` with exactly that value, and meet all ``match_expressions``."""
+    """Filter that keeps engines with exactly the ``match_labels`` that also meet all ``match_expressions``."""
 
     lasting: ClassVar[bool] = True
     match_labels: Mapping[str, str] = {}
@@ -73,7 +76,10 @@ class ByLabelSelector(Filter, frozen=True):
 
 
 class HealthFilter(Filter, frozen=True):
-    """Keeps engines that answered the last poll; with ``max_age``, only those with a report within that time."""
+    """Filter that keeps engines that answered the last poll.
+
+    With ``max_age``, it keeps only those of them whose last report is at most that number of seconds old.
+    """
 
     strict: bool = False
     max_age: float | None = None
@@ -86,9 +92,10 @@ class HealthFilter(Filter, frozen=True):
 
 
 class SaturationFilter(Filter, frozen=True):
-    """Keeps engines with at most ``queue_depth_threshold`` waiting and ``kv_cache_util_threshold`` of the KV in use.
+    """Filter that keeps engines with little work: few waiting requests, and a small share of KV in use.
 
-    An engine without a recent report counts as full, unless ``allows_unknown``.
+    The limits are ``queue_depth_threshold`` and ``kv_cache_util_threshold``, both included. An engine without a recent
+    report counts as full, unless ``allows_unknown``.
     """
 
     strict: bool = False
@@ -104,16 +111,16 @@ class SaturationFilter(Filter, frozen=True):
 
 
 class UtilizationCondition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The most that an engine may use of one resource."""
+    """The limit of one resource that an engine may use."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
     max_value: Annotated[float, Meta(ge=0)]
 
 
 class UtilizationFilter(Filter, frozen=True):
-    """Keeps engines that meet all ``conditions``, and those without a recent report.
+    """Filter that keeps engines that meet all ``conditions``, and engines without a recent report.
 
-    If none is left, keeps all of them with ``fallback_on_empty``, else the pick fails.
+    If none is left, it keeps all of them with ``fallback_on_empty``; without, the pick fails.
     """
 
     conditions: Annotated[tuple[UtilizationCondition, ...], Meta(min_length=1)]

@@ -1,4 +1,4 @@
-"""A prompt's block hashes, and sessions by consistent hashing."""
+"""Block hashes of prompts, and consistent hashing of sessions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tercet.protocol.block_hashes import chain, extras_of, root_of
 
 
 def block_hashes(request: Request, block_size: int, limit: int | None = None) -> list[int]:
-    """The hashes of a prompt's full blocks, at most ``limit`` of them."""
+    """Return the hashes of a prompt's full blocks, at most ``limit`` of them."""
     extras = extras_of(request.mm_features, block_size) if request.mm_features else None
     return chain(root_of(request.cache_salt, request.adapter), request.prompt, block_size, limit, extras)
 
 
 def key_of(name: str) -> int:
-    """Hash a name to 64 bits, equal in every process."""
+    """Return a 64-bit hash of a name, equal in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def preference(session: str, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A session's preference for each engine (``keys``, from :func:`key_of`): it belongs to the highest.
+    """Return a session's preference for each engine (``keys``, from :func:`key_of`); the highest one wins.
 
     An engine that joins or leaves does not change the order of the others.
     """

@@ -1,7 +1,8 @@
-"""Translates an ``EndpointPickerConfig`` of llm-d to our scheduling file: renames, and removes what is not needed.
+"""Translation of llm-d's ``EndpointPickerConfig`` to our scheduling file.
 
-Each ignored part is logged on one line: it does not change which engine is picked, or the line tells how. Parts that
-would change picks and are not supported are refused with the reason. :mod:`.llm_d_plugins` has the tables.
+Parts are renamed, and unneeded ones removed. Each ignored part is logged on one line: it does not change which engine
+is picked, or the line says how. Parts that would change picks and are not supported are refused with the reason.
+:mod:`.llm_d_plugins` has the tables.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
 API_GROUPS = ("inference.networking.", "llm-d.ai/")
 APPROXIMATE, PRECISE = "approx-prefix-cache-producer", "precise-prefix-cache-producer"
 SHORTEST_BLOCK = 64
-"""Tokens: llm-d raises smaller block sizes of this producer to this one."""
+"""Minimum block size in tokens: llm-d raises smaller block sizes of this producer to it."""
 DETECTOR_SECTIONS = {DETECTOR: "saturationDetector", CONCURRENCY: "concurrencyDetector"}
 TOPOLOGY, CONTEXT_LENGTH = "topology-extractor", "context-length-aware"
 AGENTS = "agent-identity"
 AFFINITY_FILTER = "prefix-cache-affinity-filter"
 PREFIX_PLUGINS = ("prefix-cache-scorer", AFFINITY_FILTER)
-# Parameters of the producer that belong to its users here, with their names here.
+# Parameters of the producer that belong here to the plugins that use it, with their names here.
 OF_PRODUCERS = {
     "blockSize": "blockSize",
     "blockSizeTokens": "blockSize",
@@ -53,7 +54,7 @@ OF_PRODUCERS = {
 
 
 def translated(content: Any) -> tuple[Any, list[str]]:
-    """Return the content in our form, and the ignored parts; unchanged if it is not a file of llm-d.
+    """Return the content in our form, and the ignored parts; unchanged unless the file is one of llm-d.
 
     Raises :class:`~tercet.protocol.BadRequest` for unsupported parts that would change picks.
     """
@@ -79,7 +80,7 @@ def as_in_file(content: Any, error: BadRequest) -> BadRequest:
 
 
 def is_of_llm_d(content: Any) -> bool:
-    """Whether the file is an ``EndpointPickerConfig`` of llm-d."""
+    """Return True if the file is an ``EndpointPickerConfig`` of llm-d."""
     told = mapping_of(content)
     profiles = told.get("schedulingProfiles")
     lists = isinstance(told.get("plugins"), list) and (profiles is None or isinstance(profiles, list))
@@ -125,7 +126,7 @@ class _Translation:
         return content, self.notes
 
     def borrowed(self, entry: Any, index: int) -> dict[str, str]:
-        """Original places of the parameters of a plugin that come from another plugin, or were renamed."""
+        """Return the original places of the plugin's parameters that come from another plugin, or were renamed."""
         given = mapping_of(entry)
         own = mapping_of(given.get("parameters"))
         at = f"plugins[{index}].parameters"
@@ -139,16 +140,16 @@ class _Translation:
         return found
 
     def parameters_of(self, name: Any) -> tuple[str, Mapping[str, Any]]:
-        """The place of a plugin's parameters, and the parameters."""
+        """Return the place of a plugin's parameters, and the parameters."""
         return f"{self.place_of(name)}.parameters", mapping_of(self.entries.get(str(name), {}).get("parameters"))
 
     def place_of(self, name: Any) -> str:
-        """The place of a plugin."""
+        """Return the place of a plugin."""
         names = [_name(entry) for entry in list_of(self.told["plugins"])]
         return f"plugins[{names.index(str(name))}]" if str(name) in names else "plugins"
 
     def noted(self, what: str, why: str | None) -> bool:
-        """Whether the part is ignored, which is then noted."""
+        """Return True if the part is ignored, and note that."""
         if why is not None:
             self.notes.append(f"{what}: {why}")
         return why is not None
@@ -156,7 +157,7 @@ class _Translation:
     # ---- plugins ---------------------------------------------------------------------------------------------
 
     def plugins(self, entry: Any, index: int) -> list[Any]:
-        """The plugin in our form: none if it is not needed, two for a plugin that filters and scores."""
+        """Return the plugin in our form: none if it is not needed, two for a plugin that filters and scores."""
         given = mapping_of(entry)
         kind = str(given.get("type"))
         if kind in REFUSED:
@@ -192,7 +193,7 @@ class _Translation:
         return [{**given, "type": kind, "name": name, "parameters": {**DEFAULTS.get(kind, {}), **kept}}]
 
     def topology(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters, with the labels of its producer."""
+        """Return the parameters, with the labels of the plugin's producer."""
         own = dict(parameters)
         producer = self.entries.get(str(own.pop("topologyProducerName", TOPOLOGY)), {})
         labels = dict(mapping_of(producer.get("parameters")))
@@ -201,7 +202,7 @@ class _Translation:
         return {**own, **({"labels": labels} if labels else {})}
 
     def prefix_plugin(self, kind: str, parameters: Mapping[str, Any], index: int) -> tuple[str, Mapping[str, Any]]:
-        """The plugin with its producer's parameters; for blocks that engines report, a different plugin here."""
+        """Return the plugin with its producer's parameters; for blocks that engines report, another plugin here."""
         own = {key: value for key, value in parameters.items() if key != "prefixMatchInfoProducerName"}
         if kind == AFFINITY_FILTER:
             own = load_gate(own, index)
@@ -222,7 +223,7 @@ class _Translation:
     # ---- sections --------------------------------------------------------------------------------------------
 
     def saturation(self) -> Mapping[str, Any]:
-        """The saturation section: the section itself, or the plugin that it names; empty if there is none."""
+        """Return the saturation section: the section itself, or the plugin that it names; empty without one."""
         flow = mapping_of(self.told.get("flowControl"))
         section = dict(mapping_of(flow.get("saturationDetector") or self.told.get("saturationDetector")))
         name = str(section.pop("pluginRef", DETECTOR))
@@ -243,7 +244,7 @@ class _Translation:
         }
 
     def fairness(self) -> Mapping[str, Any]:
-        """The headers of agents' sessions, if they are used."""
+        """Return the headers of agents' sessions, or an empty mapping if they are not used."""
         agents = [name for name, entry in self.entries.items() if entry.get("type") == AGENTS]
         if not agents:
             return {}
@@ -254,7 +255,7 @@ class _Translation:
         return {"fairnessHeaders": [*(n.lower() if isinstance(n, str) else n for n in named), *AGENT_HEADERS]}
 
     def profiles(self) -> list[Any]:
-        """The profiles, with their translated plugins; one of all plugins if the file has none."""
+        """Return the profiles, with their translated plugins; one of all plugins if the file has none."""
         given = self.told.get("schedulingProfiles")
         if given:
             return [self.profile(profile, f"schedulingProfiles[{n}]") for n, profile in enumerate(list_of(given))]
@@ -273,7 +274,7 @@ class _Translation:
         return {**told, "plugins": [ours for _, ours in uses]}
 
     def uses(self, use: Any) -> list[Any]:
-        """A profile's use of a plugin in our form; the weight belongs to the scorer, which comes first."""
+        """Return a profile's use of a plugin in our form; the weight belongs to the scorer, which comes first."""
         told = mapping_of(use)
         ours = self.named.get(str(told.get("pluginRef")))
         if ours is None:  # the reader of the result reports errors in it
@@ -285,13 +286,13 @@ class _Translation:
 
 
 def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keep the decode profile only if no decider is named: llm-d never disaggregates then."""
+    """Return the content with the decode profile only, if no decider is named: llm-d then never disaggregates."""
     handlers = [p for p in list_of(content["plugins"]) if mapping_of(p).get("type") == "disagg-profile-handler"]
     if len(handlers) != 1:
         return content
     told = mapping_of(handlers[0]["parameters"])
     if mapping_of(told.get("deciders")).get("prefill") or set(told) != {"profiles", "deciders"}:
-        return content  # the reader of the result reports errors in others
+        return content  # the reader of the result reports errors in other forms
     decode = str(mapping_of(told["profiles"]).get("decode", "decode"))
     single = {"type": "single-profile-handler", "name": _name(handlers[0])}
     plugins = [single if plugin is handlers[0] else plugin for plugin in content["plugins"]]
@@ -300,7 +301,7 @@ def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _used(profiles: Any) -> set[str]:
-    """Names of plugins that profiles use; errors in profiles are reported by their reader."""
+    """Return the names of plugins that profiles use; the reader of the result reports errors in profiles."""
     lists = [mapping_of(profile).get("plugins") for profile in list_of(profiles)]
     uses = [use for plugins in lists if isinstance(plugins, list) for use in list_of(plugins)]
     return {str(mapping_of(use).get("pluginRef")) for use in uses}

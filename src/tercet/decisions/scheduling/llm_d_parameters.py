@@ -17,7 +17,7 @@ FLAT = {
     "prefillDeciderPluginName": ("deciders", "prefill"),
     "encodeDeciderPluginName": ("deciders", "encode"),
 }
-"""A profile handler's parameters in their older form, and their places in the present form."""
+"""A profile handler's parameters in their older form, and their places in the current form."""
 DETECTOR, CONCURRENCY = "utilization-detector", "concurrency-detector"
 
 
@@ -41,7 +41,9 @@ def detector_filter(kind: str, name: str, parameters: Mapping[str, Any], index: 
         most = {"queueDepthThreshold": _below(queue), "kvCacheUtilThreshold": min(1.0, math.nextafter(cache, 0))}
         return {"type": "saturation-filter", "name": name, "parameters": most}
     if parameters.get("concurrencyMode", "requests") != "requests":
-        raise BadRequest(f"{at}.concurrencyMode: in a profile only requests are counted", f"{at}.concurrencyMode")
+        raise BadRequest(
+            f"{at}.concurrencyMode: must be requests: a profile counts only requests", f"{at}.concurrencyMode"
+        )
     requests = int(raised * _number(parameters, "maxConcurrency", 100, at))
     condition = {"metric": "active-requests", "maxValue": _below(requests)}
     return {"type": "utilization-filter", "name": name, "parameters": {"conditions": [condition]}}
@@ -56,12 +58,12 @@ def _number(parameters: Mapping[str, Any], key: str, otherwise: float, at: str) 
 
 
 def _below(limit: float) -> int:
-    """The largest number below the limit."""
+    """Return the largest number below the limit."""
     return max(0, math.ceil(limit) - 1)
 
 
 def load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The limits above which affinity costs too much: tokens in flight, for which llm-d has two names."""
+    """Return the limits above which affinity costs too much: tokens in flight, for which llm-d has two names."""
     told = dict(parameters)
     by = told.pop("ttftSource", "prefillThroughput")
     if by != "prefillThroughput" and told.get("maxTTFTPenaltyMs", 1):
@@ -73,7 +75,7 @@ def load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def context_length(name: str, parameters: Mapping[str, Any]) -> list[Any]:
-    """Translate one plugin of llm-d, which scores, and also filters if so configured."""
+    """Return the plugins for one plugin of llm-d, which scores, and also filters if so configured."""
     told = dict(parameters)
     kinds = {name: "context-length-scorer"}
     if told.pop("enableFiltering", False):
@@ -82,14 +84,14 @@ def context_length(name: str, parameters: Mapping[str, Any]) -> list[Any]:
 
 
 def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> Mapping[str, Any]:
-    """A profile handler's parameters, from the flat form of older files or the present form."""
+    """Return a profile handler's parameters, from the flat form of older files or the current form."""
     at = f"plugins[{index}].parameters"
     flat = dict(parameters)
     if flat.pop("primaryPort", 0):
         raise BadRequest(f"{at}.primaryPort: {REFUSED['data-parallel-profile-handler']}", f"{at}.primaryPort")
     if flat.get("stageOrder") == "prefill-first":
         raise BadRequest(
-            f"{at}.stageOrder: the decode engine is picked first, prefill-first is not supported", f"{at}.stageOrder"
+            f"{at}.stageOrder: prefill-first is not supported: the decode engine is picked first", f"{at}.stageOrder"
         )
     profiles, deciders = dict(mapping_of(flat.get("profiles"))), dict(mapping_of(flat.get("deciders")))
     sections = {"profiles": profiles, "deciders": deciders}
@@ -107,7 +109,7 @@ def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> 
 
 
 def session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Where to read the session's name; of several places the first."""
+    """Return the parameters with the header that names the session; of several sources, the first counts."""
     at = f"plugins[{index}].parameters"
     kept = dict(parameters)
     by_id = kept.pop("strategy", "encoded_endpoint_header") == "session_id"
@@ -118,5 +120,8 @@ def session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     older = kept.pop("headerName", None)
     header = first.get("header") if by_id else token.get("header") or older
     if by_id and not header:
-        raise BadRequest(f"{at}.sessionIdConfig: sessions are named by a header or by `user`", f"{at}.sessionIdConfig")
+        raise BadRequest(
+            f"{at}.sessionIdConfig: must name a header; sessions have their name in a header or in `user`",
+            f"{at}.sessionIdConfig",
+        )
     return {**kept, **({"header": str(header).lower()} if header else {})}

@@ -1,7 +1,7 @@
 """Every plugin type of llm-d: supported, ignored or refused, with the reason.
 
-As of llm-d-router v0.10 and llm-d-inference-scheduler before it, with the older types that they still accept, and later
-types that published files use. A type in none of the tables is not llm-d's, or is newer.
+The tables follow llm-d-router v0.10 and llm-d-inference-scheduler before it, with the older types that they still
+accept, and later types that published files use. A type in none of the tables is not llm-d's, or is newer.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FLEET = "the fleet does that by itself"
-HEADERS = "the endpoint picker names the prefill engine by itself"
+FLEET = "the fleet does this itself"
+HEADERS = "the endpoint picker itself names the prefill engine"
 REQUESTS = "requests of OpenAI's API are parsed; for others an engine is picked without their prompt"
 TOKENS = "the prompt is tokenized according to --render-model"
 TURNS = "requests of one priority take turns by their fairness id, and of one id first come, first served"
@@ -18,7 +18,7 @@ ENGINES = "the engines are those of --engine"
 
 WITHOUT_GAPS = "counted in tokens, without gaps, and not rescaled: 0.1 is a tenth of the prompt"
 SESSIONS = "sessions belong to engines by hashing: no cookie is sent, and no table is kept"
-TIERS = "by labels alone"
+TIERS = "by labels only"
 READ: Mapping[str, str] = {
     "active-request-scorer": "",
     "always-disagg-pd-decider": "",
@@ -53,7 +53,7 @@ READ: Mapping[str, str] = {
     "utilization-filter": "",
     "weighted-random-picker": "",
 }
-"""Types that are supported; the text tells the difference, if there is one."""
+"""Supported types; the text says how they differ, or is empty."""
 
 PASSED_OVER: Mapping[str, str] = {
     "agent-identity": "its headers name the flow of a request, if its fairness id does not",
@@ -65,7 +65,7 @@ PASSED_OVER: Mapping[str, str] = {
     "fcfs-ordering-policy": TURNS,
     "file-discovery": ENGINES,
     "global-strict-fairness-policy": TURNS,
-    "inflight-load-producer": "requests in flight are those that engines report, and those picked just now",
+    "inflight-load-producer": "requests in flight are those that engines report, and the latest picks",
     "k8s-notification-source": FLEET,
     "metrics-data-source": FLEET,
     "models-data-extractor": FLEET,
@@ -78,9 +78,9 @@ PASSED_OVER: Mapping[str, str] = {
     "request-attribute-reporter": "the endpoint picker does not see answers, and reports nothing about them",
     "round-robin-fairness-policy": TURNS,
     "served-model-filter": "an engine without the request's adapter is never picked",
-    "session-id-producer": "session-affinity-scorer reads its header by itself",
+    "session-id-producer": "session-affinity-scorer itself reads its header",
     "sglanghttp-parser": REQUESTS,
-    "static-usage-limit-policy": "requests are admitted while an engine has room, whatever their priority",
+    "static-usage-limit-policy": "requests of all priorities are admitted while an engine has room",
     "token-producer": TOKENS,
     "tokenizer": TOKENS,
     "topology-extractor": "its labels go to the filter and the scorer that use it",
@@ -94,7 +94,7 @@ LIMITS = "there is one limit for all priorities: an engine's room"
 DEADLINES = "requests have no deadlines here"
 PICTURES = "pictures are not distinguished"
 CLUSTERS = "engines are picked, not clusters"
-REVISIONS = "engines of two revisions are not kept apart: start one picker for each revision while both run"
+REVISIONS = "revisions are not separated: start one picker for each revision while both run"
 LABELS = "write a plugin that uses engines' labels (docs/scheduling.md)"
 
 RANKS = "each data parallel rank is an engine: list their ports with --engine"

@@ -1,4 +1,4 @@
-"""Pickers: choose one engine, by the scores of a profile or, in plain picks, by turns."""
+"""Pickers: they choose one engine, by the scores of a profile or, in plain picks, by turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Picker
 
 
 class MaxScorePicker(Picker, frozen=True):
-    """The engine with the highest score; among equals, one at random."""
+    """Picker of the engine with the highest score; among equals, one at random."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
         best = (scores == scores[scores.argmax()]).nonzero()[0]
@@ -18,14 +18,14 @@ class MaxScorePicker(Picker, frozen=True):
 
 
 class RandomPicker(Picker, frozen=True):
-    """Any engine, whatever its score."""
+    """Picker of a random engine; scores do not count."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
         return decision.random.randrange(len(engines))
 
 
 class WeightedRandomPicker(Picker, frozen=True):
-    """An engine with a probability in proportion to its score; any, if all scores are 0."""
+    """Picker of an engine with a probability in proportion to its score; of any if all scores are 0."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
         sums = np.cumsum(scores)
@@ -37,7 +37,7 @@ class WeightedRandomPicker(Picker, frozen=True):
 
 
 class PowerOfTwoPicker(Picker, frozen=True):
-    """Of two engines drawn at random, the one with the higher score; if equal, the one with fewer sequences.
+    """Picker of the higher score among two random engines; if the scores are equal, of the one with fewer sequences.
 
     Many routers with the same, slightly old, reports do not all pick the same engine.
     """
@@ -52,16 +52,16 @@ class PowerOfTwoPicker(Picker, frozen=True):
 
 
 TurnPicker = Callable[[Engines, int], int]
-"""The index of one of these engines; the number counts the picks made so far among them."""
+"""Function that returns the index of one of these engines; the number is the count of earlier picks among them."""
 
 
 def round_robin(candidates: Engines, turn: int) -> int:
-    """Index of the next candidate in turn."""
+    """Return the index of the next candidate in turn."""
     return turn % len(candidates)
 
 
 def least_loaded(candidates: Engines, turn: int) -> int:
-    """Index of the candidate with the fewest sequences in flight; among equals, the next in turn."""
+    """Return the index of the candidate with the fewest sequences in flight; among equals, the next in turn."""
     equals = np.flatnonzero(candidates.in_flight == candidates.in_flight.min())
     return int(equals[turn % len(equals)])
 

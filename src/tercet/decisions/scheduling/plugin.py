@@ -30,19 +30,22 @@ class Reports(Protocol):
     """
 
     def column(self, name: str, rows: Integers) -> Floats:
-        """``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` or ``age`` of the engines in ``rows``."""
+        """Return column ``name`` of the engines in ``rows``.
+
+        The columns are ``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` and ``age``.
+        """
         ...
 
     def counted(self, name: str, rows: Integers) -> Floats:
-        """``in_flight`` or ``in_flight_tokens``: what this process runs on the engines in ``rows`` now."""
+        """Return ``in_flight`` or ``in_flight_tokens``: the running sequences of this process, or their tokens."""
         ...
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
-        """LoRA adapters that the engines in ``rows`` use; None for one without adapters or a recent report."""
+        """Return LoRA adapters that the engines in ``rows`` use; None for one without adapters or a recent report."""
         ...
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
-        """Hashes of the engines' names, the same in every process."""
+        """Return hashes of the engines' names, the same in every process."""
         ...
 
 
@@ -56,7 +59,7 @@ class Engines:
 
     Iterating gives :class:`EngineView` objects. Columns of reports have NaN for unknown values: requests ``waiting``
     and ``running``, ``tokens`` still to process, the share (0 to 1) of the KV cache in use (``kv_usage``), the seconds
-    of recent steps (``step_time``), and of the last report, however old, its ``age``.
+    of recent steps (``step_time``), and the ``age`` in seconds of the last report, however old.
     """
 
     waiting = _said("waiting")
@@ -69,7 +72,7 @@ class Engines:
     def __init__(
         self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None
     ) -> None:
-        """Select ``places`` of ``views``, all if not given."""
+        """Select ``places`` of ``views``, or all if ``places`` is None."""
         self.rows = rows
         self._all = views
         self._places = places
@@ -100,7 +103,7 @@ class Engines:
         return self._all[index if self._places is None else self._places[index]]
 
     def where(self, keep: Sequence[bool] | Booleans) -> Engines:
-        """Engines for which ``keep`` is true."""
+        """Return the engines for which ``keep`` is True."""
         if isinstance(keep, list) and False not in keep:  # a tenth of the cost of an array
             return self
         chosen = np.asarray(keep, dtype=np.bool_)
@@ -110,7 +113,7 @@ class Engines:
         return Engines(self._all, self.rows[chosen], self._reports, places)
 
     def kept_by(self, plugin: Filter, decision: Decision) -> Engines:
-        """Engines that a filter keeps; the result of a lasting filter is cached."""
+        """Return the engines that a filter keeps; the result of a lasting filter is cached."""
         if not plugin.lasting:
             return self.where(plugin.keep(decision, self))
         known = self._lasting.get(id(plugin))
@@ -120,12 +123,12 @@ class Engines:
 
     @cached_property
     def in_flight(self) -> Floats:
-        """Sequences that this router runs on each engine."""
+        """Number of sequences that this router runs on each engine."""
         return self._reports.counted("in_flight", self.rows)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
-        """Prompt tokens of the sequences that this router runs on each engine."""
+        """Number of prompt tokens of the sequences that this router runs on each engine."""
         return self._reports.counted("in_flight_tokens", self.rows)
 
     @cached_property
@@ -143,7 +146,7 @@ class PrefixIndex(Protocol):
     """Index of engines by the blocks that they hold."""
 
     def matched(self, hashes: Sequence[int]) -> Integers:
-        """Number of the first blocks that each engine (by row) holds, without a gap."""
+        """Return the number of the first blocks that each engine (by row) holds, without a gap."""
         ...
 
 
@@ -156,13 +159,13 @@ class RoutedPrefixes(PrefixIndex, Protocol):
 
 
 class Knowledge(Protocol):
-    """Knowledge of a fleet beyond its engines' reports.
+    """Knowledge of a fleet in addition to its engines' reports.
 
     It belongs to the fleet, not to plugins: it is kept when a scheduling file is reloaded.
     """
 
     def routed(self, block_size: int, capacity: int) -> RoutedPrefixes:
-        """The index of routed prompts, in blocks of ``block_size`` tokens, at most ``capacity`` blocks per engine."""
+        """Return the index of routed prompts: blocks of ``block_size`` tokens, at most ``capacity`` per engine."""
         ...
 
     @property
@@ -171,9 +174,9 @@ class Knowledge(Protocol):
         ...
 
     def cold_turns(self, rows: Integers, size: int) -> Floats:
-        """When each engine last got a prompt that no engine had cached: larger is later, 0 is never.
+        """Return the turn in which each engine last got a prompt that no engine had cached.
 
-        Only the ``size`` latest engines are remembered.
+        A larger number is later, 0 is never. Only the ``size`` latest engines are remembered.
         """
         ...
 
@@ -187,8 +190,8 @@ class Decision:
     """One pick: its request and role, and the matches that scorers found.
 
     ``matched`` is the estimated number of the prompt's tokens in the cache of each engine (by row); None before a
-    scorer looked. ``partner`` is the picked decode engine when an engine is picked to prefill for it, if that is known.
-    ``scored`` are the engines that filters left and their scores, by scorer and with weights, once they are known.
+    scorer has estimated it. ``partner`` is the picked decode engine when an engine is picked to prefill for it, None if
+    unknown. ``scored`` has the engines that filters left and their weighted scores by scorer, once they are known.
     """
 
     request: Request | None
@@ -201,7 +204,7 @@ class Decision:
     _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
 
     def hashes(self, block_size: int, limit: int | None = None) -> list[int]:
-        """The prompt's block hashes, computed once per decision; none without a request."""
+        """Return the prompt's block hashes, computed once per decision; empty without a request."""
         if self.request is None:
             return []
         key = block_size, limit
@@ -221,14 +224,17 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_u
     """Base of all plugins; its fields are the parameters."""
 
     def picked(self, decision: Decision, row: int) -> None:
-        """Called after the decision for the engine in ``row``. For plugins that record in :class:`Knowledge`."""
+        """Record the decision for the engine in ``row``; called after it.
+
+        For plugins that record in :class:`Knowledge`.
+        """
 
 
 class Filter(Plugin, frozen=True, kw_only=True):
-    """Leaves out engines.
+    """Base of filters, which leave engines out.
 
     If a filter that is not ``strict`` leaves out all, its result is ignored; a strict one then fails the pick. A
-    ``lasting`` filter depends on names, roles and labels of engines alone, so its result is the same for every request:
+    ``lasting`` filter depends only on names, roles and labels of engines, so its result is the same for every request:
     it runs again only when those have changed.
     """
 
@@ -236,12 +242,12 @@ class Filter(Plugin, frozen=True, kw_only=True):
     lasting: ClassVar[bool] = False
 
     def keep(self, decision: Decision, engines: Engines) -> Booleans | Sequence[bool]:
-        """Return for each engine whether it stays."""
+        """Return True for each engine that stays."""
         raise NotImplementedError(f"{type(self).__name__} has no keep()")
 
 
 class Scorer(Plugin, frozen=True):
-    """Gives each engine a score from 0 to 1; pickers get the weighted sum of scores."""
+    """Base of scorers, which give each engine a score from 0 to 1; pickers get the weighted sum of scores."""
 
     runs_last: ClassVar[bool] = False
 
@@ -251,19 +257,19 @@ class Scorer(Plugin, frozen=True):
 
 
 class Picker(Plugin, frozen=True):
-    """Picks one of the engines that filters left, by their scores."""
+    """Base of pickers, which pick one of the engines that filters left, by their scores."""
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
-        """Return the index of the engine to pick; there is at least one."""
+        """Return the index of the engine to pick; ``engines`` is never empty."""
         raise NotImplementedError(f"{type(self).__name__} has no pick()")
 
 
 class Decider(Plugin, frozen=True):
-    """Decides whether a second engine prefills for the picked decode engine."""
+    """Base of deciders, which decide whether a second engine prefills for the picked decode engine."""
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
-        """Decide. ``cached``: estimated prompt tokens on the decode engine; ``prefill``: engines for the rest.
+        """Return True if a second engine should prefill. ``cached``: estimated prompt tokens on the decode engine.
 
-        ``prefill`` leaves the decode engine out, and is never empty.
+        ``prefill`` are the candidates: it does not contain the decode engine, and is never empty.
         """
         raise NotImplementedError(f"{type(self).__name__} has no disaggregates()")

@@ -17,16 +17,16 @@ from tercet.protocol import BadRequest, EngineUnreachable, Request, Role
 
 
 class AlwaysDisaggregate(Decider, frozen=True):
-    """Every request is prefilled on another engine."""
+    """Decider by which another engine prefills every request."""
 
     def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
         return True
 
 
 class PrefixBasedDecider(Decider, frozen=True):
-    """Another engine prefills if at least ``non_cached_tokens`` are missing on the decode engine; with 0 never.
+    """Decider by which another engine prefills if the decode engine lacks ``non_cached_tokens``; with 0 never.
 
-    Prompts shorter than ``prompt_tokens`` stay on one engine, whatever is cached.
+    Prompts shorter than ``prompt_tokens`` stay on one engine, even if no token is cached.
     """
 
     non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -39,7 +39,7 @@ class PrefixBasedDecider(Decider, frozen=True):
 
 
 class LoadBasedDecider(Decider, frozen=True):
-    """Another engine prefills if enough tokens are missing, unless every prefill engine has a queue.
+    """Decider by which another engine prefills if many tokens are missing, unless every prefill engine has a queue.
 
     The prompt must have ``prompt_tokens``, of which the decode engine lacks at least ``non_cached_tokens``; 0 means no
     limit. A queue is more than ``max_waiting`` waiting requests; an engine without a recent report counts as one
@@ -61,7 +61,7 @@ SCHEDULED = "scheduled"
 
 
 def _highest(scores: Floats, most: int) -> list[int]:
-    """Indices of the ``most`` highest scores, in descending order."""
+    """Return the indices of the ``most`` highest scores, in descending order."""
     if len(scores) <= 2 * most:
         return (-scores).argsort(kind="stable")[:most].tolist()
     falling = -scores
@@ -85,7 +85,7 @@ class SchedulingProfile:
         return np.array([[weight] for _, weight in self.scorers], dtype=np.float64)
 
     def pick(self, decision: Decision, engines: Engines) -> int:
-        """Return the row of the engine to pick; there is at least one engine.
+        """Return the row of the engine to pick; ``engines`` is never empty.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if a strict filter leaves none.
         """
@@ -105,9 +105,10 @@ class SchedulingProfile:
         return rows
 
     def explained(self, decision: Decision, picked: int, most: int) -> tuple[dict[str, float], dict[str, float], int]:
-        """Why the engine in the row ``picked`` was: the totals of the ``most`` best engines, in falling order.
+        """Return the reasons for the pick of the engine in row ``picked``.
 
-        Then what each scorer gave it, and the number of the engines that were compared.
+        They are the totals of the ``most`` best engines, in falling order, the score that each scorer gave the picked
+        one, and the number of compared engines.
         """
         if decision.scored is None:
             return {}, {}, 0
@@ -149,14 +150,14 @@ class SchedulingProfile:
 
 
 class Saturation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Thresholds of waiting requests and of the used share of the KV cache above which an engine has no room."""
+    """Thresholds of waiting requests and of the used share of the KV cache above which an engine has no space."""
 
     queue_depth_threshold: Annotated[int, Meta(ge=1)] = 5
     kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
 
 
 class ConcurrencyLimit(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """The most requests, or tokens of prompts, per engine that all engines run together before they count as full.
+    """Maximum number of requests, or of prompt tokens, per engine; all engines together count as full above it.
 
     With ``hybrid`` each engine counts by the scarcer of both.
     """
@@ -171,8 +172,8 @@ class Scheduling:
     """The rules by which a fleet picks engines.
 
     ``by_role`` has the profile of each role; ``decider`` decides whether a second engine prefills. ``files`` are the
-    scheduling file and those of the user's plugins. ``saturation`` has the limits of room, and the first of the
-    ``fairness_headers`` that a request has names its flow, if nothing else does.
+    scheduling file and those of the user's plugins. ``saturation`` has the limits of an engine's space. The first of
+    the ``fairness_headers`` that a request has names its flow, if it has no fairness id.
     """
 
     profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
@@ -184,16 +185,16 @@ class Scheduling:
     fairness_headers: Sequence[str] = ()
 
     def profile(self, by: str, role: Role) -> SchedulingProfile | None:
-        """The profile called ``by``, or that of the role if ``by`` is ``scheduled``; None if there is none."""
+        """Return the profile ``by``, or that of the role if ``by`` is ``scheduled``; None if it does not exist."""
         return self.profiles.get(self.by_role.get(role, "") if by == SCHEDULED else by)
 
     @property
     def splits(self) -> bool:
-        """Whether there is a separate profile for engines that prefill for others."""
+        """True if engines that prefill for others have a separate profile."""
         return self.by_role.get("prefill", "") not in ("", self.by_role.get("decode"))
 
     def decider_called(self, name: str | None) -> Decider:
-        """The decider of that name, or the handler's for None. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the decider ``name``, or the handler's if that is None. Raise :class:`~tercet.protocol.BadRequest`."""
         if name is None:
             return self.decider
         found = self.deciders.get(name)
@@ -204,27 +205,27 @@ class Scheduling:
 
 
 class Handler(Plugin, frozen=True):
-    """Assigns the profiles of a file to roles."""
+    """Base of handlers, which assign the profiles of a file to roles."""
 
     def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
-        """``at`` is the handler's place in the file. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the rules; ``at`` is the handler's place in the file. Raise :class:`~tercet.protocol.BadRequest`."""
         raise NotImplementedError(f"{type(self).__name__} has no assign()")
 
 
 class SingleProfileHandler(Handler, frozen=True):
-    """One profile for every role."""
+    """Handler that assigns one profile to every role."""
 
     def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
         if len(profiles) != 1:
             field = "schedulingProfiles"
             raise BadRequest(
-                f"{field}: a single-profile-handler takes one profile, and there are {len(profiles)}", field
+                f"{field}: a single-profile-handler needs one profile, but there are {len(profiles)}", field
             )
         return of_one_profile(profiles, deciders)
 
 
 class DeciderNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``prefill`` is the name of the decider plugin for disaggregation."""
+    """Names of decider plugins; ``prefill`` decides about disaggregation."""
 
     prefill: str | None = None
 
@@ -237,7 +238,7 @@ class ProfileNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DisaggProfileHandler(Handler, frozen=True):
-    """One profile for decode engines, one for prefill engines, and a decider; without one, always both."""
+    """Handler with one profile for decode engines, one for prefill engines, and a decider; without one, always both."""
 
     profiles: ProfileNames = ProfileNames()
     deciders: DeciderNames = DeciderNames()
@@ -254,7 +255,7 @@ class DisaggProfileHandler(Handler, frozen=True):
 
 
 def of_one_profile(profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider]) -> Scheduling:
-    """Assign the only profile to every role; with several profiles and no handler, none to any."""
+    """Return rules with the only profile for every role; with several profiles and no handler, roles have none."""
     if len(profiles) != 1:
         return Scheduling(profiles, {}, deciders)
     (name,) = profiles

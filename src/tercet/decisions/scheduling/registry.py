@@ -1,4 +1,4 @@
-"""Finds a plugin's class by its type in a scheduling file; loads the user's Python files."""
+"""Plugin classes by their type in a scheduling file, and the loader of the user's Python files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _TO_WRITE = {Filter: "keep", Scorer: "score", Picker: "pick", Decider: "disaggre
 
 
 class Locate(Protocol):
-    """Returns the file of a path if it may be read there; see :func:`user_file`, which allows any file."""
+    """A function that returns the file of a path if it may be read; :func:`user_file` allows any file."""
 
     def __call__(self, path: str, field: str, beside: Path = ..., /) -> Path:
         """Return the file; ``field`` is named in errors. Raises :class:`~tercet.protocol.TercetError`."""
@@ -63,7 +63,7 @@ class Locate(Protocol):
 def plugin_class(kind: str, beside: Path, field: str, locate: Locate | None = None) -> type[Plugin]:
     """Return the class that ``kind`` names: a built-in one, or that of ``file.py:Class``.
 
-    ``beside`` is the folder that relative paths start from, ``field`` the place in errors. Raises
+    Relative paths start from the folder ``beside``; ``field`` is the place in errors. Raises
     :class:`~tercet.protocol.BadRequest`.
     """
     found = BUILT_IN.get(kind)
@@ -88,13 +88,13 @@ def _checked(found: object, kind: str, field: str) -> type[Plugin]:
 
 
 def user_file(path: str, field: str, beside: Path = Path()) -> Path:
-    """Return the file that a user names; raises :class:`~tercet.protocol.BadRequest` if it does not exist.
+    """Return the file that a user names; raise :class:`~tercet.protocol.BadRequest` if it does not exist.
 
     Only regular files are accepted: reading another kind may never end.
     """
     try:
         file = beside / Path(path).expanduser()
-    except RuntimeError as error:  # the home of an unknown user
+    except RuntimeError as error:  # an unknown user has no home folder
         raise BadRequest(f"{field}: {path}: {error}", field) from error
     try:
         is_file = file.is_file()
@@ -106,10 +106,10 @@ def user_file(path: str, field: str, beside: Path = Path()) -> Path:
 
 
 def load_module(file: Path, field: str, source: str | None = None) -> ModuleType:
-    """Load the file's module from its present text; raises :class:`~tercet.protocol.BadRequest` that names ``field``.
+    """Return the module of the file's current text; raise :class:`~tercet.protocol.BadRequest` that names ``field``.
 
-    A ``source`` is used instead of the file, which need not exist. The import system is not used: its cache may answer
-    with a text of less than a second ago.
+    ``source`` is used instead of the file, which need not exist, unless it is None. The import system is not used: its
+    cache may return a text that is up to a second old.
     """
     name = f"tercet_file_{file.absolute().as_posix()}"
     module, before = ModuleType(name), sys.modules.get(name)

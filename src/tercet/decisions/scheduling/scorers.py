@@ -1,4 +1,4 @@
-"""Scorers: rate each engine for a request, from 0 to 1.
+"""Scorers: they rate each engine for a request, from 0 to 1.
 
 An engine without a recent report gets the middle of a load scorer's range.
 """
@@ -17,34 +17,40 @@ from tercet.protocol import AdapterLoad, Request
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 
 UNKNOWN = 0.5
-# Times its share of the sequences that an engine may have and still get sessions that prefer it.
+# An engine with at most this multiple of its share of the sequences still gets sessions that prefer it.
 MAX_LOAD = 1.25
 Header = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")]
 
 
 class QueueScorer(Scorer, frozen=True):
-    """1 for the shortest queue among the candidates, 0 for the longest, in proportion between; 1 if all are equal."""
+    """Score of 1 for the shortest queue among the candidates, 0 for the longest, in proportion between.
+
+    All get 1 if the queues are equal.
+    """
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         return _fewest_first(engines.waiting)
 
 
 class RunningRequestsSizeScorer(Scorer, frozen=True):
-    """1 for the smallest batch among the candidates, 0 for the largest, in proportion between; 1 if all are equal."""
+    """Score of 1 for the smallest batch among the candidates, 0 for the largest, in proportion between.
+
+    All get 1 if the batches are equal.
+    """
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         return _fewest_first(engines.running)
 
 
 class KVCacheUtilizationScorer(Scorer, frozen=True):
-    """The share of the KV cache that is free."""
+    """Score equal to the free share of the KV cache."""
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         return 1.0 - _known_or(UNKNOWN, engines.kv_usage)
 
 
 class LoadAwareScorer(Scorer, frozen=True):
-    """0.5 for an empty queue, falling to 0 at ``threshold`` waiting requests."""
+    """Score of 0.5 for an empty queue, falling to 0 at ``threshold`` waiting requests."""
 
     threshold: Annotated[int, Meta(ge=1)] = 128
 
@@ -68,9 +74,9 @@ def _fewest_first(counts: Floats) -> Floats:
 
 
 class ActiveRequestScorer(Scorer, frozen=True):
-    """0 for the candidate with the most sequences, up to ``max_busy_score`` for fewer, in proportion.
+    """Score of 0 for the candidate with the most sequences, up to ``max_busy_score`` for fewer, in proportion.
 
-    1 for an engine with at most ``idle_threshold`` of them.
+    An engine with at most ``idle_threshold`` of them gets 1.
     """
 
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
@@ -88,9 +94,9 @@ class ActiveRequestScorer(Scorer, frozen=True):
 
 
 class TokenLoadScorer(Scorer, frozen=True):
-    """1 for an engine without work, falling to 0 at ``queue_threshold_tokens`` tokens of it.
+    """Score of 1 for an engine without work, falling to 0 at ``queue_threshold_tokens`` tokens of work.
 
-    An engine's work is the reported tokens or the prompts that this router runs there, whichever is more.
+    An engine's work is the larger of the reported tokens and the prompts that this router runs there.
     """
 
     queue_threshold_tokens: Annotated[int, Meta(ge=1)] = 4_194_304
@@ -100,21 +106,24 @@ class TokenLoadScorer(Scorer, frozen=True):
 
 
 def prompt_tokens_of(engines: Engines) -> Floats:
-    """Tokens that each engine has to process: the reported ones or the prompts that run there, whichever is more."""
+    """Return the tokens that each engine has to process.
+
+    This is the larger of the tokens that it reported and the prompt tokens that this router runs there.
+    """
     return np.fmax(engines.tokens, engines.in_flight_tokens)
 
 
 class MatchScorer(Scorer, frozen=True):
-    """The share of the prompt that an engine has; ``match_length_weight`` adds the length of the match.
+    """Score equal to the share of the prompt that an engine has; ``match_length_weight`` adds the length of the match.
 
-    Length counts by its square, since attention does: 1 from ``match_length_scale_tokens`` tokens on.
+    Length counts by its square, as in attention: 1 from ``match_length_scale_tokens`` tokens on.
     """
 
     match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     match_length_scale_tokens: Annotated[int, Meta(ge=1)] = 8192
 
     def weighed(self, blocks: Integers, of: int, block_size: int) -> Floats:
-        """The score of ``blocks`` out of ``of``."""
+        """Return the score of ``blocks`` out of ``of`` blocks."""
         share: Floats = blocks / of
         if not self.match_length_weight:
             return share
@@ -123,7 +132,7 @@ class MatchScorer(Scorer, frozen=True):
 
 
 class PrefixCacheScorer(MatchScorer, frozen=True):
-    """The share of the prompt that was routed to an engine before: an estimate, from routing history alone.
+    """Score equal to the share of the prompt that was routed to an engine before: an estimate from routing history.
 
     Prompts are cut into blocks of ``block_size`` tokens; only the first ``max_prefix_blocks_to_match`` count, and per
     engine the ``lru_capacity_per_server`` blocks routed to it most recently are remembered.
@@ -158,7 +167,7 @@ class RoutedHistory(Protocol):
 
 
 def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, int]:
-    """By row, the number of the prompt's first blocks that were routed before; and the number that counts."""
+    """Return by row the number of the prompt's first blocks that were routed before; and the number that counts."""
     hashes = decision.hashes(history.block_size, history.max_prefix_blocks_to_match)
     index = decision.knowledge.routed(history.block_size, history.lru_capacity_per_server)
     matched: Integers = index.matched(hashes)
@@ -168,7 +177,7 @@ def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, 
 
 
 class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
-    """The share of the prompt's full blocks that an engine reports to hold, through its KV events."""
+    """Score equal to the share of the prompt's full blocks that an engine reports to hold, through its KV events."""
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         return stored_shares(decision, engines, self.weighed)
@@ -177,7 +186,7 @@ class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
 def stored_shares(
     decision: Decision, engines: Engines, weighed: Callable[[Integers, int, int], Floats]
 ) -> Floats:  # fmt: skip
-    """The best of ``weighed(blocks held, blocks, block size)``, over the block sizes that engines use."""
+    """Return the best of ``weighed(blocks held, blocks, block size)``, over the block sizes that engines use."""
     shares = np.zeros(len(engines))
     for block_size, index in decision.knowledge.stored.items():
         hashes = decision.hashes(block_size)
@@ -189,10 +198,11 @@ def stored_shares(
 
 
 class NoHitLRUScorer(Scorer, frozen=True):
-    """For a prompt that no engine has cached: 1 for the engine that took such a prompt the longest ago, 0 for the last.
+    """Score for new prompts, which no engine has cached: 1 for the engine whose last new prompt is the oldest.
 
-    Engines that never took one come first. For a prompt that some engine has, all get 0.5. The prefix scorers of the
-    same profile find that; without them, every prompt is new. ``lru_size`` engines are remembered.
+    The engine that got a new prompt last gets 0; engines that never got one come first. For a prompt that some engine
+    has, all get 0.5. The prefix scorers of the same profile find the cached tokens; without them, every prompt is new.
+    ``lru_size`` engines are remembered.
     """
 
     runs_last: ClassVar[bool] = True
@@ -209,7 +219,7 @@ class NoHitLRUScorer(Scorer, frozen=True):
         return scores
 
     def picked(self, decision: Decision, row: int) -> None:
-        """Record that the picked engine was the last one to take a new prompt, if the prompt is new."""
+        """Record that the picked engine was the last one to get a new prompt, if the prompt is new."""
         if _is_cold(decision):
             decision.knowledge.note_cold(row)
 
@@ -219,10 +229,10 @@ def _is_cold(decision: Decision) -> bool:
 
 
 class LoraAffinityScorer(Scorer, frozen=True):
-    """1 for an engine that runs the request's LoRA adapter, 0.8 for one with room for another adapter in its batch.
+    """Score of 1 for an engine that runs the request's LoRA adapter, 0.8 for one with space for another in its batch.
 
-    0.6 for one without room, where requests for the adapter wait already; 0 for any other, and for one that serves no
-    adapters or has no recent report. The base model counts as an adapter that no engine runs.
+    An engine without space, where requests for the adapter already wait, gets 0.6. Others get 0, also if they serve no
+    adapters or have no recent report. The base model counts as an adapter that no engine runs.
     """
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
@@ -241,7 +251,7 @@ def _affinity(load: AdapterLoad | None, wanted: str | None) -> float:
 
 
 class SessionAffinityScorer(Scorer, frozen=True):
-    """1 for the engine that the request's session belongs to, 0 for the others; 0 for all without a session.
+    """Score of 1 for the engine to which the request's session belongs, 0 for the others; 0 for all without a session.
 
     ``header`` (lower case) names the session; without it the headers of Dynamo's and vLLM's clients do, then the body's
     ``session_id``, and with ``by_user`` its ``user``. It belongs to an engine by consistent hashing: no table is kept,
@@ -262,7 +272,7 @@ class SessionAffinityScorer(Scorer, frozen=True):
 
 
 def home_of(session: str, engines: Engines, max_load: float = MAX_LOAD) -> int:
-    """The index of the engine that the session prefers, of those with at most ``max_load`` times their share."""
+    """Return the index of the engine that the session prefers, of those with at most ``max_load`` times their share."""
     weights = preference(session, engines.keys)
     # One more than its share is always allowed: otherwise with few sequences any engine would exceed it.
     bound = np.ceil(max_load * (engines.in_flight.sum() + 1) / len(engines))
@@ -271,7 +281,7 @@ def home_of(session: str, engines: Engines, max_load: float = MAX_LOAD) -> int:
 
 
 def session_of(request: Request | None, header: str, by_user: bool) -> str | None:
-    """The name of the request's session, if it has one."""
+    """Return the name of the request's session, or None."""
     if request is None:
         return None
     named = (request.headers.get(name) for name in (header, *OTHER_SESSION_HEADERS))

@@ -1,6 +1,7 @@
-"""Plugins for the distance between an engine and its partner: the picked decode engine, for one that prefills.
+"""Plugins for the distance between an engine that prefills and its partner, the picked decode engine.
 
-By labels, from the nearest tier to the farthest, as in llm-d-router's ``topology-affinity-filter`` and ``-scorer``.
+The distance follows from labels, from the nearest tier to the farthest, as in llm-d-router's
+``topology-affinity-filter`` and ``-scorer``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TierLabels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     region: Label = "topology.kubernetes.io/region"
 
     def nearest_common(self, one: EngineView, other: EngineView) -> Tier | None:
-        """The nearest tier whose labels are equal on both; None if there is none."""
+        """Return the nearest tier whose label is equal on both; None without one."""
         for tier in TIERS:
             label = getattr(self, tier)
             value = one.labels.get(label)
@@ -39,7 +40,7 @@ class TierLabels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TopologyAffinityFilter(Filter, frozen=True):
-    """Keeps engines at least as near as ``min_affinity``; all if none is, or if there is no partner."""
+    """Filter that keeps engines at least as near as ``min_affinity``; all if no engine is, or without a partner."""
 
     min_affinity: Tier = "host"
     labels: TierLabels = TierLabels()
@@ -53,7 +54,7 @@ class TopologyAffinityFilter(Filter, frozen=True):
 
 
 class TopologyAffinityScorer(Scorer, frozen=True):
-    """1 on the same host, 0.2 in the same rack, 0.05 in the same zone, 0.02 in the same region, else 0."""
+    """Score of 1 on the partner's host, 0.2 in its rack, 0.05 in its zone, 0.02 in its region, else 0."""
 
     labels: TierLabels = TierLabels()
 

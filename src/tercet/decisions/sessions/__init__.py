@@ -1,4 +1,4 @@
-"""Sessions of agents: where their turns run, what moves with a drain, and whose KV stays pinned. Pure decisions."""
+"""Sessions of agents: the engines of their turns, the contexts that a drain moves, and pinned KV. Pure decisions."""
 
 from tercet.decisions.sessions.context import Context
 from tercet.decisions.sessions.keeping import EngineSeen

@@ -11,7 +11,8 @@ from tercet.protocol.content import TOKEN_BYTES, packed, unpacked
 class Context:
     """The tokens of a turn that has ended, four bytes each, and the ``engine`` whose cache has most of their KV.
 
-    ``kept_at`` is when its KV was pinned there, None if it is not; ``to`` the engine that it is being moved to.
+    ``kept_at`` is the time at which its KV was pinned there, None if it is not pinned; ``to`` is the engine to which it
+    is being moved, or None.
     """
 
     __slots__ = (
@@ -31,20 +32,21 @@ class Context:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV was computed."""
+        """Number of tokens whose KV was computed."""
         return len(self._tokens) // TOKEN_BYTES
 
     def request(self, seq_id: str) -> Request:
-        """A request for these tokens, for verbs that name KV by its tokens."""
+        """Return a request for these tokens, for verbs that identify KV by its tokens."""
         return Request(
             seq_id=seq_id, prompt=tuple(unpacked(self._tokens)), cache_salt=self._cache_salt, adapter=self._adapter,
             adapter_digest=self._digest,
         )  # fmt: skip
 
     def shared_with(self, request: Request, prompt: bytes) -> int:
-        """How many of the request's first tokens these are, all or those of the turn's prompt; ``prompt`` is packed.
+        """Return the number of the request's first tokens that this context has; ``prompt`` is packed.
 
-        A chat template may write an answer in another way than the model did, so that only the prompt is repeated.
+        That is all of the context, or the turn's prompt, or 0. A chat template may write an answer in another way than
+        the model did; then only the prompt is repeated.
         """
         if (request.cache_salt, request.adapter) != (self._cache_salt, self._adapter):
             return 0

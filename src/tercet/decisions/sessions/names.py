@@ -9,8 +9,8 @@ from tercet.protocol import Request
 from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
 
 HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
-# Fields of bodies that vLLM does not read; the first one given counts. A trajectory is one chain of reasoning of a run,
-# which is what a session is; where clients of Dynamo name none, their session is.
+# Fields of bodies that vLLM does not read; the first one in a body counts. A trajectory is one chain of reasoning of a
+# run, and is therefore the session; if a client of Dynamo names no trajectory, its session id is used.
 FIELDS = (
     ("nvext", "agent_context", "trajectory_id"),
     ("nvext", "agent_context", "session_id"),
@@ -20,9 +20,9 @@ FIELDS = (
 
 
 def session_named(request: Request | None) -> str | None:
-    """The session of a request, from its headers or its body; None without one.
+    """Return the session of a request, from its headers or its body; None without one.
 
-    The field ``user`` names no session: one user has many.
+    The field ``user`` is not used: one user has many sessions.
     """
     if request is None:
         return None
@@ -31,12 +31,12 @@ def session_named(request: Request | None) -> str | None:
 
 
 def session_in_body(body: Mapping[str, Any]) -> str | None:
-    """The session that a body names by fields that vLLM does not read; None unless it is a string."""
+    """Return the session that a body names by fields that vLLM does not read; None unless it is a string."""
     return next((found for path in FIELDS if (found := _text_at(body, path))), None)
 
 
 def closes_session(body: Mapping[str, Any]) -> bool:
-    """Whether a body says that its session ends with this request, as clients of Dynamo 1.1 do."""
+    """Return True if a body says that its session ends with this request, as clients of Dynamo 1.1 do."""
     return _text_at(body, ("nvext", "session_control", "action")) == "close"
 
 

@@ -1,6 +1,6 @@
-"""The sessions that a router remembers: which engine each belongs to, and what happens to their KV. Pure.
+"""The sessions that a router remembers: the engine of each, and decisions about their KV. Pure.
 
-Each method takes what has happened, and returns what to do about KV: to pin it, to give it up, or to move it.
+Each method takes an event, and returns actions on KV: to pin it, to end a pin, or to move it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tercet.protocol.revision import may_exchange_kv
 from tercet.settings.session_settings import SessionSettings
 
 Pause = Literal["tool", "client"]
-"""What a session waits for between two turns: the result of a tool that it called, or its client's next words."""
-# Of model calls that a session makes at once, each has a context; more than these are not remembered.
+"""Reason of a pause between two turns: the session waits for a tool that it called, or for its client."""
+# Maximum number of contexts per session: each of its simultaneous model calls has one.
 MOST_CONTEXTS = 4
-# Contexts that leave one engine at once.
+# Maximum number of contexts that leave one engine at the same time.
 MOVES_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Pin a context's KV on its engine."""
+    """Action: pin a context's KV on its engine."""
 
     context: Context
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the pin of a context's KV on ``engine``."""
+    """Action: end the pin of a context's KV on ``engine``."""
 
     context: Context
     engine: str
@@ -45,7 +45,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class MoveContext:
-    """Copy a context's KV to the engine ``to``; the session belongs to that one from now on."""
+    """Action: copy a context's KV to the engine ``to``; the session belongs to that engine from now on."""
 
     context: Context
     to: str
@@ -84,24 +84,24 @@ class SessionTable:
 
     @property
     def kept(self) -> int:
-        """How many contexts are pinned."""
+        """Number of pinned contexts."""
         return len(self._kept)
 
-    # ---- where turns run -----------------------------------------------------------------------------------------
+    # ---- engines of turns ----------------------------------------------------------------------------------------
 
     def engine_of(self, session: str, role: Role) -> str | None:
-        """The engine that the session belongs to, for picks of this role; None before its first."""
+        """Return the engine that the session belongs to, for picks of this role; None before its first pick."""
         found = self._sessions.get(session)
         return None if found is None else found.engines.get(_side(role))
 
     def bind(self, session: str, role: Role, engine: str) -> None:
-        """A turn of the session has picked an engine; sessions without a turn under way are not remembered."""
+        """Record that a turn of the session has picked an engine; an unknown session is ignored."""
         found = self._sessions.get(session)
         if found is not None:
             found.engines[_side(role)] = engine
 
     def cached(self, session: str, engine: str, request: Request) -> int:
-        """How many of the request's first tokens the engine should have, by the session's turns."""
+        """Return the number of the request's first tokens that the engine should have, by the session's turns."""
         found = self._sessions.get(session)
         there = () if found is None else [context for context in found.contexts if context.engine == engine]
         prompt = packed(request.prompt) if there else b""
@@ -110,7 +110,7 @@ class SessionTable:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def begins(self, session: str, now: float) -> tuple[list[Action], tuple[Pause, float] | None]:
-        """A turn begins: what to do, and the pause that it ends with its seconds, if it ends one."""
+        """Begin a turn; return actions, and the pause that ends with its seconds, or None without a pause."""
         found = self._sessions.pop(session, None) or _Session()
         self._sessions[session] = found
         pause = None if found.paused_at is None else (found.pause, now - found.paused_at)
@@ -119,21 +119,21 @@ class SessionTable:
         return list(self._forget_beyond(self._settings.most)), pause
 
     def arrives(self, session: str, request: Request, engines: Mapping[str, EngineSeen]) -> list[Action]:
-        """Move what a turn that begins needs of an engine that is leaving, before others' contexts."""
+        """Return moves of the contexts that a beginning turn needs from an engine that is leaving; they go first."""
         found, prompt = self._sessions[session], packed(request.prompt)
         leaving = [each for each in found.contexts if each.to is None and _is_leaving(engines, each.engine)]
         needed = [context for context in leaving if context.shared_with(request, prompt)]
         return [move for context in needed for move in self._move(context, engines)]
 
     def moving(self, session: str) -> list[Context]:
-        """Contexts of the session that are on their way."""
+        """Return the contexts of the session that are being moved."""
         found = self._sessions.get(session)
         return [] if found is None else [context for context in found.contexts if context.to is not None]
 
     def ends(
         self, session: str, request: Request, output: Sequence[int], engine: str, now: float
     ) -> list[Action]:  # fmt: skip
-        """A turn has ended on ``engine``; an empty name if none generated anything."""
+        """Record that a turn has ended on ``engine``; the name is empty if no engine generated output."""
         found = self._sessions.get(session)
         if found is None:
             return []
@@ -142,7 +142,7 @@ class SessionTable:
         if not engine:
             return []
         found.engines[_side("decode")] = engine
-        if request.mm_features or not output:  # what images are made of is not remembered
+        if request.mm_features or not output:  # the data of images is not remembered
             return []
         prompt = packed(request.prompt)
         replaced = [each for each in found.contexts if each.to is None and each.shared_with(request, prompt)]
@@ -155,7 +155,7 @@ class SessionTable:
         return [*actions, *self._drop_beyond(self._settings.tokens)]
 
     def pauses(self, session: str, pause: Pause, engines: Mapping[str, EngineSeen], now: float) -> list[Action]:
-        """The client has the whole answer of a turn, which ended before; it comes back after a tool, or by itself."""
+        """Record that the client has the whole answer of an ended turn; it returns after a tool call, or by itself."""
         found = self._sessions.get(session)
         if found is None or found.running or not found.contexts:
             return []
@@ -168,13 +168,13 @@ class SessionTable:
         return self._keep(context, engine)
 
     def over(self, session: str) -> list[Action]:
-        """The session has ended."""
+        """Forget the session, which has ended."""
         return list(self._forget(session))
 
     # ---- engines -------------------------------------------------------------------------------------------------
 
     def look(self, engines: Mapping[str, EngineSeen], now: float) -> list[Action]:
-        """What time and engines ask for: old sessions are forgotten, drained engines emptied, pins given up."""
+        """Return the actions due now: forget old sessions, empty drained engines, and end pins."""
         settings = self._settings
         actions = [action for name in self._old(now) for action in self._forget(name)]
         actions += self._drop_gone(engines)
@@ -190,11 +190,11 @@ class SessionTable:
         return actions
 
     def left_on(self, engine: str) -> int:
-        """How many contexts an engine has whose sessions do not run."""
+        """Return the number of contexts on an engine whose sessions do not run."""
         return sum(1 for _ in self._resting_on(engine))
 
     def moved(self, context: Context, engines: Mapping[str, EngineSeen], *, done: bool) -> list[Action]:
-        """A move is over; one that failed leaves nothing to move, and the next turn computes the context again."""
+        """Record the end of a move. After a failed one the context is dropped, and the next turn computes it again."""
         source, to = context.engine, context.to
         context.to = None
         found = self._sessions.get(context.session)
@@ -211,23 +211,23 @@ class SessionTable:
         return actions
 
     def not_kept(self, context: Context) -> None:
-        """An engine has ended a pin, or refused it."""
+        """Record that an engine has ended a pin, or refused it."""
         context.kept_at = None
         self._kept.pop(context, None)
 
     def kept_since(self, context: Context, now: float) -> None:
-        """An engine has pinned a context."""
+        """Record that an engine has pinned a context."""
         if context.kept_at is not None:
             context.kept_at = now
 
-    # ---- inside --------------------------------------------------------------------------------------------------
+    # ---- private parts -------------------------------------------------------------------------------------------
 
     def _contexts(self) -> Iterator[Context]:
         for session in self._sessions.values():
             yield from session.contexts
 
     def _old(self, now: float) -> list[str]:
-        """Sessions without a turn for too long; the order is that of their last turns."""
+        """Return the sessions without a turn for too long; they are in the order of their last turns."""
         found = list[str]()
         for name, each in self._sessions.items():
             if each.running:
@@ -238,7 +238,7 @@ class SessionTable:
         return found
 
     def _drop_gone(self, engines: Mapping[str, EngineSeen]) -> list[Action]:
-        """Forget the contexts on engines that are no members any more."""
+        """Forget the contexts on engines that are no longer members."""
         if (names := set(engines)) == self._known:
             return []
         self._known = names
@@ -254,14 +254,14 @@ class SessionTable:
                 yield from (context for context in session.contexts if context.engine == engine)
 
     def _ordered(self, contexts: Iterable[Context]) -> list[Context]:
-        """In the order in which they are given up: clients' pauses before those for tools, the longest first."""
+        """Return contexts in the order in which pins end: clients' pauses before those for tools, the longest first."""
         return sorted(contexts, key=lambda each: (self._pause_of(each) == "tool", each.kept_at or 0.0))
 
     def _pause_of(self, context: Context) -> Pause:
         return self._sessions[context.session].pause
 
     def _keep(self, context: Context, engine: EngineSeen) -> list[Action]:
-        """Pin it, in the place of others that are given up before it, if they take its room."""
+        """Pin a context; if there is no space, first end pins that end before it in the order."""
         kept, actions = self._kept_on(engine.name), list[Action]()
         lower = [each for each in self._ordered(kept) if self._pause_of(each) == "client"]
         lower = lower if self._pause_of(context) == "tool" else []
@@ -281,7 +281,7 @@ class SessionTable:
         return [GiveUp(context, context.engine)]
 
     def _emptied(self, engine: EngineSeen, engines: Mapping[str, EngineSeen]) -> list[Action]:
-        """Move what a leaving engine has, of those that come back first: for tools, then the latest."""
+        """Move the contexts of a leaving engine, first those that return first: paused for tools, then the latest."""
         resting = list(self._resting_on(engine.name))
         under_way = sum(1 for context in self._contexts() if context.engine == engine.name and context.to is not None)
         waiting = [context for context in resting if context.to is None]
@@ -289,7 +289,7 @@ class SessionTable:
         begun = waiting[: max(0, MOVES_AT_ONCE - under_way)]
         actions = [action for context in begun for action in self._move(context, engines)]
         if not any(isinstance(action, MoveContext) for action in actions) and not under_way:
-            # Nothing can take them, and the engine would wait for its pins.
+            # No engine can take the contexts, and the leaving engine would wait for its pins.
             actions += [action for context in self._kept_on(engine.name) for action in self._give_up(context)]
         return actions
 
@@ -330,7 +330,7 @@ class SessionTable:
 
 
 def _side(role: Role) -> Role:
-    """The two engines of a session: one that prefills for others, and one that has its context."""
+    """Return the role of the session's engine: one engine prefills for others, and one has the session's context."""
     return "prefill" if role == "prefill" else "decode"
 
 
@@ -340,7 +340,7 @@ def _is_leaving(engines: Mapping[str, EngineSeen], name: str) -> bool:
 
 
 def _home(session: str, engines: Sequence[EngineSeen]) -> str | None:
-    """The engine that the session prefers, of those that decode, if there are any."""
+    """Return the engine that the session prefers, of those that decode if there are any; None without engines."""
     able = [engine for engine in engines if engine.decodes] or engines
     if not able:
         return None

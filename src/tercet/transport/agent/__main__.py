@@ -1,4 +1,4 @@
-"""``python -m tercet.transport.agent DESCRIPTOR``: the program that :class:`.agent_process.AgentProcess` starts."""
+"""Program of the agent: :class:`.agent_process.AgentProcess` runs ``python -m tercet.transport.agent DESCRIPTOR``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s tercet-kv %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The end of the channel has the same effect, but not on a process that is stopped.
+    # The end of the channel ends the agent, too, but not an agent that is stopped.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     run(int(sys.argv[1]))
     # Threads that wait in a backend's library must not delay the exit.

@@ -1,7 +1,7 @@
 """The agent: the process that moves one rank's KV, next to the worker that computes it.
 
-It shares the worker's KV memory and nothing else: neither the interpreter, whose lock would delay the forward pass, nor
-the cores that compute. It ends when the worker ends, for any reason, since their channel ends then.
+It shares only the worker's KV memory: not the interpreter, whose lock would delay the forward pass, nor the cores that
+compute. It ends when the worker ends for any reason, since their channel ends then.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_NOTE_BYTES = 1024 * 1024
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
-    """An agent's configuration; ``cpus`` are those it may use, ``kv`` an inherited descriptor of the rank's KV.
+    """An agent's configuration; it may use ``cpus``, and ``kv`` is an inherited descriptor of the rank's KV.
 
     ``staged``: KV is reached through buffers. Either it lies on the ``device``, and the descriptor's file has only
     generation words; or it lies in the file, in the device's role. ``mapped``: peers on this machine may also map that
@@ -88,7 +88,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Sends reports to edges; ZMQ sockets belong to one thread at a time, hence the lock."""
+    """Sender of reports to edges. A ZMQ socket belongs to one thread at a time, hence the lock."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -115,7 +115,7 @@ class Reporter:
 
 
 class Agent:
-    """One rank: its transport, its control channel, and the pushes of the current step."""
+    """One rank's agent: its transport, its control channel, and the pushes of the current step."""
 
     def __init__(self, setup: AgentSetup) -> None:
         self._rank = setup.rank
@@ -133,7 +133,7 @@ class Agent:
         self.ready = Ready(self._transport.addresses, self._control.address, self._control.secret)
 
     def follow(self, channel: socket.socket) -> None:
-        """Handle the worker's notes until it has ended."""
+        """Handle the worker's notes until the worker has ended."""
         decoder = msgspec.msgpack.Decoder(StepNote)
         while note := channel.recv(MAX_NOTE_BYTES):
             self._take(decoder.decode(note))
@@ -216,7 +216,7 @@ class Agent:
 
 
 def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory, ComputedEvents | None]:
-    """A rank's memory that is reached through buffers, and its worker's events if a device computes there."""
+    """Return a rank's staged memory, and its worker's events, or None if no device computes there."""
     from tercet.transport.memory import torch_blocks  # imports torch, which most agents do not need
 
     shape, device = region.shape, setup.device
@@ -227,17 +227,17 @@ def _through_buffers(region: KVRegion, setup: AgentSetup) -> tuple[StagedMemory,
         staged = StagedMemory(blocks, shape, MAX_CHUNK_BYTES)
     except RuntimeError as error:
         raise TransferFailed(
-            f"no memory for moving KV, on the device or pinned: {error}; lower the engine's share of the "
+            f"the device or the host has too little memory for moving KV: {error}; lower the engine's share of the "
             "device: --gpu-memory-utilization"
         ) from error
     staged.practise()
-    logger.info("KV goes through %d MiB of host memory, %d MiB of the device's", staged.host_bytes >> 20,
+    logger.info("KV moves through %d MiB of host memory and %d MiB of device memory", staged.host_bytes >> 20,
                 blocks.device_bytes >> 20)  # fmt: skip
     return staged, None if device is None else torch_blocks.ComputedEvents(device)
 
 
 def neighbouring(planes: Sequence[int]) -> Iterator[range]:
-    """Planes as ranges: ``[4, 5, 6, 1]`` as ``[4, 7)`` and ``[1, 2)``."""
+    """Yield planes as ranges: ``[4, 5, 6, 1]`` as ``[4, 7)`` and ``[1, 2)``."""
     begin = 0
     for at in range(1, len(planes) + 1):
         if at == len(planes) or planes[at] != planes[at - 1] + 1:
@@ -254,7 +254,7 @@ def run(channel_fd: int) -> None:
         setup = msgspec.msgpack.decode(message, type=AgentSetup)
         try:
             if setup.cpus:
-                # The inherited cores are those that compute; moving bytes there would slow the forward pass down.
+                # The inherited cores are the computing ones; moving bytes there would slow down the forward pass.
                 os.sched_setaffinity(0, setup.cpus)
             agent = Agent(setup)
         except (OSError, TercetError) as error:

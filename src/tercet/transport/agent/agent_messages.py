@@ -1,7 +1,7 @@
 """Messages to and from an agent.
 
-:data:`Command` comes from the API server's process and is answered; :data:`StepNote` comes from the worker that
-computes and is not; :data:`Report` goes to the HTTP edges of this engine.
+The API server's process sends a :data:`Command` and gets an answer. The computing worker sends a :data:`StepNote` and
+gets none. The agent sends a :data:`Report` to the HTTP edges of this engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tercet.transport.sender import SendDestination
 
 
 class SendOpening(msgspec.Struct, frozen=True):
-    """A send of ``content`` begins: under ``lease``, to each of ``destinations``.
+    """The start of a send of ``content`` under ``lease``, to each of ``destinations``.
 
     ``notify`` is the destination of the report of its end: an address, ``#``, and the inbox's key. ``traceparent`` is
     its place in a sampled trace, empty without one.
@@ -30,7 +30,7 @@ class SendOpening(msgspec.Struct, frozen=True):
 
 
 class Push(msgspec.Struct, frozen=True):
-    """Source ``blocks`` of a group's layers go to the receivers' slots from ``slot`` on."""
+    """Order to send ``blocks`` of a group's layers to the receivers' slots from ``slot`` on."""
 
     send_id: str
     slot: int
@@ -39,7 +39,7 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class SendComplete(msgspec.Struct, frozen=True):
-    """All KV of the tokens ``[begin, end)`` has been pushed."""
+    """Note that all KV of the tokens ``[begin, end)`` has been pushed."""
 
     send_id: str
     begin: int
@@ -60,21 +60,24 @@ class ExtendLease(Grant, frozen=True, tag=True):
 
 
 class RevokeLease(msgspec.Struct, frozen=True, tag=True):
-    """Refuse ``lease`` from now on, known or not; the answer is the end of the contiguous valid KV, 0 if unknown."""
+    """Command to refuse ``lease`` from now on, known or not.
+
+    The answer is the end of the contiguous valid KV, 0 for an unknown lease.
+    """
 
     lease: str
 
 
 class CancelSend(msgspec.Struct, frozen=True, tag=True):
-    """Stop reading KV for ``send_id``; the answer comes when no thread reads it any more."""
+    """Command to stop reading KV for ``send_id``; the answer arrives after all threads have stopped reading it."""
 
     send_id: str
 
 
 class PushCached(msgspec.Struct, frozen=True, tag=True):
-    """Push blocks of every layer, without a forward pass.
+    """Command to push blocks of every layer, without a forward pass.
 
-    They are pinned, or the engine's core guarantees them by the number ``word`` of one of its words.
+    The blocks are pinned, or the engine's core guarantees them by the number ``word`` of one of its words.
     """
 
     opening: SendOpening
@@ -84,7 +87,7 @@ class PushCached(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadCounters(msgspec.Struct, frozen=True, tag=True):
-    """Read the transport's counters."""
+    """Command to read the transport's counters."""
 
 
 Command = GrantLease | ExtendLease | RevokeLease | CancelSend | PushCached | ReadCounters
@@ -93,21 +96,21 @@ Command = GrantLease | ExtendLease | RevokeLease | CancelSend | PushCached | Rea
 
 
 class StepBegins(msgspec.Struct, frozen=True, tag=True):
-    """A forward pass: sends that begin with it, and what it will push of every layer."""
+    """Note of the start of a forward pass: the sends that begin with it, and the pushes for each layer."""
 
     opened: tuple[SendOpening, ...]
     pushes: tuple[Push, ...]
 
 
 class LayersDone(msgspec.Struct, frozen=True, tag=True):
-    """These planes, of one or more layers, hold this step's KV; on a device, after event ``computed``."""
+    """Note that these planes, of one or more layers, hold this step's KV; on a device, after event ``computed``."""
 
     planes: tuple[int, ...]
     computed: int | None = None
 
 
 class StepEnds(msgspec.Struct, frozen=True, tag=True):
-    """All layers are done; these sends are complete."""
+    """Note that all layers are done; the sends in ``completed`` are complete."""
 
     completed: tuple[SendComplete, ...]
 
@@ -118,7 +121,7 @@ StepNote = StepBegins | LayersDone | StepEnds
 
 
 class SendDone(msgspec.Struct, frozen=True):
-    """One rank's part of a send ended; ``error`` is ``None`` when it is in place."""
+    """Report that one rank's part of a send has ended; ``error`` is None if its KV is in place."""
 
     send_id: str
     rank: int
@@ -129,7 +132,7 @@ class SendDone(msgspec.Struct, frozen=True):
 
 
 class LeaseFilled(msgspec.Struct, frozen=True):
-    """KV arrived under a lease, or its sender was lost; ``valid`` is the valid range and content of its KV now."""
+    """Report that KV arrived under a lease, or that its sender was lost; ``valid`` is the content that is valid now."""
 
     lease: str
     rank: int
@@ -137,7 +140,7 @@ class LeaseFilled(msgspec.Struct, frozen=True):
 
 
 class ReceiveDone(msgspec.Struct, frozen=True):
-    """A receive on one rank ended, whose sender is traced."""
+    """Report that a receive from a traced sender has ended on one rank."""
 
     rank: int
     ended: ReceiveEnd

@@ -1,4 +1,4 @@
-"""Starts an agent, and talks to it from the worker that computes."""
+"""The worker's side of an agent: it starts the agent, and sends notes to it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tercet.transport.agent.agent import MAX_NOTE_BYTES, AgentSetup, Ready
 from tercet.transport.agent.agent_messages import StepNote
 
 logger = logging.getLogger(__name__)
-# If KV is on a device, an agent imports PyTorch, creates a context and pins memory: many seconds, with a cold disk.
+# In seconds. If KV is on a device, an agent imports PyTorch, creates a context and pins memory: slow with a cold disk.
 START_SECONDS = 180.0
 STOP_SECONDS = 5.0
 CHANNEL_BYTES = 4 * 1024 * 1024
-# Notes that are kept, in addition to those in the channel, while the agent does not read; more than any harmless stall
-# needs.
+# Size of the notes that are kept, in addition to those in the channel, while the agent does not read: more than any
+# harmless stall needs.
 BACKLOG_BYTES = 64 * 1024 * 1024
 TUNABLES = "GLIBC_TUNABLES"
-# Copy past the caches from the first size on (glibc's minimum is 0x4040), and smaller sizes never by ``rep movsb``.
+# Copy past the caches from this size on (glibc's minimum is 0x4040), and smaller sizes never by ``rep movsb``.
 COPY_PAST_THE_CACHES = {
     "glibc.cpu.x86_non_temporal_threshold": "0x4800",
     "glibc.cpu.x86_rep_movsb_threshold": "0x10000000",
@@ -38,10 +38,10 @@ COPY_PAST_THE_CACHES = {
 class AgentProcess:
     """One rank's agent; the caller keeps the descriptor in ``setup``.
 
-    Raises :class:`~tercet.protocol.EngineError` if it cannot start. An agent that dies ends its worker: leases and
-    pushes are half done, and only a restart of the engine by its supervisor cleans that up. The thread that makes this
-    object must live as long as the worker: when it ends, the kernel kills the agent, so that a stopped agent ends with
-    its worker, too.
+    Raises :class:`~tercet.protocol.EngineError` if the agent cannot start. An agent that dies ends its worker: leases
+    and pushes are half done, and only a restart of the engine by its supervisor cleans that up. The thread that makes
+    this object must live as long as the worker: when the thread ends, the kernel kills the agent, so that a stopped
+    agent ends with its worker, too.
     """
 
     def __init__(self, setup: AgentSetup) -> None:
@@ -68,11 +68,11 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """The agent's process id."""
+        """Process id of the agent."""
         return self._process.pid
 
     def _introduce(self, setup: AgentSetup) -> Ready:
-        # Not on the command line, which every user of the machine can read: it contains the secret.
+        # Not on the command line, which every user of the machine can read: the setup contains the secret.
         self._channel.settimeout(START_SECONDS)
         try:
             self._channel.send(msgspec.msgpack.encode(setup))
@@ -89,7 +89,7 @@ class AgentProcess:
         return ready
 
     def tell(self, note: StepNote) -> None:
-        """Send a note; never waits: notes that a stopped agent does not read are kept for it.
+        """Send a note without waiting: notes that a stopped agent does not read are kept for it.
 
         Raises :class:`~tercet.protocol.EngineError` if the agent has ended, or has not read for far too long.
         """
@@ -99,7 +99,7 @@ class AgentProcess:
                 if self._backlog or not self._sent(encoded):
                     self._keep(encoded)
         except OSError as error:
-            raise EngineError(f"the KV agent (process {self.pid}) takes no more notes: {error}") from error
+            raise EngineError(f"the KV agent (process {self.pid}) does not accept notes: {error}") from error
 
     def _sent(self, encoded: bytes) -> bool:
         try:
@@ -110,14 +110,14 @@ class AgentProcess:
 
     def _keep(self, encoded: bytes) -> None:
         if self._backlog_bytes + len(encoded) > BACKLOG_BYTES:
-            raise BlockingIOError(f"{self._backlog_bytes} bytes wait for it already")
+            raise BlockingIOError(f"{self._backlog_bytes} bytes of notes are already waiting")
         if not self._backlog:
             threading.Thread(target=self._catch_up, name="tercet-notes", daemon=True).start()
         self._backlog.append(encoded)
         self._backlog_bytes += len(encoded)
 
     def _catch_up(self) -> None:
-        # Ends with the backlog, so that in normal operation a note wakes no further thread.
+        # This thread ends with the backlog, so that normally a note wakes no further thread.
         writable = select.poll()
         writable.register(self._channel, select.POLLOUT)
         with suppress(OSError):  # the agent, or the channel, has ended: the next ``tell`` raises
@@ -136,7 +136,7 @@ class AgentProcess:
             os._exit(1)
 
     def close(self) -> None:
-        """Let the agent end, and wait for it."""
+        """End the agent, and wait until it has ended."""
         self._closing.set()
         self._stop()
 

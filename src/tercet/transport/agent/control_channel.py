@@ -26,8 +26,8 @@ from tercet.transport.bounded_sockets import LOOPBACK, bind_somewhere, bounded, 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """One command with a serial number, so that a late answer is recognised.
 
-    ``secret`` is the agent's, which vLLM passed to the API server's process; other processes on this machine do not
-    have it.
+    ``secret`` is the agent's. vLLM passes it to the API server's process; other processes on this machine do not have
+    it.
     """
 
     secret: str
@@ -44,9 +44,9 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlServer:
-    """An agent's end: runs ``handle`` for each command, in a separate thread.
+    """An agent's end of the channel: it runs ``handle`` for each command, in a separate thread.
 
-    Clients of ``address``, at ``host``, must send ``secret``.
+    Clients connect to ``address``, at ``host``, and must send ``secret``.
     """
 
     def __init__(self, handle: Callable[[Command], Any], host: str = LOOPBACK) -> None:
@@ -62,14 +62,14 @@ class ControlServer:
 
     def _serve(self) -> None:
         decoder = msgspec.msgpack.Decoder(Envelope)
-        # close() ends the present call, and waits until the socket is closed.
+        # close() ends the running call, and waits until the socket is closed.
         with self._socket, suppress(zmq.ContextTerminated):
             while True:
                 try:
                     peer, body = self._socket.recv_multipart()
                     envelope = decoder.decode(body)
                 except (ValueError, *UNREADABLE):
-                    continue  # from another process that found the port
+                    continue  # sent by another process that found the port
                 if secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
                     self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
 
@@ -88,7 +88,7 @@ class ControlServer:
 
 
 class AsyncControlClient:
-    """Client of one agent for an event loop; never blocks it, and any number of commands may be pending.
+    """Client of one agent for an event loop. It never blocks the loop, and any number of commands may be pending.
 
     The agent runs them in the order of the calls, including those whose caller was cancelled. A stopped agent answers
     when it continues: the caller decides how long to wait.
@@ -106,7 +106,7 @@ class AsyncControlClient:
         self._socket.connect(address)
 
     def call(self, command: Command) -> asyncio.Future[Any]:
-        """Send a command; the future has the answer, or :class:`~tercet.protocol.EngineError`."""
+        """Send a command; the returned future gets the answer, or :class:`~tercet.protocol.EngineError`."""
         if not len(self._tasks):
             self._tasks.spawn(self._take_answers(), "tercet-control")
         self._serial += 1
@@ -134,6 +134,6 @@ class AsyncControlClient:
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:
-    # An error that comes after its caller was cancelled is not needed.
+    # An error that arrives after its caller was cancelled is not needed.
     if not answer.cancelled():
         answer.exception()

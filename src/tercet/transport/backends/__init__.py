@@ -1,9 +1,9 @@
 """Backends: ways to read another rank's KV, chosen per pair of peers.
 
-``auto`` uses ``host`` for peers on one machine, or ``ipc`` if KV is on devices. For other peers it uses, if there is an
-RDMA device, the first of :data:`RDMA` that works, of which ``nixl`` reads devices too; and else ``tcp``: without RDMA
-that is faster than the libraries are. A name instead of ``auto`` requires that backend; an error tells if it is
-missing.
+``auto`` uses ``host`` for peers on one machine, or ``ipc`` if KV is on devices. For other peers it uses the first of
+:data:`RDMA` that works, if the machine has an RDMA device (``nixl`` reads devices, too); otherwise ``tcp``, which is
+faster than the libraries are without RDMA. A name instead of ``auto`` requires that backend; an error says if it is
+unavailable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tercet.transport.region import KVRegion
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
-# Each makes a backend for a region; the address is the one by which other machines reach this rank.
+# Each factory makes a backend for a region; the address is the one at which other machines reach this rank.
 FACTORIES: dict[str, Callable[[KVRegion, str], Backend]] = {
     "tcp": lambda _region, _host: TcpBackend(),
     "host": lambda region, _host: HostBackend(region),
@@ -38,7 +38,7 @@ TRANSPORTS = (AUTO, *FACTORIES, IpcBackend.name)
 
 
 def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequence[Backend]:
-    """The backends that setting ``name`` allows, best first.
+    """Return the backends that setting ``name`` allows, best first.
 
     Raises :class:`~tercet.protocol.BadRequest` for an unknown name, and :class:`BackendUnavailable` for a required
     backend that is unavailable. Under ``auto``, an unavailable backend is left out, and logged.
@@ -47,19 +47,20 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
         rdma = RDMA if has_rdma() else ()
         return (*_first_of(["host"], region, host), *_first_of(rdma, region, host), TcpBackend())
     if name == IpcBackend.name:
-        raise BadRequest("transport: ipc reads KV on devices, and this engine's is in host memory", "transport")
+        raise BadRequest("transport: ipc reads KV on devices, but this engine's KV is in host memory", "transport")
     if name not in FACTORIES:
-        raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
+        raise BadRequest(f"transport: {name!r} is unknown; choose one of {', '.join(TRANSPORTS)}", "transport")
     return (FACTORIES[name](region, host),)
 
 
 def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Sequence[Backend]:
-    """As :func:`backends_for`, for KV that is reached through buffers; it is offered for direct reads if possible.
+    """Return the backends that setting ``name`` allows for KV that is reached through buffers, best first.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a transport that reads host memory.
+    KV is offered for direct reads if possible. Raises :class:`~tercet.protocol.BadRequest` for a transport that reads
+    host memory.
     """
     if name not in TRANSPORTS:
-        raise BadRequest(f"transport: there is no {name!r}; choose {', '.join(TRANSPORTS)}", "transport")
+        raise BadRequest(f"transport: {name!r} is unknown; choose one of {', '.join(TRANSPORTS)}", "transport")
     found: dict[str, Callable[[], Backend]] = {}
     if memory.device.offer:
         found[IpcBackend.name] = lambda: IpcBackend(region, memory)
@@ -78,7 +79,7 @@ def backends_of_device(name: str, region: KVRegion, memory: StagedMemory) -> Seq
 
 
 def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend]:
-    """The first of these backends that is available, if any."""
+    """Return the first of these backends that is available, in a list; an empty list without one."""
     for name in names:
         if found := _had(name, lambda name=name: FACTORIES[name](region, host)):
             return found
@@ -86,7 +87,7 @@ def _first_of(names: Sequence[str], region: KVRegion, host: str) -> list[Backend
 
 
 def _had(name: str, make: Callable[[], Backend]) -> list[Backend]:
-    """The backend, or nothing if it is unavailable."""
+    """Return the backend in a list, or an empty list if it is unavailable."""
     try:
         return [make()]
     except BackendUnavailable as error:

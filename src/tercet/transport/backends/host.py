@@ -28,13 +28,16 @@ from tercet.transport.pacing import start_thread
 from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
 
 MADV_POPULATE_READ = 22  # Linux 5.14
-# Mapped in one call, during which no other thread of this process runs: about a millisecond.
+# Bytes mapped in one call, during which no other thread of this process runs: about a millisecond.
 TOUCHED_AT_A_TIME = 8 * 1024 * 1024
 STEP_BYTES = 1024 * 1024
 
 
 class HostBackend(Backend):
-    """Reads regions of other processes of this machine. ``memory`` is the descriptor that receivers get."""
+    """Backend that reads regions of other processes of this machine.
+
+    ``memory`` is the descriptor that receivers get.
+    """
 
     name = "host"
     stages = True
@@ -60,7 +63,7 @@ class HostBackend(Backend):
 
 
 def _extents(fd: int, size: int) -> Iterator[range]:
-    """Byte ranges of a file that have data; the rest are holes."""
+    """Yield the byte ranges of a file that have data; the rest are holes."""
     end = 0
     while end < size:
         try:
@@ -72,7 +75,7 @@ def _extents(fd: int, size: int) -> Iterator[range]:
 
 
 class HostReader(Reader):
-    """Copies out of ``theirs``, a mapping of the sender's region, whose ``filled`` ranges are not holes."""
+    """Reader of ``theirs``, a mapping of the sender's region, whose ``filled`` ranges are not holes."""
 
     def __init__(self, shape: RegionShape, theirs: mmap.mmap, filled: Sequence[range]) -> None:
         self._shape = shape
@@ -98,7 +101,7 @@ class HostReader(Reader):
 
 
 def _touch(region: mmap.mmap, filled: Sequence[range]) -> None:
-    """Map pages in advance, so that the first copies need not do it one by one.
+    """Map pages in advance, so that the first copies do not map them one by one.
 
     Holes are skipped: reading one would allocate memory for it.
     """

@@ -1,9 +1,9 @@
-"""``ipc``: engines with KV on devices of one machine map each other's (CUDA IPC), and the receiver copies across.
+"""``ipc``: engines with KV on devices of one machine map each other's KV (CUDA IPC), and the receiver copies it.
 
-Blocks go from device to device, or on one device, in batches, on a stream of the receiver. As with ``host`` the sender
-passes a descriptor through a Unix socket, here of the file with its generation words; its offer opens the memory of the
-worker next to it. If a device cannot be mapped (another container, devices without access to each other), the next
-backend is used.
+Blocks go from device to device, or within one device, in batches, on a stream of the receiver. As with ``host`` the
+sender passes a descriptor through a Unix socket, here of the file with its generation words; its offer opens the memory
+of the worker next to it. If a device cannot be mapped (another container, devices without access to each other), the
+next backend is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tercet.transport.region import KVRegion, Numbers
 
 
 class IpcBackend(HostBackend):
-    """Reads KV on devices of other processes of this machine."""
+    """Backend that reads KV on devices of other processes of this machine."""
 
     name = "ipc"
     stages = False
@@ -40,7 +40,7 @@ class IpcBackend(HostBackend):
 
 
 class IpcReader(Reader):
-    """Copies out of ``theirs``; ``words`` reads the sender's generation words."""
+    """Reader of ``theirs``, the sender's mapped device memory; ``words`` reads the sender's generation words."""
 
     def __init__(self, words: Reader, ours: StagedMemory, theirs: object) -> None:
         self._words, self._ours = words, ours
@@ -53,14 +53,14 @@ class IpcReader(Reader):
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 
     def close(self) -> None:
-        # The mapping ends with its last user. Until then the memory of a dead worker may stay allocated, and its
-        # replacement finds too little.
+        # The mapping ends with its last user. Until then the memory of a dead worker may stay allocated, and
+        # its replacement may find too little.
         self._theirs = None
         self._words.close()
 
 
 def _places(chunk: ReadDescriptors, blocks: Numbers) -> tuple[Places, Places, int]:
-    """Where a chunk is, where its bytes belong, and how many each block has."""
+    """Return a chunk's places there, its places here, and the bytes of each block."""
     sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
     layers = range(chunk.layer, chunk.layer + chunk.layers)
     return (chunk.sources, sources, chunk.offset), (layers, blocks, chunk.part * chunk.size), chunk.size

@@ -1,11 +1,11 @@
-"""``mooncake``: the receiver lets Mooncake's transfer engine read the sender's KV.
+"""``mooncake``: the receiver reads the sender's KV with Mooncake's transfer engine.
 
 A rank has two engines: one that others read from, and one that reads. The second one makes a failed read harmless:
-after Mooncake reports a failure, other parts of the same batch may still be written, but not once the engine is
+after Mooncake reports a failure, it may still write other parts of the same batch, but not once the engine is
 destroyed. So the engine is destroyed before a failure is passed on, and the next read makes a new one. That blocks the
 process for up to a second; it happens only when a sender is lost.
 
-For a sender that is stopped, not dead, Mooncake itself has a timeout (30 s: ``MC_TCP_PROGRESS_TIMEOUT_SEC``).
+If a sender is stopped, not dead, Mooncake has its own timeout (30 s: ``MC_TCP_PROGRESS_TIMEOUT_SEC``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REMEDY = (
     "run scripts/install-transport-extras, or pip install --no-deps mooncake-transfer-engine-non-cuda "
     "and install the system libraries libibverbs1 librdmacm1 libnuma1 liburing2"
 )
-# Mooncake refuses more than its queue for a peer, which holds 2048 for TCP.
+# Mooncake refuses more copies than its queue for a peer has space for: 2048 with TCP.
 MAX_COPIES = 1024
 LOG_LEVEL, ERRORS = "MC_LOG_LEVEL", "ERROR"
 TELLS_MORE = f"{LOG_LEVEL}=INFO logs more"
-# The least level that glog writes, as Mooncake's variable sets it when it is loaded; and glog's numbers.
+# glog's minimum level, which Mooncake's variable sets when the library is loaded; and glog's numbers of levels.
 MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 GLOG_ERROR, GLOG_FATAL = 2, 3
 
@@ -45,7 +45,7 @@ class _MooncakeOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MooncakeBackend(Backend):
-    """Reads regions that their owners registered with Mooncake. ``host`` is this machine's address for senders."""
+    """Backend that reads regions registered with Mooncake. ``host`` is the address of this machine for senders."""
 
     name = "mooncake"
     stages = False
@@ -68,7 +68,7 @@ class MooncakeBackend(Backend):
         return MooncakeReader(self._reads, self._ours, sender.shape, understood(self.name, offer, _MooncakeOffer))
 
     def close(self) -> None:
-        """Destroy both engines, with their threads, ports and registrations; takes up to two seconds."""
+        """Destroy both engines, with their threads, ports and registrations; this takes up to two seconds."""
         self._engine = None
         self._reads.close()
 
@@ -77,7 +77,7 @@ class MooncakeBackend(Backend):
 
 
 class ReadEngine:
-    """The engine that all readers of a rank share; made when needed, destroyed when a read on it failed."""
+    """The engine that all readers of a rank share: made when needed, destroyed after a failed read."""
 
     def __init__(self, region: RegisteredRegion, host: str) -> None:
         self._region, self._host = region, host
@@ -89,7 +89,7 @@ class ReadEngine:
     def read(self, engine: str, there: Sequence[int], here: Sequence[int], sizes: Sequence[int]) -> None:
         """Read from addresses ``there`` of another engine to addresses ``here``.
 
-        Raises :class:`TransferFailed`, after the last write.
+        Raises :class:`TransferFailed` after the last write.
         """
         used = self._enter()
         status = -1
@@ -99,10 +99,10 @@ class ReadEngine:
             del used  # the last reference must be the one dropped here
             self._leave(failed=status != 0)
         if status != 0:
-            raise TransferFailed(f"mooncake: the sender's memory cannot be read: status {status}")
+            raise TransferFailed(f"mooncake: cannot read the sender's memory: status {status}")
 
     def close(self) -> None:
-        """Destroy the engine; there are no readers any more."""
+        """Destroy the engine; all readers must have ended."""
         with self._changed:
             self._engine = None
 
@@ -115,7 +115,7 @@ class ReadEngine:
             return self._engine
 
     def _leave(self, *, failed: bool) -> None:
-        """Leave a read. After a failed one the engine is destroyed; the last reader to leave does that."""
+        """Leave a read. After a failed read, the last reader that leaves destroys the engine."""
         with self._changed:
             self._users -= 1
             self._failed |= failed
@@ -128,7 +128,7 @@ class ReadEngine:
 
 
 class MooncakeReader(RegisteredReader):
-    """Reads with the engine that it shares with others."""
+    """Reader that shares its engine with other readers."""
 
     def __init__(self, reads: ReadEngine, ours: RegisteredRegion, theirs: RegionShape, offer: _MooncakeOffer) -> None:
         super().__init__(ours, theirs)
@@ -142,18 +142,18 @@ class MooncakeReader(RegisteredReader):
 
 
 def begin_engine(region: RegisteredRegion, host: str) -> Any:
-    """Make an engine with a region registered; raises :class:`BackendUnavailable` if that fails."""
+    """Return an engine with the region registered; raise :class:`BackendUnavailable` if that fails."""
     os.environ.setdefault(LOG_LEVEL, ERRORS)  # otherwise it writes a line for each transfer
     try:
         mooncake = importlib.import_module("mooncake.engine")
         engine: Any = mooncake.TransferEngine()
     except (ImportError, OSError, AttributeError) as error:
-        raise BackendUnavailable(f"mooncake: it cannot be loaded ({error}): {REMEDY}") from error
+        raise BackendUnavailable(f"mooncake: cannot be loaded: {error}; {REMEDY}") from error
     protocol = "rdma" if has_rdma() else "tcp"
     with _no_false_alarms(str(mooncake.__file__)):
         failed = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
     if failed:
-        raise BackendUnavailable(f"mooncake: its engine does not start on {host} over {protocol}; {TELLS_MORE}")
+        raise BackendUnavailable(f"mooncake: the engine does not start on {host} over {protocol}; {TELLS_MORE}")
     if engine.register_memory(region.address, region.size):
         raise BackendUnavailable("mooncake: the KV cannot be registered; raise the limit of locked memory (ulimit -l)")
     return engine
@@ -163,7 +163,7 @@ def begin_engine(region: RegisteredRegion, host: str) -> Any:
 def _no_false_alarms(library: str) -> Generator[None]:
     """Silence Mooncake's log while entered, unless its variable asks for more than errors.
 
-    At each successful start it logs as an error that it does not find its own segment yet.
+    At each successful start it logs an error that it does not find its own segment yet.
     """
     try:
         level = ctypes.c_int.in_dll(ctypes.CDLL(library), MIN_LOG_LEVEL)

@@ -1,14 +1,14 @@
-"""``nixl``: the receiver lets NIXL (over UCX) read the sender's KV.
+"""``nixl``: the receiver reads the sender's KV with NIXL (over UCX).
 
 A rank has one agent that others read from, and one more for each sender that it reads from. The latter makes a read
-that does not end harmless: NIXL cannot be relied on to cancel it, but nothing is written for an agent that was
+that does not end harmless: NIXL cannot be relied on to cancel it, but it writes no bytes for an agent that was
 destroyed. So a reader whose transfer fails or is late destroys its agent before it reports that, and makes a new one
 for the next read.
 
-The agent that is read from has to act if UCX has no hardware for it, and while connections are made. NIXL's thread for
-this busy-waits if it is set up as NIXL's Python class does it. With a wake-up interval it sleeps on UCX's events, which
-costs nothing while idle; only the bindings have that setting, so they are used and not the class. Agents that read have
-no thread: they make progress during a transfer.
+The agent that others read from must make progress while connections are made, and always if UCX has no hardware for it.
+NIXL's Python class sets up a thread for this that busy-waits. With a wake-up interval the thread sleeps on UCX's
+events, which costs nothing while idle; only the bindings have that setting, so they are used instead of the class.
+Agents that read have no thread: they make progress during a transfer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ REMEDY = (
     "run scripts/install-transport-extras, or pip install --no-deps nixl nixl-cu12; with a PyTorch for CUDA 13 "
     "nixl-cu13"
 )
-# The answering thread wakes up at UCX's events, and at this interval without one.
+# Longest sleep of the answering thread; UCX's events wake it up earlier.
 WAKE_MICROSECONDS = 1_000_000
-# A transfer is a few MiB. One that takes this long will not end: the sender has died or is stopped.
+# A transfer has a few MiB. One that takes this long, in seconds, will not end: the sender has died or is stopped.
 READ_SECONDS = 10.0
-# How often a transfer is polled without a pause, and the pause after that.
+# Number of polls of a transfer without a pause, and the pause between later polls, in seconds.
 SPINS, PAUSE_SECONDS = 2000, 20e-6
 
 
@@ -60,7 +60,7 @@ class Registered(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Rows of address, bytes and device in memory of one kind, the form that NIXL takes."""
+    """Rows of address, bytes and device in memory of one kind, in the form that NIXL takes."""
 
     rows: NDArray[np.uint64]
     kind: MemoryKind = "DRAM"
@@ -68,17 +68,17 @@ class Pieces(NamedTuple):
 
 @contextmanager
 def starting() -> Generator[None]:
-    """Turn any failure while NIXL starts into :class:`BackendUnavailable`."""
+    """Convert any error that NIXL raises at its start into :class:`BackendUnavailable`."""
     try:
         yield
     except TransferFailed as error:
         raise BackendUnavailable(f"{error.message}; UCX_LOG_LEVEL=info logs more") from error
     except Exception as error:
-        raise BackendUnavailable(f"nixl: it does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
+        raise BackendUnavailable(f"nixl: does not start: {error}; UCX_LOG_LEVEL=info logs more") from error
 
 
 class NixlBackend(Backend):
-    """Reads regions that their owners registered with NIXL."""
+    """Backend that reads regions that their owners registered with NIXL."""
 
     name = "nixl"
     stages = False
@@ -111,7 +111,7 @@ class NixlBackend(Backend):
 
 
 class NixlAgent:
-    """One of NIXL's agents, with memory registered; destroyed with its last reference. ``bare`` is NIXL's object."""
+    """One of NIXL's agents, with registered memory; its last reference destroys it. ``bare`` is NIXL's object."""
 
     def __init__(self, nixl: Any, memories: Sequence[Registered], *, answers: bool) -> None:
         settings = nixl.nixlAgentConfig()
@@ -127,11 +127,11 @@ class NixlAgent:
             self.bare.registerMem(memory, self._ucx)
 
     def metadata(self) -> bytes:
-        """The data that others need to read from here."""
+        """Return the data that others need to read from this agent."""
         return self.bare.getLocalMD()
 
     def connect(self, metadata: bytes) -> str:
-        """Begin a connection to another agent; returns its name."""
+        """Begin a connection to another agent; return its name."""
         name = self.bare.loadRemoteMD(metadata).decode()
         self.bare.makeConnection(name, self._ucx)
         return name
@@ -139,8 +139,8 @@ class NixlAgent:
     def read(self, name: str, there: Pieces, here: Pieces) -> None:
         """Copy each piece of agent ``name`` to the piece with the same number here.
 
-        Raises :class:`TransferFailed` at a timeout, and whatever NIXL raises. In both cases the agent must be
-        destroyed: otherwise the transfer may continue.
+        Raises :class:`TransferFailed` at a timeout, and any error of NIXL. In both cases the agent must be destroyed:
+        otherwise the transfer may continue.
         """
         nixl, agent = self._nixl, self.bare
         ours, theirs = (nixl.nixlXferDList(segment(nixl, each.kind), each.rows) for each in (here, there))
@@ -162,7 +162,7 @@ class NixlAgent:
 
 
 class NixlReader(RegisteredReader):
-    """Reads a region into our ``memories``."""
+    """Reader of a sender's region into our ``memories``."""
 
     def __init__(
         self, nixl: Any, ours: RegisteredRegion, theirs: RegionShape, offer: RegionOffer, memories: Sequence[Registered]
@@ -181,9 +181,9 @@ class NixlReader(RegisteredReader):
 
 
 class ReadingAgent:
-    """An agent that reads from the one with ``metadata``: made at the first read, and again after a failure.
+    """An agent that reads from the agent with ``metadata``: made at the first read, and again after a failure.
 
-    Nothing is written to ``memories`` once a read has returned or raised.
+    After a read has returned or raised, no byte is written to ``memories``.
     """
 
     def __init__(self, nixl: Any, memories: Sequence[Registered], metadata: bytes) -> None:
@@ -192,13 +192,13 @@ class ReadingAgent:
         self._name = ""
 
     def read(self, there: Pieces, here: Pieces) -> None:
-        """Copy; raises :class:`~tercet.protocol.TransferFailed`."""
+        """Copy each piece there to the piece here; raise :class:`~tercet.protocol.TransferFailed`."""
         try:
             return self._connected().read(self._name, there, here)
         except TransferFailed as error:
             reason = error.message
         except Exception as error:
-            reason = f"nixl: the sender's memory cannot be read: {error}"
+            reason = f"nixl: cannot read the sender's memory: {error}"
         # Not raised inside the handler: its traceback would keep the agent alive as long as the error.
         self.drop()
         raise TransferFailed(reason)
@@ -216,20 +216,20 @@ class ReadingAgent:
 
 
 def load_bindings() -> Any:
-    """NIXL's bindings; raises :class:`BackendUnavailable` if they are missing."""
+    """Return NIXL's bindings; raise :class:`BackendUnavailable` if they are missing."""
     try:
         return importlib.import_module("nixl")._bindings
     except (ImportError, OSError, AttributeError) as error:
-        raise BackendUnavailable(f"nixl: it cannot be loaded ({error}): {REMEDY}") from error
+        raise BackendUnavailable(f"nixl: cannot be loaded: {error}; {REMEDY}") from error
 
 
 def segment(nixl: Any, kind: MemoryKind) -> Any:
-    """NIXL's name for a kind of memory."""
+    """Return NIXL's name for a kind of memory."""
     return nixl.VRAM_SEG if kind == "VRAM" else nixl.DRAM_SEG
 
 
 def pieces(
     addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], kind: MemoryKind = "DRAM", device: int = 0
 ) -> Pieces:  # fmt: skip
-    """Pieces that begin at ``addresses``."""
+    """Return the pieces with these ``addresses`` and ``sizes``."""
     return Pieces(np.column_stack([addresses, sizes, np.full(len(sizes), device, dtype=np.uint64)]), kind)

@@ -1,10 +1,10 @@
 """``nixl`` for KV on devices: the receiver's agent process reads the sender's device memory over RDMA.
 
-A library registers memory in the process that owns it. So the worker, which owns the KV, has an agent that is read from
-(:class:`RegisteredPlanes`), and the process that moves KV has separate memory on its device, the landings: a chunk
-arrives in one of them, and is copied into its blocks from there while the lease is held, as a chunk that came over
-``ipc`` is. A late read writes to a landing, never to KV, and the landing is reused once the agent that read is
-destroyed. Generation words are in host memory, and are read as ``nixl`` reads host memory.
+A library registers memory in the process that owns it. So the worker, which owns the KV, has an agent that others read
+from (:class:`RegisteredPlanes`), and the process that moves KV has separate memory on its device, the landings: a chunk
+arrives in one of them, and is copied into its blocks from there while the lease is held, like a chunk over ``ipc``. A
+late read writes to a landing, never to KV, and the landing is reused once the agent that read is destroyed. Generation
+words are in host memory, and are read as ``nixl`` reads host memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tercet.transport.memory.staged import Landing, StagedMemory
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import TAIL_BYTES, KVRegion, RegionShape, neighbours
 
-# Chunks that arrive at a time; each landing holds one.
+# Number of chunks that may arrive at the same time; each landing holds one.
 LANDINGS = 4
-# Longer than any chunk takes: each of its steps has a timeout.
+# Time limit in seconds. Every step of a chunk has a timeout, so a chunk takes less time.
 WAIT_SECONDS = 60.0
 
 
@@ -46,7 +46,7 @@ class _DeviceOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegisteredPlanes:
-    """A worker's KV, registered with NIXL for as long as this object lives. ``handles`` are what others need.
+    """A worker's KV, registered with NIXL as long as this object lives. ``handles`` are the data that others need.
 
     ``planes`` lie in ``allocations``, given as (address, bytes). Raises :class:`BackendUnavailable`.
     """
@@ -64,12 +64,12 @@ class RegisteredPlanes:
             self.handles = RdmaHandles(self._agent.metadata(), tuple(planes), kind, device)
         except Exception as error:
             raise BackendUnavailable(
-                f"nixl: it does not register this engine's KV: {error}; UCX_LOG_LEVEL=info logs more"
+                f"nixl: cannot register this engine's KV: {error}; UCX_LOG_LEVEL=info logs more"
             ) from error
 
 
 class NixlDeviceBackend(Backend):
-    """Reads devices' memory that its owners registered with NIXL; the worker next to this process registered ours."""
+    """Backend that reads device memory registered by its owners; the worker next to this process registers ours."""
 
     name = "nixl"
     stages = False
@@ -79,7 +79,7 @@ class NixlDeviceBackend(Backend):
             raise BackendUnavailable("nixl: the worker has not registered its KV")
         self._nixl, self._memory, self._blocks = load_bindings(), memory, memory.device.rdma
         self._ours = RegisteredRegion(region)
-        # Only the words of the file are used; registering the rest would make the kernel allocate it.
+        # Only the words of the file are used; if the rest were registered, the kernel would allocate it.
         self._tail = [Registered(self._ours.address + region.shape.words, TAIL_BYTES)]
         self._landings = Landings(memory)
         with starting():
@@ -98,7 +98,7 @@ class NixlDeviceBackend(Backend):
         return self._reader(theirs, sender.shape)
 
     def close(self) -> None:
-        """Destroy the agent that words are read from."""
+        """Destroy the agent from which others read words."""
         self._agent = None
 
     def _own_offer(self) -> _DeviceOffer:
@@ -116,7 +116,7 @@ class NixlDeviceBackend(Backend):
 
 
 class Landings:
-    """The landings of one rank, :data:`LANDINGS` of a chunk's size; each is used by one reader at a time.
+    """The landings of one rank, :data:`LANDINGS` of a chunk's size; one reader at a time uses each of them.
 
     Thread-safe.
     """
@@ -135,7 +135,7 @@ class Landings:
 
     @contextmanager
     def taken(self) -> Generator[Landing]:
-        """Take one for a chunk; raises :class:`~tercet.protocol.TransferFailed` if none becomes free in time."""
+        """Take a landing for a chunk while entered; raise :class:`~tercet.protocol.TransferFailed` at a timeout."""
         try:
             landing = self._free.get(timeout=WAIT_SECONDS)
         except queue.Empty:
@@ -147,7 +147,7 @@ class Landings:
 
 
 class NixlDeviceReader(Reader):
-    """Reads one sender's device; ``words`` reads its generation words, ``blocks`` its KV."""
+    """Reader of one sender's device; ``words`` reads its generation words, ``blocks`` its KV."""
 
     def __init__(
         self,
@@ -174,14 +174,14 @@ class NixlDeviceReader(Reader):
         return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
 
     def require_block(self) -> None:
-        """Self-check: read the first block of each plane; raises :class:`~tercet.protocol.TransferFailed`."""
+        """Check the reader: read the first block of each plane; raise :class:`~tercet.protocol.TransferFailed`."""
         block = np.zeros(1, dtype=BLOCK_NUMBER).tobytes()
         with self._landings.taken() as landing:
             for plane in range(len(self._shape.planes)):
                 self._fetch(ReadDescriptors(0, "", 0, plane, 1, 0, 1, block, 0, self._shape.block_bytes), landing)
 
     def _fetch(self, chunk: ReadDescriptors, landing: Landing) -> None:
-        """Read a chunk into a landing: layer by layer, block by block. Adjacent whole blocks are read together."""
+        """Read a chunk into a landing, layer by layer, block by block. Adjacent whole blocks are read together."""
         self._ours.device.attach()  # UCX uses the calling thread's device
         numbers, counts = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64), 1
         planes = self._theirs.planes[chunk.sources.start : chunk.sources.stop]

@@ -1,4 +1,4 @@
-"""How a receiver reads a sender's memory: the interface of backends, and the copies of a chunk.
+"""The interface of backends, by which a receiver reads a sender's memory, and the copies of a chunk.
 
 A backend lets others read this rank's region (:meth:`Backend.offer`), and reads theirs (:meth:`Backend.connect`). The
 receiver reads and the sender never writes: so the receiver alone fences a lease, and a peer that is late, stuck or
@@ -20,13 +20,13 @@ from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
 from tercet.transport.region import WORD_BYTES, Numbers, RegionShape, groups
 
-# A row for each copy: bytes, offset in the sender's region, offset in the batch's target, or NOWHERE.
+# One row per copy: bytes, offset in the sender's region, offset in the batch's target, or NOWHERE.
 Copies = NDArray[np.int64]
-# Runs a step that copies, and returns the number of bytes, while the lease is held; raises LeaseEnded if it has ended.
-# A step waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
+# Runs a step that copies while the lease is held, and returns its number of bytes; raises LeaseEnded if the lease has
+# ended. A step waits for a peer for a few milliseconds at most: revoking the lease waits for the step.
 Fence = Callable[[Callable[[], int]], int]
 
-# Adjacent copies are joined up to this size.
+# Adjacent copies are joined up to this size, in bytes.
 MAX_COPY_BYTES = 1024 * 1024
 # The target of a copy that is not written, and the number of a missing block.
 NOWHERE = -1
@@ -34,12 +34,12 @@ NO_COPIES: Copies = np.zeros((0, 3), dtype=np.int64)
 
 
 class BackendUnavailable(TransferFailed, status=502):
-    """A backend is missing or failed its self-check here; the message names it and the remedy."""
+    """A backend is missing or failed its self-check on this machine; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
 class SendingPeer:
-    """The sender at a connection's other end: its region's layout, and a descriptor of the region, if one was sent."""
+    """The sender at a connection's other end: its region's layout, and a descriptor of the region, or None."""
 
     shape: RegionShape
     memory: int | None = None
@@ -50,8 +50,8 @@ class Batch:
     """Chunks of one send that are read together: ``copies[i]`` for ``chunks[i]``, into ``target``.
 
     ``in_place[i]`` is the number of the lease's first blocks that were valid when the copies were made, and are left
-    out. ``staged``: the target is not KV, but a buffer from which tokens are put into blocks of another size. With
-    ``memory``, KV is reached through its buffers, and there is no target: ``blocks[i]`` are a chunk's blocks, whose
+    out. ``staged``: the target is not KV, but a buffer from which tokens are copied into blocks of another size. With
+    ``memory``, KV is reached through its buffers, and ``target`` is not used: ``blocks[i]`` are a chunk's blocks, whose
     items are converted from ``order``, if it differs from ours.
     """
 
@@ -68,19 +68,19 @@ class Batch:
 
     @property
     def rows(self) -> Copies:
-        """The copies for all chunks."""
+        """The copies of all chunks."""
         found = self.copies[0] if len(self.copies) == 1 else np.concatenate([NO_COPIES, *self.copies])
         return found[found[:, 2] != NOWHERE] if any(self.in_place) else found
 
 
 class Reader(Protocol):
-    """Reads one sender's region."""
+    """Reader of one sender's region."""
 
     def read(self, batch: Batch, fence: Fence) -> bool:
-        """Copy everything; returns whether the send's generation word was still set after that, as valid KV requires.
+        """Copy all chunks; return True if the send's generation word was still set after that, as valid KV requires.
 
-        An empty batch only checks the word. Nothing is written to our region after this has returned or raised. Raises
-        :class:`~tercet.protocol.TransferFailed`, ``OSError``, or what ``fence`` raises.
+        An empty batch only checks the word. After this method has returned or raised, no byte is written to our region.
+        Raises :class:`~tercet.protocol.TransferFailed`, ``OSError``, or an error of ``fence``.
         """
         ...
 
@@ -99,22 +99,22 @@ class Backend(Protocol):
     stages: bool
 
     def offer(self) -> bytes:
-        """Return what another rank's backend needs to read our region, besides the connection."""
+        """Return the data that another rank's backend needs to read our region, in addition to the connection."""
         return b""
 
     def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
-        """Return a reader of the offered region; raises :class:`BackendUnavailable` if that fails."""
+        """Return a reader of the offered region; raise :class:`BackendUnavailable` if that fails."""
         ...
 
     def close(self) -> None:
-        """Release all resources; readers are closed before."""
+        """Release all resources; the caller has closed the readers before."""
 
 
 def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: RegionShape, blocks: Numbers) -> Copies:
-    """Copies from the sender's blocks to ``size`` bytes, the chunk's part, of each of our ``blocks``; all layers.
+    """Return copies from the sender's blocks to the chunk's part, ``size`` bytes, of each of our ``blocks``.
 
-    A block :data:`NOWHERE` is not written. Whole blocks that are adjacent on both sides are one copy. Raises
-    :class:`~tercet.protocol.TransferFailed` if they do not fit.
+    They cover all layers of the chunk. A block :data:`NOWHERE` is not written. Whole blocks that are adjacent on both
+    sides are one copy. Raises :class:`~tercet.protocol.TransferFailed` if they do not fit.
     """
     sources, targets = _sources(chunk, size, theirs, len(blocks)), blocks
     counts: Numbers | int = 1
@@ -140,7 +140,7 @@ def copies_of(chunk: ReadDescriptors, size: int, theirs: RegionShape, ours: Regi
 
 
 def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: int) -> Copies:
-    """As :func:`copies_of`, to consecutive places from ``at`` on, layer by layer."""
+    """Return copies like :func:`copies_of`, but to consecutive places from ``at`` on, layer by layer."""
     sources = _sources(chunk, size, theirs, chunk.end - chunk.begin)
     found = np.empty((chunk.layers, len(sources), 3), dtype=np.int64)
     found[:, :, 0] = size
@@ -151,11 +151,11 @@ def staging_copies(chunk: ReadDescriptors, size: int, theirs: RegionShape, at: i
 
 
 def _sources(chunk: ReadDescriptors, size: int, theirs: RegionShape, count: int) -> Numbers:
-    """The sender's blocks, if the chunk describes ``size`` bytes of each of ``count`` blocks."""
+    """Return the sender's blocks, if the chunk describes ``size`` bytes of each of ``count`` blocks."""
     if len(chunk.blocks) % WORD_BYTES:
         raise TransferFailed("the read descriptors name half a block")
     sources = np.frombuffer(chunk.blocks, dtype=BLOCK_NUMBER).astype(np.int64, copy=False)
-    # As unsigned numbers, where negative ones are the largest.
+    # Compared as unsigned numbers, where negative ones are the largest.
     inside = sources.size > 0 and int(sources.view(np.uint64).max()) < theirs.num_blocks
     fits = 0 <= chunk.offset <= theirs.block_bytes - size and chunk.sources.stop <= len(theirs.planes)
     if chunk.size != size or len(sources) != count or not (inside and fits):
@@ -164,7 +164,7 @@ def _sources(chunk: ReadDescriptors, size: int, theirs: RegionShape, count: int)
 
 
 def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
-    """Where runs of adjacent blocks begin, and their lengths: at most ``limit``."""
+    """Return the beginnings of runs of adjacent blocks, and their lengths: at most ``limit``."""
     first, counts = groups(apart)
     if counts.max() <= limit:
         return first, counts
@@ -174,8 +174,8 @@ def _runs(apart: NDArray[np.bool_], limit: int) -> tuple[Numbers, Numbers]:
 
 
 def in_steps(copies: Copies, limit: int) -> Iterator[tuple[Copies, int]]:
-    """Copies of up to ``limit`` bytes together, at least one at a time; and their bytes."""
-    # A loop: numpy's code would be out of the caches each time, after copying megabytes.
+    """Yield copies of up to ``limit`` bytes together, at least one at a time; and their bytes."""
+    # A loop, because numpy's code would be out of the caches each time, after copying megabytes.
     first = held = 0
     for at, size in enumerate(copies[:, 0].tolist()):
         if held + size > limit and at > first:

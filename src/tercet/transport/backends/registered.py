@@ -16,15 +16,15 @@ from tercet.transport.region import PAGE_BYTES, WORD_BYTES, KVRegion, RegionShap
 
 T = TypeVar("T")
 INFINIBAND = "/sys/class/infiniband"
-# Each request to a library has a fixed cost, so requests are large.
+# In bytes. Each request to a library has a fixed cost, so requests are large.
 READ_BYTES = 32 * 1024 * 1024
 
 
 class RegisteredRegion:
-    """A region's bytes by address; keeps the mapping alive as long as a library may know that address.
+    """A region's bytes by address; it keeps the mapping alive as long as a library may know that address.
 
-    The words of its scratch page are slots into which readers, each with its own, fetch words of other regions. A slot
-    is given as an offset in bytes from the region's start. Thread-safe.
+    The words of its scratch page are slots. Each reader has its own slot, into which it fetches words of other regions.
+    A slot is given as an offset in bytes from the region's start. Thread-safe.
     """
 
     def __init__(self, region: KVRegion) -> None:
@@ -35,11 +35,13 @@ class RegisteredRegion:
         self._free = [region.shape.scratch(number) for number in range(PAGE_BYTES // WORD_BYTES)]
 
     def take_slot(self) -> int:
-        """Take a slot. Raises :class:`BackendUnavailable` when there are as many open readers as slots."""
+        """Take a slot. Raise :class:`BackendUnavailable` if open readers use all slots."""
         try:
             return self._free.pop()
         except IndexError:
-            raise BackendUnavailable("no more senders can be read from: close sessions first") from None
+            raise BackendUnavailable(
+                "this rank already reads from the maximum number of senders; close sessions first"
+            ) from None
 
     def give_back(self, slot: int) -> None:
         """Free a closed reader's slot."""
@@ -55,14 +57,14 @@ class RegisteredRegion:
 
 
 class RegisteredReader(Reader):
-    """Reads a sender's region of shape ``theirs`` into ``ours``. A library's subclass implements the copy."""
+    """Reader of a sender's region of shape ``theirs`` into ``ours``. A library's subclass implements the copy."""
 
     def __init__(self, ours: RegisteredRegion, theirs: RegionShape) -> None:
         self._ours, self._theirs = ours, theirs
         self._slot = ours.take_slot()
 
     def copy(self, copies: Copies) -> None:
-        """Copy bytes; raises :class:`~tercet.protocol.TransferFailed`, after the last write."""
+        """Copy bytes; raise :class:`~tercet.protocol.TransferFailed` after the last write."""
         raise NotImplementedError
 
     def read(self, batch: Batch, fence: Fence) -> bool:
@@ -71,18 +73,18 @@ class RegisteredReader(Reader):
         return self.word(self._theirs.word(batch.send)) == batch.send
 
     def word(self, there: int) -> int:
-        """Read an aligned word of the sender's region, after everything that was copied before."""
-        self._ours.set_word(self._slot, 0)  # a value that is found there later was fetched later
+        """Read an aligned word of the sender's region, after all earlier copies."""
+        self._ours.set_word(self._slot, 0)  # so a value found there later was fetched later
         self.copy(np.array([(WORD_BYTES, there, self._slot)]))
         return self._ours.word(self._slot)
 
     def require_own_word(self, name: str) -> None:
-        """Self-check of a reader of this rank's region, which it closes: it must read a random word back."""
+        """Check a reader of this rank's region, and close it: it must read a random word back."""
         slot, word = self._ours.take_slot(), secrets.randbits(63) + 1
         try:
             self._ours.set_word(slot, word)
             if self.word(slot) != word:
-                raise BackendUnavailable(f"{name}: its self-check read other bytes than were in memory")
+                raise BackendUnavailable(f"{name}: the self-check read other bytes than were in memory")
         finally:
             self._ours.give_back(slot)
             self.close()
@@ -92,7 +94,7 @@ class RegisteredReader(Reader):
 
 
 def understood(name: str, offer: bytes, kind: type[T]) -> T:
-    """Decode a sender's offer; raises :class:`BackendUnavailable` if it is invalid."""
+    """Decode a sender's offer; raise :class:`BackendUnavailable` if it is invalid."""
     try:
         return msgspec.msgpack.decode(offer, type=kind)
     except UNREADABLE as error:
@@ -100,7 +102,7 @@ def understood(name: str, offer: bytes, kind: type[T]) -> T:
 
 
 def has_rdma() -> bool:
-    """Whether this machine has an RDMA device."""
+    """True if this machine has an RDMA device."""
     try:
         return bool(os.listdir(INFINIBAND))
     except OSError:

@@ -1,7 +1,7 @@
 """``tcp``: the receiver requests chunks over several connections, and the sender writes them from KV memory.
 
 The sender opens the connections; one of its threads waits on each for requests (:func:`serve`). A receiver can request
-only chunks of running sends to it. The next request is sent while the present one is answered, so the round trip is
+only chunks of running sends to it. The next request is sent while the current one is answered, so the round trip is
 paid once, not for each chunk.
 """
 
@@ -36,12 +36,12 @@ from tercet.transport.region import KVRegion
 from tercet.transport.sockets import send_all
 from tercet.transport.vectors import Vector, address_of, nowhere
 
-# Most connections of one session.
+# Maximum number of connections of one session.
 MAX_STREAMS = 64
-# Requested chunks that have not arrived yet, on each connection.
+# Number of requested chunks that have not arrived yet, on each connection.
 REQUESTS_AHEAD = 2
 CONNECT_SECONDS = 10.0
-# A chunk has no more bytes, unless one block has.
+# Maximum bytes of a chunk; a chunk of one larger block is allowed.
 MAX_CHUNK_BYTES = 8 * 1024 * 1024
 # Chunks are not made smaller than this to use further connections.
 LEAST_CHUNK_BYTES = 4 * 1024 * 1024
@@ -50,7 +50,7 @@ Reading = Callable[[ReadRequest], AbstractContextManager[Vector | None]]
 
 
 class TcpBackend(Backend):
-    """Reads regions of ranks on any machine, by requests to them."""
+    """Backend that reads regions of ranks on any machine, by requests to them."""
 
     name = "tcp"
     stages = True
@@ -63,25 +63,25 @@ class TcpBackend(Backend):
 
 
 def chunk_bytes(total: int, streams: int) -> int:
-    """Most bytes of KV in a chunk, for ``total`` bytes over some connections: a share for each, within limits.
+    """Return the maximum bytes of KV in a chunk, if ``total`` bytes are shared among ``streams`` connections.
 
-    The code between two chunks runs with cold caches, so a large number of small ones is slow.
+    The code between two chunks runs with cold caches, which makes many small chunks slow.
     """
     return min(MAX_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, -(-total // streams)))
 
 
 def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
-    """Answer requests until the receiver closes the connection; raises ``OSError`` or :class:`ProtocolViolation`.
+    """Answer requests until the receiver closes the connection; raise ``OSError`` or :class:`ProtocolViolation`.
 
-    While ``reading`` is entered, its value is the chunk's memory, ``None`` if its send has ended. It raises for a chunk
-    that was never offered.
+    ``reading`` yields the chunk's memory while entered, None if its send has ended. It raises for a chunk that was
+    never offered.
     """
     splitter = MessageSplitter(REQUESTS)
     while True:
         try:
             data = sock.recv(64 * 1024)
         except (TimeoutError, BlockingIOError):
-            continue  # a receiver that wants nothing is allowed
+            continue  # a receiver may request nothing for a long time
         if not data:
             raise ConnectionResetError("the receiver closed the connection")
         for request in splitter.feed(data):
@@ -92,13 +92,13 @@ def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
 def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: Vector | None) -> None:
     if found is None or not region.has_word(request.send):
         if request.nbytes > max(MAX_CHUNK_BYTES, region.shape.block_bytes):
-            raise ProtocolViolation(f"a request of {request.nbytes} bytes")
+            raise ProtocolViolation(f"a request for {request.nbytes} bytes, which is more than a chunk may have")
         sock.sendall(WORD.pack(0))
         return
-    # Send nothing for a send that has ended: the receiver would write it over KV that it may have.
+    # Send no bytes for a send that has ended: the receiver would write them over KV that it may have.
     sock.sendall(WORD.pack(request.send), socket.MSG_MORE)
     send_all(sock, found)
-    # Again: the sent bytes are KV only if the blocks were pinned until the last byte was read.
+    # Check again: the sent bytes are KV only if the blocks were pinned until the last byte was read.
     sock.sendall(WORD.pack(request.send if region.has_word(request.send) else 0))
 
 
@@ -106,7 +106,7 @@ def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: 
 
 
 class TcpReader:
-    """Its connections register here, each with a thread."""
+    """Reader of one session. Its connections register here, each with a thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -114,14 +114,14 @@ class TcpReader:
         self._closed = False
 
     def serve(self, sock: socket.socket, timeout: float) -> None:
-        """Serve a connection of the session, until it ends; called by the connection's thread.
+        """Serve a connection of the session until it ends; called by the connection's thread.
 
-        A sender that sends nothing for ``timeout`` seconds while a request is pending counts as lost.
+        A sender that sends no bytes for ``timeout`` seconds while a request is pending counts as lost.
         """
         connection = _Connection(sock, timeout)
         with self._changed:
             if self._closed or len(self._connections) >= MAX_STREAMS:
-                raise ProtocolViolation("no such session, or too many connections of it")
+                raise ProtocolViolation("no such session, or it has too many connections")
             self._connections.append(connection)
             self._changed.notify_all()
         connection.work()
@@ -139,11 +139,11 @@ class TcpReader:
     def _ready(self) -> list[_Connection]:
         with self._changed:
             if not self._changed.wait_for(lambda: self._connections or self._closed, CONNECT_SECONDS) or self._closed:
-                raise TransferFailed("tcp: the sender opened no connection to read from")
+                raise TransferFailed("tcp: the sender did not open a connection to read from")
             return list(self._connections)
 
     def close(self) -> None:
-        """End the session: the connections' threads may end."""
+        """End the session; the connections' threads then end."""
         with self._changed:
             self._closed = True
             connections = list(self._connections)
@@ -154,9 +154,9 @@ class TcpReader:
 
 @dataclass
 class _Asked:
-    """Chunk ``index`` of a batch, which was requested, and its target; through ``room`` if there is any.
+    """A requested chunk, number ``index`` of a batch, and its target; it passes through ``room`` if that is not None.
 
-    Its context gives the room back.
+    Leaving its context gives the room back.
     """
 
     index: int
@@ -209,14 +209,15 @@ class _Work:
                 self._changed.notify_all()
 
     def _take(self, *, patient: bool) -> _Asked | None:
-        """The next chunk, with room for it; None if all are taken, or if there is no room now and not ``patient``.
+        """Return the next chunk, with room for it, or None if all are taken.
 
-        Room is taken before the request: so a sender of a chunk never waits for a thread that waits for room.
+        Unless ``patient``, the result is also None if no room is free now. Room is taken before the request: so a
+        sender of a chunk never waits for a thread that waits for room.
         """
         memory, room = self._batch.memory, None
         if memory is not None:
             if self._next == len(self._batch.chunks):
-                return None  # others took them; the thread that waits for the batch need not wait for room
+                return None  # all are taken: do not wait for room
             room = memory.room() if patient else memory.room_at_once()
             if room is None:
                 return None
@@ -239,13 +240,13 @@ class _Work:
         places[:, 1] = copies[:, 0]
         owners: tuple[memoryview, ...] = (self._batch.target,)
         left_out = copies[:, 2] == NOWHERE
-        if left_out.any():  # they arrive anyway
+        if left_out.any():  # their bytes arrive, too
             owners = (self._batch.target, memoryview(bytearray(int(copies[left_out, 0].max()))))
             places[left_out, 0] = address_of(owners[1])
         return Vector(places, owners, self._batch.chunks[index].nbytes)
 
     def _receive(self, connection: _Connection, asked: _Asked) -> None:
-        """Read a chunk; one that the lease no longer accepts is discarded, since others follow it."""
+        """Read a chunk; one that the lease no longer accepts is read and discarded, since others follow it."""
         if connection.word() != asked.chunk.send:
             return self._give_up()  # no bytes follow
         if asked.room is None:
@@ -286,23 +287,23 @@ class _Work:
             self._fail(error)
 
     def _give_up(self) -> None:
-        """The sender has ended the send."""
+        """Record that the sender has ended the send."""
         with self._changed:
             self._alive = False
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            # A connection that broke ends the session, whatever else failed.
+            # The error of a broken connection comes first: it ends the session.
             if self._error is None or isinstance(error, OSError):
                 self._error = error
 
     def finish(self) -> bool:
         """Wait for the other connections.
 
-        Raises the first error; returns whether the blocks were pinned all the time.
+        Raise the first error; return True if the blocks were pinned all the time.
         """
         with self._changed:
-            # A connection that comes late finds nothing to take.
+            # A connection that is late finds no chunk to take.
             self._changed.wait_for(lambda: not self._working)
             if self._error is not None:
                 raise self._error
@@ -330,12 +331,12 @@ class _Connection:
         self._sock.sendall(framed(ReadRequest(chunk.send, chunk.chunk, chunk.nbytes)))
 
     def wait(self) -> None:
-        """Wait for data; raises ``TimeoutError``."""
+        """Wait for data; raise ``TimeoutError``."""
         if not self._readable.poll(self._timeout * 1000):
-            raise TimeoutError("the sender does not send the requested chunk")
+            raise TimeoutError("the sender has not sent the requested chunk in time")
 
     def fill(self, into: Vector) -> int:
-        """Read the available data; waits for more for ``SO_RCVTIMEO``."""
+        """Read the available data, and wait for more for ``SO_RCVTIMEO``; return the number of bytes."""
         count = into.receive(self._sock)
         if count == 0:
             raise ConnectionResetError("the sender closed the connection")
@@ -343,7 +344,7 @@ class _Connection:
         return count or 0
 
     def word(self) -> int:
-        """Read the word before and after a chunk: the send's number, 0 if the send has ended."""
+        """Read the word before or after a chunk: the send's number, or 0 if the send has ended."""
         data = bytearray(WORD.size)
         into = Vector(np.array([(address_of(data), len(data))], dtype=np.uint64), data, len(data))
         while into.left:

@@ -1,8 +1,8 @@
 """Order of a block's items: attention backends differ only in the order of heads and tokens.
 
-An item is the data of one token and one head: keys and values side by side, or the single latent of MLA, or fp8 numbers
+An item is the data of one token and one head: keys and values together, or the single latent of MLA, or fp8 numbers
 with their scales. Its bytes are not changed. Two engines whose blocks have the same items in another order can exchange
-them; everything else is refused, with the difference.
+them; all other differences are refused, with an error that names them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Order = Literal["HN", "NH"]
 
 
 class BlockOrder(msgspec.Struct, frozen=True, array_like=True):
-    """A block of ``heads`` times ``tokens`` items; ``order`` names the outermost dimension first: heads or tokens."""
+    """Order of a block of ``heads`` times ``tokens`` items.
+
+    ``order`` names the outermost dimension first: heads (``HN``) or tokens (``NH``).
+    """
 
     order: Order
     heads: int
@@ -26,24 +29,24 @@ class BlockOrder(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of all items."""
+        """Size of all items in bytes."""
         return self.heads * self.tokens * self.item_bytes
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of outer and of inner items."""
+        """Numbers of outer and of inner items."""
         return (self.heads, self.tokens) if self.order == "HN" else (self.tokens, self.heads)
 
 
 def rearranged(theirs: BlockOrder | None, ours: BlockOrder | None) -> BlockOrder | None:
-    """The sender's order if a block's items must be reordered; ``None`` if bytes can stay as they are.
+    """Return the sender's order if a block's items must be reordered; None if the bytes can stay as they are.
 
     Raises :class:`~tercet.protocol.TransferFailed`, with the difference, for blocks that have other items.
     """
     if theirs is None and ours is None:
         return None
     if theirs is None or ours is None:
-        raise TransferFailed(f"blocks: one side's are {theirs or ours}, the other's are not described")
+        raise TransferFailed(f"blocks: one side has {theirs or ours}, but the other side does not describe its blocks")
     for name in ("heads", "tokens", "item_bytes"):
         if getattr(theirs, name) != getattr(ours, name):
             raise TransferFailed(f"blocks: {name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")

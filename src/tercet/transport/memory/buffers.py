@@ -1,7 +1,7 @@
-"""Staging buffers: a record without I/O of the chunk in each, and a pool where threads wait for one.
+"""Staging buffers: a ledger without I/O of each buffer's state, and a pool where threads wait for one.
 
-A buffer has one owner at a time. Its owner may be gone (a cancelled send, a broken connection) while a device still
-copies from or into it: then it stays unavailable until that copy has ended, however late.
+A buffer has one owner at a time. The owner may be gone (a cancelled send, a broken connection) while a device still
+copies from or into the buffer: then it stays unavailable until that copy has ended, however late.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 from tercet.protocol import TransferFailed
 
-# Longer than any transfer holds a buffer: each of its steps has a timeout.
+# Time limit in seconds. Every step of a transfer has a timeout, so a transfer holds a buffer for less time.
 WAIT_SECONDS = 60.0
 
 
 class BufferLedger:
-    """``count`` buffers by number. Decides only; not thread-safe."""
+    """States of ``count`` buffers by number. No I/O; not thread-safe."""
 
     def __init__(self, count: int) -> None:
         self._free = list(reversed(range(count)))
@@ -30,7 +30,7 @@ class BufferLedger:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Take a free buffer; ``None`` if there is none."""
+        """Take a free buffer and return its number; None if all are taken."""
         if not self._free:
             return None
         number = self._free.pop()
@@ -43,14 +43,14 @@ class BufferLedger:
         self._copying.add(number)
 
     def copy_ended(self, number: int) -> None:
-        """Record that it does not copy any more."""
+        """Record that the device's copy of this buffer has ended."""
         self._require(number in self._copying, number)
         self._copying.remove(number)
         if number not in self._taken:
             self._free.append(number)
 
     def give_back(self, number: int) -> None:
-        """Record that the owner does not need it any more."""
+        """Record that the owner no longer needs the buffer."""
         self._require(number in self._taken, number)
         self._taken.remove(number)
         if number not in self._copying:
@@ -59,11 +59,11 @@ class BufferLedger:
     @staticmethod
     def _require(holds: bool, number: int) -> None:
         if not holds:
-            raise RuntimeError(f"staging buffer {number} is in another state than this call requires")
+            raise RuntimeError(f"staging buffer {number} does not have the state that this call requires")
 
 
 class StagingBuffer:
-    """A taken buffer: ``bytes`` are its memory."""
+    """A taken buffer; ``bytes`` is its memory."""
 
     def __init__(self, number: int, memory: memoryview, pool: BufferPool) -> None:
         self.bytes = memory
@@ -72,7 +72,7 @@ class StagingBuffer:
 
     @contextmanager
     def copying(self, is_over: Callable[[], bool]) -> Generator[None]:
-        """Mark the buffer as being copied while entered; after an error, until ``is_over`` returns true."""
+        """Mark the buffer as being copied while entered; after an error, until ``is_over`` returns True."""
         self._pool.copy_begins(self.number)
         try:
             yield
@@ -87,7 +87,7 @@ class StagingBuffer:
 
 
 class BufferPool:
-    """Buffers of equal size for one direction; each waits for its turn. Thread-safe.
+    """Buffers of equal size for one direction; callers get them in turn. Thread-safe.
 
     Sending and receiving have separate pools, and a chunk is requested only after its buffer is taken. So the holder of
     a buffer never waits for a thread that waits for a buffer.
@@ -108,7 +108,7 @@ class BufferPool:
             return self._ledger.free
 
     def take(self) -> StagingBuffer:
-        """Take the next free buffer; raises :class:`~tercet.protocol.TransferFailed` at a timeout."""
+        """Take the next free buffer; raise :class:`~tercet.protocol.TransferFailed` at a timeout."""
         with self._changed:
             found: int | None = None
 
@@ -123,30 +123,30 @@ class BufferPool:
             return StagingBuffer(found, self._memories[found], self)
 
     def take_at_once(self) -> StagingBuffer | None:
-        """Take a free buffer, if there is one now."""
+        """Take a free buffer and return it; None if all are taken now."""
         with self._changed:
             self._look_at_abandoned()
             found = self._ledger.take()
             return None if found is None else StagingBuffer(found, self._memories[found], self)
 
     def copy_begins(self, number: int) -> None:
-        """See :meth:`BufferLedger.copy_begins`."""
+        """Call :meth:`BufferLedger.copy_begins`."""
         with self._changed:
             self._ledger.copy_begins(number)
 
     def copy_ended(self, number: int) -> None:
-        """See :meth:`BufferLedger.copy_ended`."""
+        """Call :meth:`BufferLedger.copy_ended`, and wake waiting threads."""
         with self._changed:
             self._ledger.copy_ended(number)
             self._changed.notify_all()
 
     def abandon(self, number: int, is_over: Callable[[], bool]) -> None:
-        """Stop waiting for a copy; the buffer is reused once it has ended."""
+        """Stop waiting for a copy; the buffer is reused once ``is_over`` returns True."""
         with self._changed:
             self._abandoned[number] = is_over
 
     def give_back(self, number: int) -> None:
-        """See :meth:`BufferLedger.give_back`."""
+        """Call :meth:`BufferLedger.give_back`, and wake waiting threads."""
         with self._changed:
             self._ledger.give_back(number)
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """Copies of KV on a GPU, by one kernel for all layers and blocks of a chunk.
 
 PyTorch has no such kernel: with one gathering and one scattering kernel per layer, starting kernels takes longer than
-copying (docs/howto/gpu.md has figures). Triton comes with PyTorch's CUDA builds; this file alone imports it.
+copying (docs/howto/gpu.md has figures). Triton comes with PyTorch's CUDA builds; only this file imports it.
 """
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tercet.transport.memory.torch_planes import Side, widest_item
 
-# Items that one program of the kernel copies.
+# Number of items that one program of the kernel copies.
 ITEMS_OF_A_PROGRAM = 1024
 
 

@@ -1,4 +1,4 @@
-"""The interface of every kind of memory for sending KV, and the simplest kind: host pages."""
+"""The interface that every kind of memory has for sending KV, and the simplest kind: host pages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class KVMemory(Protocol):
     def reading(self, layers: range, blocks: Numbers, offset: int, size: int) -> AbstractContextManager[Vector]:
         """Yield the memory of bytes ``[offset, offset + size)`` of each layer's blocks, for sending.
 
-        Layer by layer, and in each in the order of ``blocks``. Raises :class:`~tercet.protocol.BadRequest` for unknown
-        blocks.
+        The order is layer by layer, and within each that of ``blocks``. Raises :class:`~tercet.protocol.BadRequest` for
+        unknown blocks.
         """
         ...
 
@@ -26,7 +26,7 @@ class KVMemory(Protocol):
 
 
 class HostPages(KVMemory):
-    """KV in pages of the host: bytes are sent directly from there."""
+    """KV in pages of the host; bytes are sent directly from there."""
 
     def __init__(self, region: KVRegion) -> None:
         self._region = region
@@ -36,4 +36,4 @@ class HostPages(KVMemory):
         return nullcontext(Vector(places, self._region, len(layers) * len(blocks) * size))
 
     def close(self) -> None:
-        """Nothing to do: the region belongs to its owner."""
+        """Do nothing: the region belongs to its owner."""

@@ -2,8 +2,8 @@
 
 To send, a chunk's blocks are gathered into a buffer when the receiver requests it, and sent from there. To receive, a
 chunk arrives in a buffer as a whole, and is copied into its blocks while its lease is held. Each direction has
-:data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory that this takes is limited:
-:meth:`StagedMemory.host_bytes` of pinned host memory, and on the device what its :class:`DeviceBlocks` need.
+:data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory for this is limited:
+:meth:`StagedMemory.host_bytes` of pinned host memory, and the device memory that its :class:`DeviceBlocks` needs.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tercet.transport.vectors import Vector, address_of
 
 logger = logging.getLogger(__name__)
 BUFFERS = 8
-# A chunk's copy takes a millisecond; after this time a device counts as hung.
+# In seconds. A chunk's copy takes a millisecond; after this time a device counts as hung.
 COPY_SECONDS = 30.0
-# How often a copy is polled without a pause, and the pause after that.
+# Number of polls of a copy without a pause, and the pause between later polls, in seconds.
 SPINS, PAUSE_SECONDS = 200, 50e-6
 
 IsOver = Callable[[], bool]
-# One side of a copy: layers, which may have other numbers on the other side, blocks in each, and the offset in each
+# One side of a copy: layers (the other side may have other numbers for them), blocks in each, and the offset in each
 # block.
 Places = tuple[range, Numbers, int]
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Memory outside of the blocks, where chunks arrive that are read over RDMA; ``memory`` keeps it alive."""
+    """Memory outside of the blocks for chunks that are read over RDMA; ``memory`` keeps it alive."""
 
     address: int
     size: int
@@ -51,7 +51,7 @@ class Landing:
 
 
 class DeviceBlocks(Protocol):
-    """A device's side: begins copies from and to its blocks. Calls come from several threads.
+    """A device's side: it begins copies from and to its blocks. Calls come from several threads.
 
     ``offer`` opens the blocks in another process of this machine; empty if that is not possible. ``rdma`` has the
     handles by which other machines read them, None if they cannot.
@@ -65,15 +65,15 @@ class DeviceBlocks(Protocol):
         ...
 
     def landing(self, nbytes: int) -> Landing:
-        """Memory of this process on the blocks' device, for one chunk."""
+        """Return memory of this process on the blocks' device, for one chunk."""
         ...
 
     def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
-        """Begin to copy a chunk that has arrived into our blocks; otherwise as :meth:`begin_in`."""
+        """Begin to copy a chunk that has arrived in ``landing`` into our blocks; otherwise like :meth:`begin_in`."""
         ...
 
     def opened(self, offer: bytes, shape: RegionShape) -> object:
-        """Open another rank's blocks; raises :class:`~tercet.protocol.TransferFailed` if that fails."""
+        """Open another rank's blocks; raise :class:`~tercet.protocol.TransferFailed` if that fails."""
         ...
 
     def begin_across(
@@ -88,11 +88,11 @@ class DeviceBlocks(Protocol):
         ...
 
     def buffer(self, nbytes: int) -> memoryview:
-        """Host memory that the device copies from and to directly."""
+        """Return host memory that the device copies from and to directly."""
         ...
 
     def begin_out(self, layers: range, blocks: Numbers, offset: int, size: int, into: memoryview) -> IsOver:
-        """Begin to copy bytes ``[offset, offset + size)`` of each layer's blocks; returns a check for its end."""
+        """Begin to copy bytes ``[offset, offset + size)`` of each layer's blocks; return a check for its end."""
         ...
 
     def begin_in(
@@ -106,16 +106,16 @@ class DeviceBlocks(Protocol):
 
 
 class DeviceHangs(TransferFailed):
-    """A device has not finished in time what takes a millisecond."""
+    """A device has not finished in time a copy that takes a millisecond."""
 
 
 class DeviceLost(TransferFailed):
-    """A device does nothing more for this process; after its first error CUDA reports that for every call."""
+    """A device no longer works for this process: after its first error, CUDA fails every call."""
 
 
 @contextmanager
 def ending_where_a_device_is_lost() -> Generator[None]:
-    """End this process, and so its worker, whose KV could not be moved any more, if the device is lost."""
+    """End this process if the device is lost, and with it its worker, whose KV could no longer be moved."""
     try:
         yield
     except DeviceLost as error:
@@ -126,9 +126,9 @@ def ending_where_a_device_is_lost() -> Generator[None]:
 
 @contextmanager
 def ending_where_a_device_hangs() -> Generator[None]:
-    """As :func:`ending_where_a_device_is_lost`, and if a copy into blocks does not end in time.
+    """End this process if the device is lost, or if a copy into blocks does not end in time.
 
-    It may still be carried out later, so it is unknown when its blocks may get a new owner.
+    Such a copy may still run later, so it is unknown when its blocks may get a new owner.
     """
     try:
         with ending_where_a_device_is_lost():
@@ -139,12 +139,12 @@ def ending_where_a_device_hangs() -> Generator[None]:
 
 
 def end_process() -> None:
-    """End the process at once, whatever other threads do."""
+    """End the process at once, without waiting for its threads."""
     os._exit(1)
 
 
 class StagedMemory(KVMemory):
-    """The KV of one rank with a region of ``shape``, in chunks of ``chunk_bytes``, or of one block."""
+    """The KV of one rank with a region of ``shape``; each buffer holds ``chunk_bytes``, or one block if larger."""
 
     def __init__(self, device: DeviceBlocks, shape: RegionShape, chunk_bytes: int) -> None:
         self.device, self._shape = device, shape
@@ -154,11 +154,11 @@ class StagedMemory(KVMemory):
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory of the buffers."""
+        """Size of the buffers in pinned host memory, in bytes."""
         return 2 * BUFFERS * self.buffer_bytes
 
     def buffers_free(self) -> tuple[int, int]:
-        """Unused buffers, for sending and for receiving."""
+        """Return the numbers of free buffers for sending and for receiving."""
         return self._out.free, self._in.free
 
     @contextmanager
@@ -176,19 +176,19 @@ class StagedMemory(KVMemory):
     def practise(self) -> None:
         """Copy a block out and in, while the cache is not in use, and leave it unchanged.
 
-        So slow first uses (loading kernels, allocating memory) are done, and a device or mapping that copies wrongly is
-        found before it is needed. Raises :class:`~tercet.protocol.TransferFailed`.
+        Slow first uses (loading kernels, allocating memory) are then done, and a device or mapping that copies wrongly
+        is found before it is needed. Raises :class:`~tercet.protocol.TransferFailed`.
         """
         was, size = self._practised(None), self._shape.block_bytes
         some = np.random.default_rng(size).bytes(size)
         try:
             if self._practised(some) != some:
-                raise TransferFailed("the device's copies of KV do not return the bytes that were copied there")
+                raise TransferFailed("the device returns other bytes of KV than were copied to it")
         finally:
             self._practised(was)
 
     def _practised(self, given: bytes | None) -> bytes:
-        """Write ``given`` into the first block of the first layer, if it is given; return the block's bytes."""
+        """Write ``given`` into the first block of the first layer unless it is None; return the block's bytes."""
         layer, block, size = range(1), np.zeros(1, dtype=np.int64), self._shape.block_bytes
         if given is not None:
             room = self.room()
@@ -210,7 +210,7 @@ class StagedMemory(KVMemory):
         return self._in.take()
 
     def room_at_once(self) -> StagingBuffer | None:
-        """As :meth:`room`, if there is one now."""
+        """Take a buffer like :meth:`room`; None if all are taken now."""
         return self._in.take_at_once()
 
     def put(
@@ -224,7 +224,7 @@ class StagedMemory(KVMemory):
     ) -> int:
         """Copy a chunk that has arrived, in ``order`` if that differs from ours, into its blocks.
 
-        Returns its bytes, once the device has them. Call this while the blocks cannot get another owner.
+        Return its size in bytes after the device has them. Call this while the blocks cannot get another owner.
         """
         nbytes = self._checked_target((layers, blocks, offset), size)
         source = buffer.bytes[:nbytes]
@@ -235,7 +235,7 @@ class StagedMemory(KVMemory):
     def copy_across(
         self, theirs: object, chunks: Sequence[tuple[Places, Places, int]], order: BlockOrder | None
     ) -> int:
-        """Copy chunks of a rank that is mapped here into our blocks; returns their bytes, once the device has them.
+        """Copy chunks of a rank that is mapped here into our blocks; return their bytes after the device has them.
 
         A chunk is a place there, a place here, and the bytes of each block. All copies begin before the first has to
         end, so that the device does not wait between them. Call this while our blocks cannot get another owner.
@@ -251,7 +251,7 @@ class StagedMemory(KVMemory):
         return nbytes
 
     def put_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> int:
-        """As :meth:`copy_across`, for a chunk that has arrived."""
+        """Copy a chunk that has arrived in ``landing`` into our blocks; otherwise like :meth:`copy_across`."""
         nbytes = self._checked_target(here, size)
         with ending_where_a_device_hangs():
             wait_until(self.device.begin_landed(landing, here, size, order))
@@ -264,12 +264,12 @@ class StagedMemory(KVMemory):
             wait_until(is_over)
 
     def _checked_target(self, here: Places, size: int) -> int:
-        """As :meth:`_checked`; negative blocks are left out, and their bytes count."""
+        """Return a chunk's bytes like :meth:`_checked`; negative blocks are not checked, but their bytes count."""
         layers, blocks, offset = here
         return self._checked(layers, blocks[blocks >= 0], offset, size, len(blocks))
 
     def _checked(self, layers: range, blocks: Numbers, offset: int, size: int, count: int | None = None) -> int:
-        """A chunk's bytes; raises :class:`~tercet.protocol.BadRequest` for a chunk outside of this rank's blocks."""
+        """Return a chunk's bytes; raise :class:`~tercet.protocol.BadRequest` if it is not within this rank's blocks."""
         shape = self._shape
         inside = not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < shape.num_blocks)
         known = 0 <= layers.start <= layers.stop <= len(shape.planes) and 0 <= offset <= shape.block_bytes - size
@@ -279,11 +279,11 @@ class StagedMemory(KVMemory):
         return nbytes
 
     def close(self) -> None:
-        """Nothing to do: the buffers are freed with their last user."""
+        """Do nothing: the buffers are freed with their last user."""
 
 
 def wait_until(is_over: IsOver, seconds: float = COPY_SECONDS) -> None:
-    """Wait for a device; raises :class:`DeviceHangs` if it takes too long."""
+    """Wait for a device; raise :class:`DeviceHangs` if it takes more than ``seconds``."""
     deadline, looks = time.monotonic() + seconds, 0
     while not is_over():
         looks += 1
@@ -294,5 +294,5 @@ def wait_until(is_over: IsOver, seconds: float = COPY_SECONDS) -> None:
 
 
 def whole(memory: memoryview) -> Vector:
-    """All of some memory, as one place."""
+    """Return all of ``memory`` as one place."""
     return Vector(np.array([(address_of(memory), len(memory))], dtype=np.uint64), memory, len(memory))

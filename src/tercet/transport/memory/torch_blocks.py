@@ -1,8 +1,8 @@
 """The thin layer around PyTorch: a rank's KV as tensors in the agent's process, and copies from and to them.
 
-This and :mod:`.torch_devices` are the only parts of the transport that import torch; only agents of ranks with staged
-memory load them. On an accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a
-stream and room for one chunk on the device. Host tensors in the device's role go through the same calls.
+Only this module and :mod:`.torch_devices` import torch in the transport; only agents of ranks with staged memory load
+them. On an accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a stream and
+space for one chunk on the device. Host tensors in the device's role go through the same calls.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tercet.transport.memory.torch_devices import CopyDevice, CudaDevice, Direct
 from tercet.transport.memory.torch_planes import Planes, Side
 from tercet.transport.region import KVRegion, Numbers, RegionShape
 
-# Longer than any forward pass: after it the device has failed.
+# In seconds, longer than any forward pass: after this time the device has failed.
 FORWARD_SECONDS = 600.0
 
 
 def host_planes(region: KVRegion) -> list[torch.Tensor]:
-    """The host's pages in the device's role."""
+    """Return the host's pages as tensors, in the device's role."""
     shape = region.shape
     memory = torch.frombuffer(region.bytes, dtype=torch.uint8)
     return [_blocks_of(memory, plane, shape.block_bytes, shape) for plane in shape.planes]
 
 
 def device_planes(handles: DeviceHandles, shape: RegionShape, index: int | None = None) -> list[torch.Tensor]:
-    """A worker's KV, mapped for our device ``index``: by default for the worker's device, by the same number.
+    """Return a worker's KV, mapped for our device ``index``; by default for the device with the worker's number.
 
-    CUDA can map memory of another device, too, if ours has access to it, even one that this process does not see. So
-    the device numbers in another engine mean nothing here. Raises :class:`~tercet.protocol.TransferFailed` if it cannot
-    be mapped.
+    CUDA can map memory of another device if ours has access to it, even of a device that this process does not see. So
+    the device numbers in another engine have no meaning here. Raises :class:`~tercet.protocol.TransferFailed` if the KV
+    cannot be mapped.
     """
     device = CudaDevice(handles.device if index is None else index)
     try:
@@ -62,7 +62,7 @@ OpenPlanes = Callable[[bytes, RegionShape, CopyDevice], Sequence[torch.Tensor]]
 
 
 def open_device_planes(offer: bytes, shape: RegionShape, device: CopyDevice) -> Sequence[torch.Tensor]:
-    """The planes that a rank on this machine offers, mapped for our device.
+    """Return the planes that a rank on this machine offers, mapped for our device.
 
     Raises :class:`~tercet.protocol.TransferFailed`.
     """
@@ -106,7 +106,7 @@ class TorchBlocks(DeviceBlocks):
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the device in addition to KV and the process's context."""
+        """Size in bytes of the device memory in use, in addition to KV and the process's context."""
         return self._out.room.nbytes + self._in.room.nbytes if self._device.where.type != "cpu" else 0
 
     def attach(self) -> None:
@@ -147,7 +147,7 @@ class TorchBlocks(DeviceBlocks):
 
     def begin_landed(self, landing: Landing, here: Places, size: int, order: BlockOrder | None) -> IsOver:
         if not isinstance(landing.memory, torch.Tensor):
-            raise TransferFailed("nixl: this is not a landing of this rank")
+            raise TransferFailed("nixl: this landing does not belong to this rank")
         with self._in.next():
             self._scatter(landing.memory, here, size, order)
             return self._in.mark()
@@ -168,11 +168,11 @@ class TorchBlocks(DeviceBlocks):
             return self._in.mark()
 
     def _is_other(self, order: BlockOrder | None) -> bool:
-        """Whether items that arrive in ``order`` have to be put into ours."""
+        """True if items that arrive in ``order`` must be converted to our order."""
         return order is not None and self._order is not None and order.order != self._order.order
 
     def _scatter(self, memory: torch.Tensor, here: Places, size: int, order: BlockOrder | None) -> None:
-        """Copy a chunk's blocks, which are at the beginning of memory of the device, to their places."""
+        """Copy a chunk's blocks from the beginning of ``memory``, on the device, to their places."""
         layers, blocks, offset = here
         if order is not None and self._is_other(order):
             arrived = memory[: len(layers) * len(blocks) * size].view(
@@ -184,7 +184,7 @@ class TorchBlocks(DeviceBlocks):
 
 
 class ComputedEvents:
-    """The events by which a worker signals that KV is computed, opened here."""
+    """The events by which a worker signals that KV is computed, opened in this process."""
 
     def __init__(self, handles: DeviceHandles) -> None:
         event_class: Any = torch.cuda.Event
@@ -194,8 +194,8 @@ class ComputedEvents:
         self._over = [answers(device, each.query) for each in found]
 
     def wait(self, number: int) -> None:
-        """Wait until the work is done after which the worker last recorded an event.
+        """Wait until the work before the worker's last record of event ``number`` is done.
 
-        An event that was recorded again in the meantime stands for later work, which the awaited work precedes.
+        An event that was recorded again meanwhile stands for later work, which follows the awaited work.
         """
         wait_until(self._over[number], FORWARD_SECONDS)

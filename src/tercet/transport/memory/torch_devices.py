@@ -1,4 +1,4 @@
-"""The place of a rank's KV, as copies need it: a CUDA device with separate streams, or the host in its role.
+"""Devices as copies of KV need them: a CUDA device with separate streams, or the host in its role.
 
 Work on a stream runs later, in order, and concurrently with other streams. So the caller keeps the source unchanged
 until :meth:`Stream.mark` reports the end. Tests have a third kind, which runs work as late as CUDA may.
@@ -46,15 +46,15 @@ class CopyDevice(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A new stream, which waits for no other."""
+        """Return a new stream, which waits for no other stream."""
         ...
 
     def host_room(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device copies from and to directly, and asynchronously."""
+        """Return host memory that the device copies from and to directly, and asynchronously."""
         ...
 
     def numbers(self, found: Numbers) -> torch.Tensor:
-        """Numbers for the entered stream, copied without waiting for it."""
+        """Return numbers on the device for the entered stream, copied without waiting for the stream."""
         ...
 
     def copy(self, source: Side, target: Side, size: int) -> None:
@@ -67,7 +67,7 @@ class CopyDevice(Protocol):
 
 
 class HostStream(Stream):
-    """Its work ends at once."""
+    """A stream whose work ends at once."""
 
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -82,7 +82,7 @@ class HostDevice(CopyDevice):
     where = torch.device("cpu")
 
     def attach(self) -> None:
-        """Nothing to do: threads need no preparation."""
+        """Do nothing: threads need no preparation."""
 
     def stream(self) -> Stream:
         return HostStream()
@@ -112,7 +112,7 @@ class CudaDevice(CopyDevice):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def numbers(self, found: Numbers) -> torch.Tensor:
-        # From pinned memory, which PyTorch does not reuse before the copy has ended. From other memory the copy would
+        # From pinned memory, which PyTorch does not reuse before the copy has ended. A copy from other memory would
         # wait for all earlier work of the stream.
         return torch.as_tensor(found.astype(np.int64)).pin_memory().to(self.where, non_blocking=True)
 
@@ -122,8 +122,8 @@ class CudaDevice(CopyDevice):
             from tercet.transport.memory.cuda_copies import begin_copy
         except ImportError as error:
             raise TransferFailed(
-                f"copies of KV on a GPU need Triton, which cannot be imported: {error}; pip install triton, in the "
-                "version that this PyTorch asks for"
+                f"copies of KV on a GPU need Triton, which cannot be imported: {error}; pip install triton in the "
+                "version that this PyTorch requires"
             ) from error
         begin_copy(source, target, size, self.numbers)
 
@@ -145,25 +145,25 @@ class CudaStream(Stream):
         try:
             event.record(self._stream)
         except RuntimeError as error:
-            raise DeviceLost(f"the device does nothing more for this process: {error}") from error
+            raise DeviceLost(f"the device no longer works for this process: {error}") from error
         return answers(self._device, event.query)
 
 
 def answers(device: CopyDevice, query: Callable[[], bool]) -> IsOver:
-    """Query an event from any thread; an error of the device is not an answer, and stays an error."""
+    """Return a check that queries an event from any thread; an error of the device is raised, not returned."""
 
     def is_over() -> bool:
         device.attach()
         try:
             return query()
         except RuntimeError as error:
-            raise DeviceLost(f"the device does nothing more for this process: {error}") from error
+            raise DeviceLost(f"the device no longer works for this process: {error}") from error
 
     return is_over
 
 
 class Direction:
-    """One direction's stream, and its room for ``nbytes``: reused by one copy after the other, in stream order."""
+    """One direction's stream, and its space for ``nbytes``, which copies reuse one after the other, in stream order."""
 
     def __init__(self, device: CopyDevice, nbytes: int) -> None:
         self._stream = device.stream()
@@ -172,10 +172,10 @@ class Direction:
 
     @contextmanager
     def next(self) -> Generator[torch.Tensor]:
-        """Begin copies after those that have begun: the stream keeps their order, so the room may be reused.
+        """Begin copies after those that have begun: the stream keeps their order, so the space may be reused.
 
         If one cannot begin (for example without memory on the device), earlier ones end before
-        :class:`~tercet.protocol.TransferFailed` is raised: nothing is written after that.
+        :class:`~tercet.protocol.TransferFailed` is raised: no byte is written after that.
         """
         with self._lock, self._stream.entered():
             try:
@@ -190,5 +190,5 @@ class Direction:
 
 
 def device_of(where: torch.device) -> CopyDevice:
-    """The device of tensors there."""
+    """Return the device of the tensors at ``where``."""
     return HostDevice() if where.type == "cpu" else CudaDevice(where.index or 0)

@@ -140,8 +140,8 @@ P = "schedulingProfiles: [{name: p}]"
         ("plugins: []\nschedulingProfiles: []", "schedulingProfiles", "must not be empty"),
         ("plugins: []", "scheduling", "schedulingProfiles"),
         ("plugins: []\nschedulingProfiles: [{name: p}, {name: p}]", "schedulingProfiles[1].name", "already"),
-        ("plugins: []\nschedulingProfiles: [{name: least_loaded}]", "schedulingProfiles[0].name", "something else"),
-        ("plugins: []\nschedulingProfiles: [{name: scheduled}]", "schedulingProfiles[0].name", "something else"),
+        ("plugins: []\nschedulingProfiles: [{name: least_loaded}]", "schedulingProfiles[0].name", "is reserved"),
+        ("plugins: []\nschedulingProfiles: [{name: scheduled}]", "schedulingProfiles[0].name", "is reserved"),
         (
             "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: p, plugins: [{pluginRef: q}]}]",
             "schedulingProfiles[0].plugins[0].pluginRef",

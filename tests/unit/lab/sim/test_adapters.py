@@ -88,7 +88,7 @@ async def test_kv_and_tokens_are_of_one_adapter() -> None:
             assert space.matched_len == expected
     with pytest.raises(UnknownAdapter, match="it has a, b"):
         await collect(receiver.start_generate(asking("c")))
-    with pytest.raises(UnknownAdapter, match="the request needs digest"):
+    with pytest.raises(UnknownAdapter, match="the request requires"):
         await collect(receiver.start_generate(msgspec.structs.replace(asking("a"), adapter_digest="others")))
     assert is_empty(sender)
     assert is_empty(receiver)

@@ -272,7 +272,7 @@ def test_an_engine_whose_device_is_lost_ends(way: str, monkeypatch: pytest.Monke
     memory, one = memory_of(region, lazy), np.array([1])
 
     def lost() -> Exception:
-        return DeviceLost("the device does nothing more for this process: an illegal memory access was encountered")
+        return DeviceLost("the device no longer works for this process: an illegal memory access was encountered")
 
     lazy.fails = lost
     place = range(1), one, 0
@@ -299,7 +299,7 @@ def test_practice_leaves_the_cache_as_it_was() -> None:
 def test_a_device_that_does_not_copy_is_found_in_practice() -> None:
     region = filled(LAYERS, BLOCKS, BYTES, 1)
     memory = StagedMemory(Impatient(host_planes(region), CHUNK, device=LazyDevice(3)), region.shape, CHUNK)
-    with pytest.raises(TransferFailed, match="do not return the bytes"):
+    with pytest.raises(TransferFailed, match="returns other bytes of KV"):
         memory.practise()
     assert memory.buffers_free() == (BUFFERS, BUFFERS)
     region.close()

@@ -295,7 +295,7 @@ def test_ways_to_kv_on_a_device(name: str, offer: bytes, found: list[str]) -> No
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("host", "cannot read"), ("nixl", "cannot read"), ("ipc", "cannot read"), ("pigeon", "there is no")],
+    [("host", "cannot read"), ("nixl", "cannot read"), ("ipc", "cannot read"), ("pigeon", "is unknown")],
 )
 def test_a_transport_that_does_not_reach_the_device_is_refused(name: str, says: str) -> None:
     region = filled(1, 2, BYTES, 1)

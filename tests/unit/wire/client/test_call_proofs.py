@@ -37,7 +37,7 @@ def test_a_proof_opens_one_call_once() -> None:
         assert "secret" not in shown[0]
         digest = callers.require(shown, "POST", "/abort", "no")
         require_digest(BODY, digest)
-        with pytest.raises(Unauthorized, match="already made"):
+        with pytest.raises(Unauthorized, match="already been made"):
             callers.require(shown, "POST", "/abort", "no")
         with pytest.raises(Unauthorized, match="body"):
             require_digest(BODY + b" ", digest)
