@@ -68,7 +68,7 @@ WRONG = [
     ("bench report empty.json", "empty.json: "),
     ("bench serve --request-rate 1 --workload sonnet,input_len=x", "--workload: sonnet.input_len: must be a whole"),
     ("sim --program mine.py:p --program-arg share=x", "--program-arg: mine.py:p: share: must be a number, is 'x'"),
-    ("sim --profile nothing", "--profile: there is no 'nothing'"),
+    ("sim --profile nothing", "--profile: 'nothing' does not exist"),
     ("sim --fleet both=0", "--fleet: "),
     ("sim --request-rate x", "--request-rate: "),
     ("sim --program nothing", "--program: there is no 'nothing'"),
