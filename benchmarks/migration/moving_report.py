@@ -94,7 +94,7 @@ def _of(cost: MoveCost, side: Side) -> BystanderGaps:
 
 
 def _ratio(each: Sequence[tuple[float, float]]) -> float:
-    """Return measured over expected seconds, in total; 1 without steps."""
+    """Return the ratio of all measured to all expected seconds; 1 without steps."""
     expected = sum(otherwise for _, otherwise in each)
     return sum(took for took, _ in each) / expected if expected else 1.0
 

@@ -14,10 +14,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_unsignalled(process: BaseProcess) -> None:
-    """Start a process with these signals blocked from its first instruction on.
+    """Start a process that has SIGINT and SIGTERM blocked from its first instruction on.
 
-    (A signal could end a child that only ignores them when it runs.) A signal to this process in the meantime is
-    handled when the child has all data for its start.
+    (A signal could end a child that begins to ignore them only when it runs.) A signal to this process in the meantime
+    is handled when the child has all data for its start.
     """
     resource_tracker.ensure_running()  # otherwise the start of the child does this, and unblocks the signals
     with _signals_later():

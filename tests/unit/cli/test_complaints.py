@@ -122,7 +122,7 @@ WRONG = [
     ("router --engine http://h:1 --engine http://h:1/", "--engine: http://h:1 is there twice"),
     ("rescheduler", "--reschedule: "),
     ("rescheduler --reschedule decode_load --url nowhere", "--url: 'nowhere' is not a URL"),
-    ("chaos --faults nothing", "--faults: there is no 'nothing'"),
+    ("chaos --faults nothing", "--faults: 'nothing' is not a kind of fault"),
     ("chaos --schedule nofile", "--schedule: nofile cannot be read"),
     ("demo --max-tokens x", "Invalid value for '--max-tokens'"),
 ]

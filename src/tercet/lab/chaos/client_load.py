@@ -34,7 +34,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the load: ``rate`` in requests per second, ``questions`` different ones, and lengths in tokens.
+    """The shape of the load: ``rate`` in requests per second, ``questions`` different questions, lengths in tokens.
 
     ``leaving`` is the share of clients that leave before the end of their answers.
     """

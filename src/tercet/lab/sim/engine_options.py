@@ -167,10 +167,10 @@ def check_same(lease: Lease, request: Request, output: Sequence[int], end: int |
     """
     reserved = lease.prompt.tokens
     if lease.prompt.adapter != request.adapter:
-        raise BadRequest("adapter: differs from that of prep_recv for this sequence", "adapter")
+        raise BadRequest("adapter: differs from that of prep_recv for this sequence; send the same", "adapter")
     if not lease.prompt.has_salt(request.cache_salt):
-        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence", "cache_salt")
+        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence; send the same", "cache_salt")
     if reserved is request.prompt and (end is None or end >= lease.end):
         return
     if (*request.prompt, *output)[:end][: lease.end] != reserved[: lease.end]:
-        raise BadRequest("prompt: differs from the prompt of prep_recv", "prompt")
+        raise BadRequest("prompt: differs from the prompt of prep_recv; send the same", "prompt")
