@@ -1,14 +1,14 @@
-"""`vllm bench serve` and `tercet bench serve` on one endpoint with the same traffic, in interleaved rounds.
+"""A comparison of `vllm bench serve` and `tercet bench serve`: one endpoint, the same traffic, interleaved rounds.
 
     tercet engine --port 8001 -- --max-num-seqs 16
     python benchmarks/agreement.py http://127.0.0.1:8001 --tokenizer smollm2
 
-Both send random prompts of one length as text, greedy, with `ignore_eos`, at a constant rate (`--request-rate 2`), at
-Poisson arrivals (`--poisson`) or from a closed loop (`--concurrency 4`). A constant rate and a closed loop leave the
-least to chance: each tool draws its own arrivals. The tools take turns in going first.
+Both tools send random prompts of one length as text, greedy, with `ignore_eos`: at a constant rate
+(`--request-rate 2`), with Poisson arrivals (`--poisson`) or from a closed loop (`--concurrency 4`). Each tool draws its
+own arrivals, so a constant rate and a closed loop have the least variation. Each tool goes first in every second round.
 
-Prints what each found and the ratio of tercet's to vLLM's, with 95 % bootstrap intervals over rounds and requests.
-They agree within noise where the interval of the ratio contains 1.
+The output has the results of each tool and the ratio of Tercet's to vLLM's, with 95 % bootstrap intervals over rounds
+and requests. The tools agree within noise if the interval of the ratio contains 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tercet.lab.bench.compare import STATISTICS, Floats, ratio_interval
 from tercet.lab.bench.results import load_result
 from tercet.lab.bench.summary import Samples
 
-# The `vllm` command needs a distribution of that name, which the CPU build has not; its benchmark module does not.
+# The `vllm` command needs a distribution named `vllm`, which the CPU build does not have. Its module does not need it.
 VLLM = (
     "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser; from vllm.benchmarks import serve; "
     "parser = Parser(); serve.add_cli_args(parser); serve.main(parser.parse_args())"
@@ -42,7 +42,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Run:
-    """What one tool found in one round: seconds per request, and requests per second."""
+    """The results of one tool in one round: latencies per request, in seconds, and throughput, in requests/s."""
 
     ttft: Floats
     tpot: Floats
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What both tools send: ``rate`` in requests per second, or ``users`` of a closed loop; lengths in tokens."""
+    """The traffic of both tools: ``rate`` in requests per second, or ``users`` of a closed loop; lengths in tokens."""
 
     url: str
     model: str
@@ -66,7 +66,7 @@ class Traffic:
 
 
 def vllm_bench(traffic: Traffic, seed: int, file: Path) -> Run:
-    """One run of ``vllm bench serve``, from what it saves of every request."""
+    """Run ``vllm bench serve`` once. Return the results from its record of every request."""
     load = ["--request-rate", "inf" if traffic.rate is None else str(traffic.rate)]
     load += ["--burstiness", "1" if traffic.poisson or traffic.rate is None else "inf"]
     load += [] if traffic.users is None else ["--max-concurrency", str(traffic.users)]
@@ -86,7 +86,7 @@ def vllm_bench(traffic: Traffic, seed: int, file: Path) -> Run:
 
 
 def tercet_bench(traffic: Traffic, seed: int, file: Path) -> Run:
-    """One run of ``tercet bench serve``, from its records."""
+    """Run ``tercet bench serve`` once. Return the results from its records."""
     closed = ["--arrival", "closed", "--concurrency", str(traffic.users)]
     opened = ["--arrival", "poisson" if traffic.poisson else "constant", "--request-rate", str(traffic.rate)]
     execute(
@@ -103,25 +103,28 @@ def tercet_bench(traffic: Traffic, seed: int, file: Path) -> Run:
 
 
 def throughput(sent: Floats, e2el: Floats) -> Floats:
-    """Requests per second from the first send to the last end: the tools' own durations begin at other moments."""
+    """Return the requests per second from the first send to the last end.
+
+    (The durations that the tools report begin at different moments.)
+    """
     return np.array([sent.size / ((sent + e2el).max() - sent.min())])
 
 
 def execute(*arguments: str) -> None:
-    """Run Python with ``arguments``; what it printed is shown only if it failed."""
+    """Run Python with ``arguments``. Exit with its output if it fails."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments[:4])} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def measure(traffic: Traffic, rounds: int, seed: int) -> dict[str, list[Run]]:
-    """Every tool once per round, after a round that warms the target up and is thrown away."""
+    """Run every tool once per round. The first round warms up the target, and its results are dropped."""
     tools: dict[str, Callable[[Traffic, int, Path], Run]] = {"vllm": vllm_bench, "tercet": tercet_bench}
     found: dict[str, list[Run]] = {name: [] for name in tools}
     with tempfile.TemporaryDirectory() as directory:
         for number in range(rounds + 1):
             for name in sorted(tools, reverse=bool(number % 2)):
-                # No two runs have a seed in common: none finds the other's prompts in the prefix cache.
+                # All seeds differ, so that no run finds another run's prompts in the prefix cache.
                 run = tools[name](
                     traffic, seed + 2 * number + (name == "vllm"), Path(directory, f"{name}-{number}.json")
                 )
@@ -132,7 +135,7 @@ def measure(traffic: Traffic, rounds: int, seed: int) -> dict[str, list[Run]]:
 
 
 def rows(found: dict[str, list[Run]]) -> list[str]:
-    """A line per metric: each tool's value and the ratio, with their intervals."""
+    """Return one line per metric: each tool's value and the ratio, with their intervals."""
     lines = [f"{'':22}{'vllm bench serve':>34}{'tercet bench serve':>34}{'tercet / vllm':>34}"]
     for metric in METRICS:
         for statistic in ("mean", "median", "p99"):
@@ -143,15 +146,15 @@ def rows(found: dict[str, list[Run]]) -> list[str]:
 
 
 def comparison(found: dict[str, list[Run]], metric: str, statistic: str, unit: float) -> list[str]:
-    """Both tools' values times ``unit``, and the ratio, each with its interval."""
+    """Return both tools' values, multiplied by ``unit``, and their ratio, each with its interval."""
     theirs, ours = ([unit * getattr(run, metric) for run in found[tool]] for tool in ("vllm", "tercet"))
-    # A value by itself is its ratio to ones: its interval is then made in the same way.
+    # A value equals its ratio to ones: its interval is then computed in the same way.
     alone = [interval_of(values, [np.ones_like(each) for each in values], statistic, 2) for values in (theirs, ours)]
     return [*alone, interval_of(ours, theirs, statistic, 3)]
 
 
 def interval_of(values: list[Floats], baseline: list[Floats], statistic: str, digits: int) -> str:
-    """``value (low to high)``."""
+    """Return ``value (low to high)`` as text, or ``none`` if the ratio is not defined."""
     found = ratio_interval(values, baseline, STATISTICS[statistic], RESAMPLES, CONFIDENCE, 0)
     if found is None:
         return "none"
@@ -161,17 +164,17 @@ def interval_of(values: list[Floats], baseline: list[Floats], statistic: str, di
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="the endpoint, without /v1")
-    parser.add_argument("--model", default="smollm2", help="the model's name there")
-    parser.add_argument("--tokenizer", default="smollm2", help="smollm2, a checkpoint's directory or a hub id")
+    parser.add_argument("url", help="URL of the endpoint, without /v1")
+    parser.add_argument("--model", default="smollm2", help="name of the model at the endpoint")
+    parser.add_argument("--tokenizer", default="smollm2", help="smollm2, the directory of a checkpoint, or a hub id")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--num-prompts", type=int, default=40, help="requests per run")
+    parser.add_argument("--num-prompts", type=int, default=40, help="number of requests per run")
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--request-rate", type=float, default=2.0, help="requests per second")
-    load.add_argument("--concurrency", type=int, help="a closed loop of so many instead")
+    load.add_argument("--concurrency", type=int, help="number of users of a closed loop, instead of a rate")
     parser.add_argument("--poisson", action="store_true", help="Poisson arrivals instead of a constant rate")
     args = parser.parse_args()
     traffic = Traffic(

@@ -1,17 +1,17 @@
-"""`auto` beside the static programs: mean JCT over rates and prompt mixes, one of which changes half-way.
+"""A comparison of `auto` with the static programs: mean JCT over rates and prompt mixes. One mix changes half-way.
 
     python benchmarks/auto.py --simulate smollm2-135m-cpu [--fleet both=2] [--seeds 3]
     python benchmarks/auto.py --simulate mine.json --fleet both=2@here --max-num-batched-tokens 512
     python benchmarks/auto.py --url http://127.0.0.1:8000 [--mix short,documents] [--rounds 2] [--num-prompts 20]
 
-With ``--simulate`` programs run over simulated engines in virtual time. With ``--url`` they take turns on a running
-fleet, in the interleaved rounds of ``tercet bench compare``; the router keeps its engines and cost model, and is
-left with the plan that it gets here. For ``cache_aware`` it wants ``--scheduling benchmarks/cache_aware.yaml``, which
-simulated runs take by themselves. With a profile of your own (`tercet profile --engine`) mixes and rates are those of a
-running fleet.
+With ``--simulate``, programs run on simulated engines in virtual time. With ``--url``, they take turns on a running
+fleet, in the interleaved rounds of ``tercet bench compare``. The router keeps its engines and its cost model; the plan
+that this script sets stays in the router. For ``cache_aware``, start the router with
+``--scheduling benchmarks/cache_aware.yaml``; simulated runs load that file themselves. With your own profile
+(`tercet profile --engine`), mixes and rates are those for a running fleet.
 
-The last column is the mean JCT of ``auto`` over that of the best static program; on a running fleet with its 95 %
-bootstrap interval over rounds and requests, which have the same arrivals and lengths for every program.
+The last column is the mean JCT of ``auto`` divided by that of the best static program. On a running fleet it has a 95 %
+bootstrap interval over rounds and requests; arrivals and lengths are the same for every program.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ RESAMPLES = 2000
 
 
 class Phase(NamedTuple):
-    """Lengths in tokens; with ``prefixes`` a prompt begins with one of so many texts of ``prefix`` tokens."""
+    """The requests of a phase, with lengths in tokens.
+
+    A prompt begins with one of ``prefixes`` texts of ``prefix`` tokens; with 0, prompts share nothing.
+    """
 
     prompt: int
     answer: int
@@ -57,7 +60,7 @@ class Phase(NamedTuple):
         return f"{self.prompt} in{shared}, {self.answer} out"
 
     def simulated(self, rate: float, requests: int) -> SyntheticWorkload:
-        """So many requests of it."""
+        """Return a simulated workload of ``requests`` requests of this phase."""
         return SyntheticWorkload(
             rate=rate,
             requests=requests,
@@ -70,7 +73,7 @@ class Phase(NamedTuple):
         )
 
     def workload(self) -> str:
-        """It in the words of ``tercet bench``."""
+        """Return the phase as a workload of ``tercet bench``."""
         lengths = f"input_len={self.prompt - self.prefix},output_len={self.answer}"
         if not self.prefixes:
             return f"random,{lengths}"
@@ -78,7 +81,7 @@ class Phase(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """One phase after the other, and the rates to try, in requests per second."""
+    """A mix of phases, one after the other, with the rates to measure, in requests per second."""
 
     phases: tuple[Phase, ...]
     rates: tuple[float, ...]
@@ -113,19 +116,23 @@ MEASURED = {
 
 
 def main() -> None:
-    """Run it; exits with 1 if `auto` is too far behind somewhere."""
+    """Run the comparison. Exit with 1 if `auto` is too slow at any rate of any mix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--simulate", metavar="PROFILE")
-    where.add_argument("--url", help="of a router")
+    where.add_argument("--url", help="URL of a router")
     parser.add_argument("--fleet", default="both=2", help="simulated engines, as in tercet sim")
     parser.add_argument("--mix", default="short,long,change")
-    parser.add_argument("--request-rate", type=_floats, help="requests per second instead of each mix's own: 0.4,0.8")
-    parser.add_argument("--programs", type=_programs, default=list(PROGRAMS), help="auto, and some of the static ones")
-    parser.add_argument("--seeds", type=int, default=3, help="simulated runs to average over")
-    parser.add_argument("--num-prompts", type=int, help="per run")
-    parser.add_argument("--rounds", type=int, default=2, help="of each program on a running fleet")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="of simulated engines")
+    parser.add_argument(
+        "--request-rate", type=_floats, help="requests per second, instead of each mix's rates: 0.4,0.8"
+    )
+    parser.add_argument(
+        "--programs", type=_programs, default=list(PROGRAMS), help="auto and at least one static program"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of simulated runs per mean")
+    parser.add_argument("--num-prompts", type=int, help="number of requests per run")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each program on a running fleet")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="maximum of tokens in a step of simulated engines")
     given = parser.parse_args()
     try:
         worst = max(_report(given, mix) for mix in given.mix.split(","))
@@ -147,10 +154,10 @@ def _programs(text: str) -> list[str]:
 
 
 def _report(given: argparse.Namespace, name: str) -> float:
-    """Print a mix's table; returns the worst ratio of `auto` to the best static program."""
+    """Print the table of a mix. Return the worst ratio of `auto` to the best static program."""
     mixes = _mixes(given)
     if name not in mixes:
-        raise BadRequest(f"--mix: there is no {name!r}; choose {', '.join(mixes)}", "--mix")
+        raise BadRequest(f"--mix: {name!r} is not a mix; choose from {', '.join(mixes)}", "--mix")
     mix, ratios = mixes[name], list[float]()
     phases = ", then ".join(map(str, mix.phases))
     print(f"\n{name}: {phases}; mean JCT, s\n\n| rate | {' | '.join(given.programs)} | auto / best |")
@@ -181,7 +188,7 @@ def _interval(auto: list[Floats], best: list[Floats]) -> str:
 
 
 def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, list[Floats]]:
-    """JCTs in seconds, by program and run."""
+    """Simulate a mix at a rate. Return the JCTs in seconds, by program and run."""
     tokens = given.max_num_batched_tokens or (512 if "cpu" in given.simulate else 8192)
     options, fleet = EngineOptions(max_num_batched_tokens=tokens), parse_fleet(given.fleet)
     found: dict[str, list[Floats]] = {label: [] for label in given.programs}
@@ -200,7 +207,9 @@ def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, li
                 load_scheduling(SCHEDULING),
             )
             if outcome.failures:
-                raise BadRequest(f"{label} failed {outcome.failures.total()} requests: {outcome.first_error}")
+                raise BadRequest(
+                    f"{label}: {outcome.failures.total()} requests failed; the first error: {outcome.first_error}"
+                )
             found[label].append(np.array(outcome.ended) - np.array(outcome.sent))
     return found
 
@@ -219,7 +228,7 @@ def _arrivals(mix: Mix, rate: float, requests: int, seed: int) -> Iterator[tuple
 
 
 def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, list[Floats]]:
-    """JCTs in seconds, by program and round."""
+    """Measure a mix at a rate on a running fleet. Return the JCTs in seconds, by program and round."""
     _plan(given.url, given.programs)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -248,7 +257,7 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
 
 
 def _plan(url: str, labels: Sequence[str]) -> None:
-    """These programs under their labels, for requests that ask for them."""
+    """Set a plan in the router that has these programs by their labels, for requests that name them."""
     rules = [
         {"header": "x-benchmark", "value": label, "program": program, "args": args, "name": label}
         for label, (program, args) in ((label, PROGRAMS[label]) for label in labels)

@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: complaints are one line and exit code 2, as those of ``tercet``."""
+"""The command lines of benchmarks. A wrong argument gives a message of one line and exit code 2, as in ``tercet``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tercet.protocol import BadRequest
 
 
 def run(command: Callable[..., None], name: str) -> None:
-    """Run one command, started as ``python -m NAME``, and exit."""
+    """Run a command that was started as ``python -m NAME``, and exit."""
     signal.signal(signal.SIGTERM, exit_on_signal)
     sys.exit(run_with(command, name, sys.argv[1:]))
 
 
 def run_with(command: Callable[..., None], name: str, arguments: list[str]) -> int:
-    """Exit code of a command with these arguments."""
+    """Run a command with these arguments, and return its exit code."""
     app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
     app.command(name)(command)
     built: Any = typer.main.get_command(app)
@@ -29,23 +29,23 @@ def run_with(command: Callable[..., None], name: str, arguments: list[str]) -> i
 
 
 def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """The names of a list with commas; raises :class:`~tercet.protocol.BadRequest` for one that is not ``known``."""
+    """Return the names of a comma-separated list. Raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
     names = [name.strip() for name in text.split(",")]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise BadRequest(f"{flag}: there is no {unknown!r}; choose from {', '.join(known)}", flag)
+        raise BadRequest(f"{flag}: {unknown!r} is unknown; choose from {', '.join(known)}", flag)
     return names
 
 
 def numbers_in(flag: str, text: str, unit: int = 1) -> list[int]:
-    """The numbers above 0 of a list with commas, in multiples of ``unit``, of which each must be a whole number.
+    """Return the numbers of a comma-separated list, multiplied by ``unit``.
 
-    Raises :class:`~tercet.protocol.BadRequest`.
+    Raise :class:`~tercet.protocol.BadRequest` unless each product is a whole number of at least 1.
     """
     try:
         found = [float(item) * unit for item in text.split(",")]
     except ValueError:
-        raise BadRequest(f"{flag}: {text!r} is not a list of numbers with commas", flag) from None
+        raise BadRequest(f"{flag}: {text!r} is not a comma-separated list of numbers", flag) from None
     if not all(number >= 1 and number.is_integer() for number in found):
-        raise BadRequest(f"{flag}: {text!r} has a number that is not above 0, or not whole", flag)
+        raise BadRequest(f"{flag}: {text!r} has a number that is 0 or less, or not whole", flag)
     return [int(number) for number in found]

@@ -1,11 +1,12 @@
-"""How long `tercet epp` takes to decide, with a pool of simulated engines that report as real ones do.
+"""The time of a decision of `tercet epp`, with a pool of simulated engines that report as real ones do.
 
     python benchmarks/endpoint_picker.py --engines 500 --rate 200 500 --seconds 20
 
-One process has the engines, one is the picker, on a core of its own, and this one plays Envoy (full-duplex bodies),
-with Poisson arrivals. Told are the picker's own histogram, from a whole request to its endpoints; the round trip as
-Envoy sees it, gRPC and both processes' queues included; and the picker's CPU, idle and under load. With `--rate 0` only
-the idle picker is measured. Prompts are conversations: most of each was seen before, `--new` characters of it are new.
+One process runs the engines, one is the picker, which has a core alone, and this process plays Envoy (full-duplex
+bodies), with Poisson arrivals. The output has: the picker's histogram of the time from a whole request to its
+endpoints; the round trip that Envoy sees, with gRPC and the queues of both processes; and the picker's CPU, idle and
+under load. With `--rate 0`, only the idle picker is measured. Prompts are conversations: most of each prompt was sent
+before, and `--new` characters of it are new.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01)
 
 
 async def pool(engines: int, first_port: int) -> None:
-    """Serve engines until killed."""
+    """Serve ``engines`` simulated engines until killed."""
     profile = load_profile("llama-3.1-8b-h100-tp1")
     async with AsyncExitStack() as stack:
         for number in range(engines):
@@ -62,7 +63,7 @@ async def pool(engines: int, first_port: int) -> None:
 
 @asynccontextmanager
 async def processes(args: argparse.Namespace) -> AsyncGenerator[psutil.Process]:
-    """The pool and the picker, of which the second is given."""
+    """Run the pool and the picker while the context is open. Yield the picker's process."""
     cores = sorted(os.sched_getaffinity(0))
     others = {cores[-1]} if len(cores) == 2 else set(cores[:-1])
     with Children() as ending, tempfile.TemporaryDirectory() as directory:
@@ -80,15 +81,15 @@ async def processes(args: argparse.Namespace) -> AsyncGenerator[psutil.Process]:
         os.sched_setaffinity(0, others)
         while not await knows_all(args):  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.5)
-        await asyncio.sleep(8.0)  # first connections and first questions about caches are over
+        await asyncio.sleep(8.0)  # until the first connections and the first queries of caches have ended
         yield psutil.Process(picker.pid)
 
 
 class Children(list[subprocess.Popen[bytes]]):
-    """Processes that end with the block."""
+    """A list of child processes, which are ended when its context ends."""
 
     def start(self, *argv: str) -> subprocess.Popen[bytes]:
-        """One more, of this file where no module is named."""
+        """Start a Python process of a module (``-m NAME``) or of this file, and add it."""
         own = () if argv[0] == "-m" else (__file__,)
         self.append(subprocess.Popen([sys.executable, *own, *argv], stdout=subprocess.PIPE))
         return self[-1]
@@ -106,12 +107,12 @@ class Children(list[subprocess.Popen[bytes]]):
 
 
 async def knows_all(args: argparse.Namespace) -> bool:
-    """Whether the picker has heard of every engine."""
+    """Return True if every engine is ready at the picker."""
     return (await metrics(args)).get('inference_pool_ready_pods{name="tercet"}') == args.engines
 
 
 async def metrics(args: argparse.Namespace) -> dict[str, float]:
-    """The picker's, by name with labels; none while it does not answer."""
+    """Return the picker's metrics, by name with labels; empty while it does not answer."""
     try:
         async with aiohttp.request("GET", f"http://{HOST}:{args.port + 1}/metrics") as answer:
             lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
@@ -121,7 +122,7 @@ async def metrics(args: argparse.Namespace) -> dict[str, float]:
 
 
 class Conversations:
-    """Prompts of about so many characters, of which most were in the one before."""
+    """The prompts of ``many`` conversations, of about ``characters`` characters, of which ``new`` are new in a turn."""
 
     def __init__(self, characters: int, new: int, many: int, seed: int = 1) -> None:
         self._random = random.Random(seed)
@@ -133,7 +134,7 @@ class Conversations:
         return " ".join(self._random.choices(WORDS, k=count))[:characters]
 
     def body(self) -> bytes:
-        """The next turn of any of them."""
+        """Return the body of the next turn of a random conversation."""
         at = self._random.randrange(len(self._texts))
         old = self._texts[at]
         self._texts[at] = old[: len(old) - self._new] + self._words(self._new)
@@ -141,7 +142,7 @@ class Conversations:
 
 
 async def ask(stub: ExternalProcessorStub, body: bytes) -> float:
-    """Seconds from the last byte of a request to its endpoints."""
+    """Send one request as Envoy does. Return the seconds from its last byte to the answer with its endpoints."""
     call = stub.Process()
     told = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
     values = [HeaderValue(key=name, raw_value=value.encode()) for name, value in told.items()]
@@ -168,21 +169,21 @@ async def ask(stub: ExternalProcessorStub, body: bytes) -> float:
 
 
 def told(name: str, values: list[float]) -> None:
-    """Print percentiles of seconds."""
+    """Print percentiles of times, which are given in seconds."""
     ordered = sorted(values)
     at = {f"P{q:g}": ordered[min(len(ordered) - 1, int(len(ordered) * q / 100))] for q in (50, 95, 99)}
     print(f"{name}: " + ", ".join(f"{key} {1000 * value:.2f} ms" for key, value in at.items()) + f", n {len(ordered)}")
 
 
 async def cpu_of(picker: psutil.Process, seconds: float) -> float:
-    """The share of one core that it uses for a while."""
+    """Return the share of one core that the picker uses during ``seconds``."""
     before, began = sum(picker.cpu_times()[:2]), time.perf_counter()
     await asyncio.sleep(seconds)
     return (sum(picker.cpu_times()[:2]) - before) / (time.perf_counter() - began)
 
 
 async def load(args: argparse.Namespace, picker: psutil.Process, rate: float) -> None:
-    """Play Envoy at ``rate`` requests per second, and print what that took."""
+    """Play Envoy at ``rate`` requests per second, and print the results."""
     source = Conversations(args.prompt_chars, args.new, args.conversations)
     bodies = [source.body() for _ in range(max(1, int(rate * args.seconds)))]
     arrivals = random.Random(2)
@@ -216,7 +217,7 @@ async def load(args: argparse.Namespace, picker: psutil.Process, rate: float) ->
 
 
 async def main(args: argparse.Namespace) -> None:
-    """Everything."""
+    """Measure the idle picker, then each rate."""
     async with processes(args) as picker:
         idle = await cpu_of(picker, 10.0)
         print(f"idle with {args.engines} engines: {100 * idle:.1f}% of a core, {picker.memory_info().rss >> 20} MiB")
@@ -228,7 +229,9 @@ async def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=500)
-    parser.add_argument("--rate", type=float, nargs="+", default=[200.0], help="requests per second; 0: none")
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[200.0], help="requests per second; 0: measure only the idle picker"
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--prompt-chars", type=int, default=4000)
     parser.add_argument("--new", type=int, default=400)

@@ -1,24 +1,26 @@
-"""What a streamed token costs the router, beside vLLM's own API server behind the Rust `vllm-router`.
+"""The cost of a streamed token in the router, compared with vLLM's API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
     python benchmarks/front_door.py --kinds all [--rounds 5]
 
-A token source, an engine that has its tokens ready, sends one to each stream every 20 ms. Clients in a process of their
-own keep 16 and 64 streams of 100 tokens going; the CPU time (user and system, from /proc) of the serving processes is
-divided by the tokens that the clients received. Detokenisation and the handling of requests are in it. Then the time to
-first token at 100 requests/s, which is all the router's as the source answers at once, and as many tokens as one
-process carries. Both servers get one message per step from a process of its own: the router in the words of
-Tercet's engines, the API server in those of vLLM's engine core. `writes alone` is a server that writes ready-made
-chunks and does nothing else: none that sends each token by itself can cost less. `vllm-router` is left out if it is not
-installed and no wheel is given. `--dynamo PYTHON` adds Dynamo's frontend before its own mock engine, run by a Python
-that has `ai-dynamo` 1.6.1 (its steps take about 20 ms, whatever `--step` says). `--step` is the time from one token of
-a stream to its next: where it is short, processes do not sleep between steps, and wake up with cold caches less often.
+A token source, which is an engine with ready-made tokens, sends one token to each stream every 20 ms. Clients in a
+separate process keep 16 and 64 streams of 100 tokens running. The CPU time (user and system, from /proc) of the serving
+processes is divided by the number of tokens that the clients received; it includes detokenisation and the handling of
+requests. Then the time to first token is measured at 100 requests/s (it is the router's time, since the source answers
+immediately), and the largest number of tokens that one process can serve.
 
-`--kinds` measures streams of other kinds in their stead, each kind at 16 streams by the router and the API server in
-turn, in `--rounds` rounds, so that what else a machine does meets all alike: `benchmarks/stream_kinds.py` has what
-their clients ask and what the model says. The table has medians over the rounds with the least and the most, and the
-medians of the shares of each round. A token of a tool call need not be an event, so the events of whole streams tell
-how many tokens an event is.
+Each server gets one message per step from its source process: the router in the protocol of Tercet's engines, the API
+server in that of vLLM's engine core. `writes alone` is a server that only writes ready-made chunks: a server that sends
+each token separately cannot cost less. `vllm-router` is measured only if `--router-wheel` is given.
+`--dynamo PYTHON` adds Dynamo's frontend with Dynamo's mock engine, run by a Python that has `ai-dynamo` 1.6.1 (its
+steps take about 20 ms at any `--step`). `--step` is the time between two tokens of a stream: if it is short, processes
+do not sleep between steps, and their caches stay warm.
+
+`--kinds` measures other kinds of streams instead: each kind with 16 streams, by the router and the API server in turn,
+in `--rounds` rounds, so that other load of the machine affects all equally. `benchmarks/stream_kinds.py` defines the
+requests of the clients and the texts of the model. The table has medians over the rounds with the smallest and the
+largest value, and medians of the rounds' ratios. A token of a tool call may have no event, so the number of tokens per
+event is computed from whole streams.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
 @dataclass(frozen=True)
 class Load:
-    """What clients saw: ``ttft`` is the median time to first token in milliseconds."""
+    """The results of the clients. ``ttft`` is the median time to first token, in milliseconds."""
 
     tokens: float
     requests: int
@@ -62,7 +64,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; ``cpu`` is the share of one core that the serving processes used."""
+    """One measurement. ``cpu`` is the number of cores that the serving processes used."""
 
     server: str
     case: str
@@ -76,7 +78,7 @@ class Row:
 
 
 class Stream(asyncio.Protocol):
-    """One connection that asks, counts the events of the answer, and tells when it is over; it parses nothing else."""
+    """A connection that sends requests, counts the events of answers, and detects their end. It parses nothing else."""
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
@@ -117,7 +119,7 @@ class Stream(asyncio.Protocol):
 
 
 class Clients:
-    """Closed (``streams`` at a time) or open (``rate`` a second) load on one port; prints a :class:`Load` as JSON."""
+    """The load on one port: closed (``streams`` at a time) or open (``rate`` per second)."""
 
     def __init__(self, port: int, tokens: int, kind: StreamKind) -> None:
         self.events = self.requests = self.whole = 0
@@ -131,7 +133,7 @@ class Clients:
         ).encode()
 
     async def run(self, streams: int, rate: float, seconds: float) -> None:
-        """Load, with two seconds before the measurement; a line before and one after say what was counted."""
+        """Run the load. Print ``begin`` after a warm-up, and a :class:`Load` as JSON after ``seconds``."""
         tasks = [asyncio.create_task(self._again(index * STEP)) for index in range(streams)]
         tasks += [asyncio.create_task(self._open(rate))] if rate else []
         await asyncio.sleep(2.5 if streams else 1.0)
@@ -141,7 +143,7 @@ class Clients:
         await asyncio.sleep(seconds)
         took = time.perf_counter() - began
         ttft = statistics.median(self.ttfts) * 1e3 if self.ttfts else 0.0
-        # As many chunks as tokens, but for tool calls, and beside them a chat answer's role.
+        # Tokens per event: 1, except for tool calls and for the first event of a chat, which has the role only.
         per_event = self._tokens * self.requests / self.whole if self.whole else 1.0
         found = Load((self.events - events) * per_event, self.requests - requests, took, ttft)
         print(json.dumps(asdict(found)), flush=True)
@@ -164,7 +166,9 @@ class Clients:
         tasks: set[asyncio.Task[None]] = set()
 
         async def one() -> None:
-            idle[:] = [stream for stream in idle if not stream.closed]  # a server ends what is idle for long
+            idle[:] = [
+                stream for stream in idle if not stream.closed
+            ]  # servers close connections that are idle for long
             stream = idle.pop() if idle else await self._connect()
             await stream.ask(self._request)
             idle.append(stream)
@@ -182,7 +186,7 @@ class Clients:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """User and system time of processes so far."""
+    """Return the CPU time of processes so far (user and system), in seconds."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(field[11]) + int(field[12]) for field in fields) / TICKS
 
@@ -198,7 +202,7 @@ def measure(
     rate: float = 0.0,
     kind: str = "plain",
 ) -> Row:
-    """Put load on a port and count what it cost the processes."""
+    """Put load on a port, print and return the cost for the processes ``pids``."""
     command = [
         sys.executable,
         __file__,
@@ -223,7 +227,7 @@ def measure(
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """Return a port that is not in use."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -233,7 +237,7 @@ def free_port() -> int:
 def process(
     *command: str, port: int | None = None, path: str = "/health", python: str = sys.executable, **env: str
 ) -> Generator[int]:
-    """A process while entered; its id, once it answers on its port, if it has one."""
+    """Run a process while the context is open. Yield its id, as soon as it answers on ``port`` (None: immediately)."""
     import urllib.error
     import urllib.request
 
@@ -259,7 +263,7 @@ def process(
 
 @contextmanager
 def dynamo(python: str, model: str, port: int) -> Generator[int]:
-    """Dynamo's frontend over a mock engine of its own, while entered; the frontend's process id."""
+    """Run Dynamo's frontend with Dynamo's mock engine while the context is open. Yield the frontend's process id."""
     planes = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engine = ("--model-path", model, "--model-name", MODEL_NAME, "--decode-speedup-ratio", "0.3")
@@ -272,7 +276,7 @@ def dynamo(python: str, model: str, port: int) -> Generator[int]:
 
 
 def await_model(port: int) -> None:
-    """Return once the server on that port lists a model."""
+    """Return when the server on a port lists a model. Raise ``RuntimeError`` after 120 s."""
     import urllib.request
 
     deadline = time.monotonic() + 120
@@ -281,16 +285,16 @@ def await_model(port: int) -> None:
             if json.load(answer)["data"]:
                 return
         time.sleep(0.2)
-    raise RuntimeError("the server lists no model")
+    raise RuntimeError(f"the server on port {port} did not list a model within 120 s")
 
 
 def kinds_of(given: str) -> list[str]:
-    """The kinds that ``--kinds`` names."""
+    """Return the kinds that ``--kinds`` names."""
     return list(KINDS) if given == "all" else [kind for kind in given.split(",") if kind]
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Every case, Tercet's and the peer's in turn."""
+    """Measure every case, by Tercet's router and by the other servers in turn."""
     from tercet.cluster.model import resolve_model
 
     model = resolve_model("smollm2", lambda _: None)
@@ -353,7 +357,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def print_kinds(rows: Sequence[Row], kinds: Sequence[str], ours: str, theirs: str) -> None:
-    """Print the price of each kind over all rounds, next to the peer's and to that of the first kind."""
+    """Print the cost of each kind over all rounds, with its ratio to the other server's and to the first kind's."""
     found = {
         (name, kind): [row.us_per_token for row in rows if (row.server, row.case) == (name, kind)]
         for name in (ours, theirs)
@@ -374,7 +378,7 @@ def print_kinds(rows: Sequence[Row], kinds: Sequence[str], ours: str, theirs: st
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write measurements, with the machine and the day."""
+    """Write measurements to a JSON file, with the machine and the date."""
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
     path.write_text(json.dumps({**machine, "rows": [asdict(row) for row in rows]}, indent=1))
 
@@ -385,19 +389,21 @@ def main() -> None:
     parser.add_argument("--clients-of", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--streams", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--request-rate", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--step", type=float, default=STEP, help="seconds from one token of a stream to its next")
-    parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="streams to find the limit with")
-    parser.add_argument("--kinds", default="", metavar="A,B", help=f"streams of other kinds: all, {', '.join(KINDS)}")
-    parser.add_argument("--rounds", type=int, default=5, help="of all kinds")
-    parser.add_argument("--router-wheel", help="a folder into which the wheel of vllm-router was unpacked")
-    parser.add_argument("--dynamo", metavar="PYTHON", help="a Python that has ai-dynamo 1.6.1 installed")
-    parser.add_argument("--result-filename", type=Path, help="where to write the measurements")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
+    parser.add_argument("--step", type=float, default=STEP, help="seconds between two tokens of a stream")
+    parser.add_argument("--many", type=int, nargs="*", default=[200, 400], help="numbers of streams, to find the limit")
+    parser.add_argument(
+        "--kinds", default="", metavar="A,B", help=f"kinds of streams to measure instead: all, {', '.join(KINDS)}"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with --kinds")
+    parser.add_argument("--router-wheel", help="folder with the unpacked wheel of vllm-router")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="Python interpreter with ai-dynamo 1.6.1")
+    parser.add_argument("--result-filename", type=Path, help="JSON file for the measurements")
     args = parser.parse_args()
     unknown = [kind for kind in kinds_of(args.kinds) if kind not in KINDS]
     if unknown:
-        parser.error(f"--kinds: there is no {', '.join(unknown)}; there are {', '.join(KINDS)}")
+        parser.error(f"--kinds: {', '.join(unknown)}: unknown; choose from {', '.join(KINDS)}")
     if args.clients_of is not None:
         import uvloop
 

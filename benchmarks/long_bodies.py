@@ -1,10 +1,10 @@
-"""How long a stream stands still while another client sends the longest bodies that are taken, field by field.
+"""The longest gap in a stream while another client sends the longest bodies that a router accepts, for each field.
 
-``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running router, sends
-each body, and prints the longest gap between two events of the stream meanwhile, and without anybody else.
+``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running router, sends each
+body, and prints the longest gap between two events of the stream in that time; first without another client.
 
-With ``--pid PID``, the router's process on this machine, it prints the CPU time that its event loop took for the
-request and the stream together as well: on a machine where nothing else runs no gap is longer.
+With ``--pid PID``, the router's process on this machine, it also prints the CPU time of the router's event loop for the
+request and the stream together. On an idle machine, no gap is longer than that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST = {"max_tokens": 2}
 
 
 def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """Route, field and body of each case: just below what is refused."""
+    """Return route, field and body of each case; most are just below the limits of the router."""
     few, numbers = items // 8 - 8, items * 32
     words = [f"a{number}" for number in range(items * 2 - 100)]
     grammar = "root ::= " + " ".join("[a-z]" for _ in range(3000))
@@ -79,13 +79,13 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 class Bystander:
-    """A stream that wants its tokens; ``longest`` is the longest gap since somebody looked."""
+    """A client with a stream. ``longest`` is the longest gap, in seconds, since it was last set to 0."""
 
     def __init__(self) -> None:
         self.longest = 0.0
 
     async def run(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
-        """Stream for ever."""
+        """Stream until cancelled."""
         body = {"model": model, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
         while True:
             async with session.post(f"{url}/v1/completions", json=body) as answer:
@@ -96,14 +96,14 @@ class Bystander:
                     last = now
 
     async def during(self, work: Any) -> tuple[float, Any]:
-        """The longest gap while ``work`` goes on, and what that comes to."""
+        """Await ``work``. Return the longest gap in that time, in seconds, and the result of ``work``."""
         self.longest = 0.0
         found = await work
         return self.longest, found
 
 
 def loop_ms(pid: int | None) -> float:
-    """CPU time of a process's first thread so far, in milliseconds; 0 without a process."""
+    """Return the CPU time of a process's first thread so far, in milliseconds; 0 without a process."""
     if pid is None:
         return 0.0
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
@@ -115,7 +115,7 @@ async def measure(url: str, model: str, items: int, sequences: int, pid: int | N
         bystander = Bystander()
         streaming = asyncio.create_task(bystander.run(session, url, model))
         gap, _ = await bystander.during(asyncio.sleep(3))
-        print(f"{'nobody else':45} {gap * 1000:8.1f} ms")
+        print(f"{'no other client':45} {gap * 1000:8.1f} ms")
 
         async def asked(route: str, body: dict[str, Any]) -> int:
             async with session.post(url + route, json={"model": model, **body}) as answer:

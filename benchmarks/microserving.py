@@ -1,9 +1,10 @@
-"""The evaluation of "Microserving LLM engines" in simulation, beside its figure, and what its text says.
+"""The evaluation of "Microserving LLM engines" in simulation, compared with its figure and its text.
 
     python benchmarks/microserving.py [--figures read.json] [--seeds 3]
 
 Three constants are fitted to the means that were read off the figure at the lowest rate; P99 and the other rates are
-predictions. The file is ``{line: {rate: {"jct": seconds, ...}}}``; that beside this one has the figure's pixels.
+predictions. The form of the file is ``{line: {rate: {"jct": seconds, ...}}}``. The default,
+``microserving_figure.json``, was read from the figure's pixels.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ P99 = (("jct_p99", "P99 JCT, s", 1.0, 2),)
 
 
 def main() -> None:
-    """Run it."""
+    """Run the evaluation and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", type=Path, default=READ, help="values read off the figure")
-    parser.add_argument("--seeds", type=int, default=3, help="runs to average over")
+    parser.add_argument("--figures", type=Path, default=READ, help="file with the values that were read off the figure")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs per mean")
     given = parser.parse_args()
     setting = EvaluationSetup(given.seeds)
     try:
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
-    """Print both figures, how far they are apart, and the text's claims beside what was simulated."""
+    """Print simulated and published values, their differences, and the claims of the text with simulated values."""
     latency = f"{scales.latency * 1e3:.0f} ms for each call of a verb"
     print(f"prefill x {scales.prefill}, decode x {scales.decode}, {latency}\n")
     for name, title, factor, digits in TABLES + P99:
@@ -70,7 +71,7 @@ def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
         print(f"{line} | " + " | ".join(f"{error:.1%}" for error in errors))
     print(f"mean JCT, the two-engine lines together: {held_out_error(setting, scales, plot):.1%}\n")
     mean, tail = (gains(setting, scales, "1P1D", figure) for figure in ("jct", "jct_p99"))
-    print(f"TP8 below the best other at {LOWEST}/s: {tp8_gain(setting, scales):.1%} (the text: up to 8%)")
+    print(f"TP8 below the best other line at {LOWEST}/s: {tp8_gain(setting, scales):.1%} (the text: up to 8%)")
     print(f"1P1D below data parallel, mean JCT: {told(mean)} (the text: up to 16%)")
     print(f"1P1D below data parallel, P99 JCT: {told(tail)} (the text: up to 28%)")
     print(f"balanced below data parallel, mean JCT: {told(gains(setting, scales, '1P1D balanced 0.1'))}")
@@ -79,7 +80,7 @@ def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
 
 
 def told(shares: dict[float, float]) -> str:
-    """Shares by rate, as percentages."""
+    """Return shares by rate as percentages."""
     return ", ".join(f"{share:.0%}" for share in shares.values())
 
 

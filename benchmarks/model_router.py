@@ -1,9 +1,9 @@
-"""What a model router costs: its CPU time per token of a stream, before a server that writes one token each 10 ms.
+"""The cost of a model router: its CPU time per streamed token, with a server that writes one token every 10 ms.
 
     python -m benchmarks.model_router [STREAMS [TOKENS]]
 
-Server and clients are in this process, the model router in another one, whose CPU time (user and system) is divided by
-the tokens that passed it. One line for each of three rounds.
+Server and clients are in this process, the model router is in another one. Its CPU time (user and system) is divided by
+the number of tokens that passed through it. The output has one line for each of three rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def main(streams: int, tokens: int) -> None:
-    """All rounds."""
+    """Run all rounds and print their results."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "m"}]})

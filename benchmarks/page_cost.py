@@ -1,7 +1,8 @@
-"""What the page costs a router: CPU and bytes of its frames, for a large fleet on which everything changes.
+"""The cost of the web page in a router: CPU time and bytes of its frames, for a large fleet with constant changes.
 
-``python -m benchmarks.page_cost`` measures the producer in this process: reports of all engines change before each
-frame, running requests generate, and others begin and end. It serves no viewer: each gets the same bytes.
+``python -m benchmarks.page_cost`` measures the production of frames in this process. Before each frame, the reports of
+all engines change, running requests generate tokens, and others begin and end. No viewer is served: all viewers get the
+same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tercet.settings import RetryBudget
 
 
 class BusyFleet:
-    """A service over ``engines`` with ``running`` sequences, ``ended`` of which are replaced before each frame."""
+    """A service of ``engines`` engines and ``running`` sequences; each frame, ``ended`` of them are replaced."""
 
     def __init__(self, engines: int, running: int, ended: int) -> None:
         self._random, self._ended, self._number = random.Random(1), ended, 0
@@ -50,7 +51,7 @@ class BusyFleet:
         return sequence, trace, context
 
     def live(self, seconds: float) -> float:
-        """Change everything, as a router does by itself; returns the CPU seconds that telling the watch took."""
+        """Change everything, as in ``seconds`` of a router. Return the CPU seconds of notifications for the page."""
         self._now += seconds
         chance = self._random.random
         for name in self._names:
@@ -75,11 +76,11 @@ class BusyFleet:
 
 
 def main() -> None:
-    """Measure, and print one line."""
+    """Measure and print one line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=1000)
     parser.add_argument("--running", type=int, default=2000)
-    parser.add_argument("--ended", type=int, default=200, help="requests that end before each frame")
+    parser.add_argument("--ended", type=int, default=200, help="number of requests that end before each frame")
     parser.add_argument("--frames", type=int, default=60)
     given = parser.parse_args()
     interval = LARGE_INTERVAL_S if given.engines > LARGE else INTERVAL_S

@@ -1,7 +1,7 @@
-"""How long one pick takes, by size of fleet and profile; the last column is what it costs beside ``least_loaded``.
+"""The time of one pick, by size of the fleet and profile. The last column is its ratio to ``least_loaded``.
 
-``python benchmarks/pick.py [SIZE ...]`` prints the median over rounds, in microseconds. Prompts have 8192 tokens and
-share a quarter of them; every engine has reported, and some sequences run on each.
+``python benchmarks/pick.py [SIZE ...]`` prints medians over prompts, in microseconds. Prompts have 8192 tokens and
+share a quarter of them. Every engine has reported its load, and has requests in flight.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ schedulingProfiles:
 
 
 def scheduling() -> Scheduling:
-    """The profiles that are measured."""
+    """Return the profiles to measure."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "scheduling.yaml")
         file.write_text(FILE)
@@ -69,7 +69,7 @@ def scheduling() -> Scheduling:
 
 
 def fleet_of(size: int, plan: Scheduling) -> EngineFleet:
-    """A fleet under some load; its engines are never called."""
+    """Return a fleet of ``size`` engines under load. Its engines are never called."""
     fleet = EngineFleet([Member(f"e{n}", "", "both", cast("Engine", _Named(f"e{n}"))) for n in range(size)], seed=0)
     fleet.scheduling = plan
     report(fleet)
@@ -77,7 +77,7 @@ def fleet_of(size: int, plan: Scheduling) -> EngineFleet:
 
 
 def report(fleet: EngineFleet) -> None:
-    """Every engine says how busy it is."""
+    """Let every engine report a random load."""
     chance = Random(1)
     for member in fleet.members:
         member.in_flight = chance.randrange(20)
@@ -86,7 +86,7 @@ def report(fleet: EngineFleet) -> None:
 
 
 def requests(count: int) -> list[Request]:
-    """Prompts of some groups, each of which shares its beginning."""
+    """Return requests of several groups. The prompts of a group share a prefix."""
     chance = Random(2)
     shared = [tuple(chance.randrange(50_000) for _ in range(SHARED)) for _ in range(GROUPS)]
     rest = tuple(chance.randrange(50_000) for _ in range(PROMPT - SHARED))
@@ -97,7 +97,7 @@ def requests(count: int) -> list[Request]:
 
 
 def pick_micros(fleet: EngineFleet, by: str, prompts: list[Request]) -> float:
-    """Microseconds of one pick, the median over the prompts."""
+    """Return the median time of a pick over the prompts, in microseconds."""
     took: list[float] = []
     for request in prompts:
         began = time.perf_counter()
@@ -107,7 +107,7 @@ def pick_micros(fleet: EngineFleet, by: str, prompts: list[Request]) -> float:
 
 
 class _Named:
-    """As much of an engine as a pick needs."""
+    """The part of an engine that a pick needs: its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -122,7 +122,7 @@ def main(sizes: list[int]) -> None:
         base = pick_micros(fleet, "least_loaded", prompts)
         for by in ("round_robin", "least_loaded", *plan.profiles):
             report(fleet)
-            pick_micros(fleet, by, prompts[:100])  # warm, and with a history to match
+            pick_micros(fleet, by, prompts[:100])  # warm up, and fill the history of prefixes
             report(fleet)
             micros = pick_micros(fleet, by, prompts[100:])
             print(f"{size:>8} {by:>12} {micros:>8.1f} {micros / base:>15.1f}")

@@ -1,12 +1,12 @@
-"""Fixed fleets, roles that follow their load, the planner and Dynamo's planner, on one made trace in one run.
+"""A comparison of fixed fleets, automatic roles, the planner and Dynamo's planner on one trace.
 
     python -m benchmarks.planner --trace flip --seconds 600 --engines 6
     python -m benchmarks.planner --trace day --seconds 1200 --engines 3 --most 8 --dynamo-python ~/dynamo/bin/python
     python -m benchmarks.planner --trace-file trace.jsonl --objective-ttft 2 --starts 4P2D --fewest 2 --most 8
 
-All of it is virtual time. A Python with `ai-dynamo` 1.4.2, scikit-learn, pmdarima, prophet, filterpy, plotly, pandas
-and prometheus-api-client replays the same trace with the same step times; the two simulators differ in their absolute
-figures, so hold each planner against the fixed fleets of its own simulator.
+All runs are in virtual time. For Dynamo, a Python with `ai-dynamo` 1.4.2, scikit-learn, pmdarima, prophet, filterpy,
+plotly, pandas and prometheus-api-client replays the same trace with the same step times. The two simulators differ in
+their absolute numbers, so compare each planner with the fixed fleets of the same simulator.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from tercet.settings.role_settings import Objectives
 
 BLOCK = 512
 INTERVAL_S = 60.0
-"""Seconds after which the best sequence of fleets, known in hindsight, may have another one."""
+"""Interval, in seconds, at which the best sequence of fleets in hindsight may change the fleet."""
 Shape = Literal["flip", "day", "bursts", "tenants", "steady"]
 
 
 class Load(NamedTuple):
-    """Requests per second, and mean lengths in tokens."""
+    """The load at one moment: requests per second, and mean lengths in tokens."""
 
     rate: float
     prompt: float
@@ -60,20 +60,23 @@ class Load(NamedTuple):
 
 
 def load_at(shape: Shape, at: float, seconds: float, rate: float) -> Load:
-    """The load at a second of a trace of so many ``seconds``, around a mean ``rate``."""
+    """Return the load at second ``at`` of a trace of ``seconds``, with a mean of about ``rate`` requests per second."""
     if shape == "flip":
         return Load(rate, 3000, 80) if at < seconds / 2 else Load(rate, 200, 1000)
-    if shape == "day":  # two days, each a third of the trace's rate at night
+    if shape == "day":  # two days; at night, the rate is a third of the mean
         return Load(rate * (1 - 2 / 3 * math.cos(4 * math.pi * at / seconds)), 1500, 200)
-    if shape == "bursts":  # three times as much for a tenth of the time, five times
+    if shape == "bursts":  # five bursts of three times the rate, which fill a tenth of the time
         return Load(rate * (3 if at * 5 / seconds % 1 > 0.9 else 0.78), 1500, 200)
-    if shape == "tenants":  # one is always there, one in the middle half, with prompts that are long
+    if shape == "tenants":  # one tenant is always active, one with long prompts in the middle half
         return Load(2 * rate, 2200, 120) if seconds / 4 <= at < seconds * 3 / 4 else Load(rate, 400, 300)
     return Load(rate, 1500, 200)
 
 
 def trace(shape: Shape, seconds: float, rate: float, seed: int) -> Iterator[Mapping[str, Any]]:
-    """Lines of a trace in Mooncake's form: prompts share nothing, arrivals are Poisson, lengths 20% around the mean."""
+    """Yield the lines of a trace in Mooncake's form.
+
+    Prompts share no prefix, arrivals are Poisson, and lengths have a standard deviation of 20% of the mean.
+    """
     chance, at, block = random.Random(f"{shape} {seed}"), 0.0, 0
     most = 3 * rate
     while True:
@@ -93,14 +96,17 @@ def _lines(shape: Shape, seconds: float, rate: float, seed: int) -> bytes:
 
 
 class Fixed(NamedTuple):
-    """A fleet that does not change; ``met`` of the requests that came in each interval were within the objectives."""
+    """The result of a fixed fleet. ``met`` counts, by interval of arrival, the requests that met the objectives."""
 
     row: Row
     met: list[float]
 
 
 class Row(NamedTuple):
-    """One fleet under the trace; ``per_hour`` are requests within the objectives for an engine-hour."""
+    """The result of one fleet: a row of the table.
+
+    ``met`` is the share of requests that met the objectives, ``per_hour`` the number of such requests per engine-hour.
+    """
 
     name: str
     met: float
@@ -110,14 +116,14 @@ class Row(NamedTuple):
     per_hour: float
 
     def cells(self) -> list[str]:
-        """As a row of the table."""
+        """Return the cells of the row."""
         p99 = "" if math.isnan(self.ttft_p99) else f"{self.ttft_p99:.2f}"
         return [self.name, f"{self.met:.1%}", p99, self.changes, f"{self.hours:.2f}",
                 f"{self.per_hour:.0f}"]  # fmt: skip
 
 
 def ours(file: Path, fleet: str, profile: str, name: str, moving: MovingSettings) -> Row:
-    """One of our runs."""
+    """Simulate a fleet with Tercet's roles or planner. Return its row."""
     point = Simulation(
         program="disaggregated", program_args={}, fleet=fleet, profile=profile, options={}, workload=_workload(file),
         moving=moving,
@@ -126,7 +132,7 @@ def ours(file: Path, fleet: str, profile: str, name: str, moving: MovingSettings
 
 
 def unchanged(file: Path, fleet: str, profile: str, objectives: Objectives) -> Fixed:
-    """One of our runs without a planner."""
+    """Simulate a fixed fleet. Return its result."""
     outcome = run_once(
         load_program("disaggregated"), parse_fleet(fleet), profile, EngineOptions(), _workload(file), seed=0
     )
@@ -137,7 +143,7 @@ def unchanged(file: Path, fleet: str, profile: str, objectives: Objectives) -> F
 
 
 def in_hindsight(fixed: Mapping[str, Fixed], requests: int, start_s: float) -> Row:
-    """What the best sequence of the fixed fleets would serve of so many requests; starts of engines cost."""
+    """Return the row of the best sequence of fixed fleets for ``requests`` requests; starts of engines cost time."""
     best = best_sequence({_plan(fleet): each.met for fleet, each in fixed.items()}, INTERVAL_S, start_s)
     return Row(
         "best sequence in hindsight", best.met / requests, math.nan, str(best.changes), best.engine_hours, best.per_hour
@@ -165,7 +171,7 @@ def _row(point: SimulatedPoint, fleet: str, name: str) -> Row:
 def dynamos(
     python: str, file: Path, profile: str, plan: FleetPlan, objectives: Objectives, planner: Mapping[str, Any] | None
 ) -> Row:
-    """One of Dynamo's runs, replayed offline by the Python that has it."""
+    """Replay the trace offline with Dynamo, by the interpreter ``python``. Return its row (None ``planner``: fixed)."""
     with tempfile.TemporaryDirectory() as folder:
         steps, report = Path(folder) / "steps.npz", Path(folder) / "report.json"
         _write_steps(profile, steps)
@@ -190,7 +196,7 @@ def dynamos(
 
 
 def _write_steps(profile: str, file: Path) -> None:
-    """Step times as Dynamo's mocker reads them: of prompts by length, of decodes by active KV and context, in ms."""
+    """Write step times, in ms, for Dynamo's mocker: prefills by length, decodes by active KV tokens and context."""
     steps = StepModel(load_profile(profile).steps)
     lengths = np.array([16, 64, 128, 256, 512, 1024, 2048, 3000, 4096, 6144, 8192, 16384], float)
     active, contexts = np.linspace(256, 434_528, 40), np.array([64, 128, 256, 512, 1024, 2048, 4096, 8192], float)
@@ -201,37 +207,48 @@ def _write_steps(profile: str, file: Path) -> None:
 
 
 def planner(
-    trace_shape: Annotated[Shape, typer.Option("--trace", help="Form of the load.")] = "flip",
+    trace_shape: Annotated[Shape, typer.Option("--trace", help="Shape of the load.")] = "flip",
     trace_file: Annotated[
         Path | None,
-        typer.Option("--trace-file", help="A trace in Mooncake's form, instead of a made one.", show_default="none"),
+        typer.Option(
+            "--trace-file", help="File with a trace in Mooncake's form, instead of --trace.", show_default="none"
+        ),
     ] = None,
-    ttft: Annotated[float, typer.Option("--objective-ttft", help="Longest time to the first token, seconds.")] = 1.0,
-    tpot: Annotated[float, typer.Option("--objective-tpot", help="Longest time per further token, seconds.")] = 0.025,
-    seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the trace.")] = 600,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second.")] = 45,
-    engines: Annotated[int, typer.Option("--engines", min=2, help="Engines at first, and of fixed fleets.")] = 6,
+    ttft: Annotated[
+        float, typer.Option("--objective-ttft", help="Objective for the time to first token, seconds.")
+    ] = 1.0,
+    tpot: Annotated[
+        float, typer.Option("--objective-tpot", help="Objective for the time per output token, seconds.")
+    ] = 0.025,
+    seconds: Annotated[float, typer.Option("--seconds", min=60, help="Length of the trace, seconds.")] = 600,
+    rate: Annotated[float, typer.Option(min=0.1, help="Mean rate, requests per second.")] = 45,
+    engines: Annotated[
+        int, typer.Option("--engines", min=2, help="Number of engines at the start, and in fixed fleets.")
+    ] = 6,
     fewest: Annotated[
-        int | None, typer.Option("--fewest", help="Fewest engines of the planner.", show_default="--engines")
+        int | None,
+        typer.Option("--fewest", help="Smallest number of engines of the planner.", show_default="--engines"),
     ] = None,
     most: Annotated[
-        int | None, typer.Option("--most", help="Most engines of the planner.", show_default="--engines")
+        int | None, typer.Option("--most", help="Largest number of engines of the planner.", show_default="--engines")
     ] = None,
     starts: Annotated[
         str,
-        typer.Option("--starts", help="Fleets to begin with, with commas.", show_default="splits of --engines, 2 each"),
+        typer.Option(
+            "--starts", help="Fleets at the start, separated by commas.", show_default="splits of --engines, 2 each"
+        ),
     ] = "",
-    fixed: Annotated[bool, typer.Option(help="Simulate every fleet within the bounds, unchanged, as well.")] = True,
-    profile: Annotated[str, typer.Option(help="The engines.")] = "llama-3.1-8b-h100-tp1",
-    seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
+    fixed: Annotated[bool, typer.Option(help="Also simulate every fixed fleet within the limits.")] = True,
+    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = "llama-3.1-8b-h100-tp1",
+    seed: Annotated[int, typer.Option(help="Random seed of the trace.")] = 0,
     write_trace: Annotated[
-        Path | None, typer.Option("--write-trace", help="Write the trace here, and stop.", show_default="none")
+        Path | None, typer.Option("--write-trace", help="Write the trace to this file, and stop.", show_default="none")
     ] = None,
     dynamo_python: Annotated[
-        str | None, typer.Option("--dynamo-python", help="A Python that has Dynamo.", show_default="none")
+        str | None, typer.Option("--dynamo-python", help="Python interpreter with Dynamo.", show_default="none")
     ] = None,
 ) -> None:
-    """Print one table: fixed fleets, the best sequence of them, roles that follow, the planner, the oracle, Dynamo."""
+    """Print one table: fixed fleets, their best sequence, automatic roles, the planner, the oracle, and Dynamo."""
     if write_trace is not None:
         write_file(write_trace, _lines(trace_shape, seconds, rate, seed), "--write-trace")
         return
@@ -257,7 +274,7 @@ def planner(
                 planned = msgspec.structs.replace(plain, planner=policy, planning=bounds)
                 rows.append(ours(file, fleet, profile, f"planner, {policy}, from {fleet}", planned))
         if dynamo_python is None:
-            note("skipped: Dynamo's planner; --dynamo-python PYTHON names one that has ai-dynamo 1.4.2")
+            note("skipped: Dynamo's planner; give --dynamo-python PYTHON with ai-dynamo 1.4.2")
         else:
             rows += _of_dynamo(dynamo_python, file, profile, begun, objectives)
     made = f"{trace_shape}, {seconds:g} s, {rate:g} requests/s"
@@ -269,7 +286,7 @@ def planner(
 
 
 def _of_dynamo(python: str, file: Path, profile: str, begun: list[str], objectives: Objectives) -> list[Row]:
-    """Fixed, and with its planner pinned to as many engines."""
+    """Run Dynamo's fixed fleets, and its planner with the same number of engines. Return their rows."""
     rows = list[Row]()
     for plan in map(_plan, begun):
         rows.append(dynamos(python, file, profile, plan, objectives, None))

@@ -1,4 +1,4 @@
-"""A program with prefix-aware picking, for measuring how fast fleets are simulated.
+"""A program with prefix-aware picking, to measure the speed of simulating large fleets.
 
 ``tercet sim --program benchmarks/prefix_aware.py:prefix_aware --fleet both=1000 --request-rate 2000
 --num-prompts 20000 --input-mean 512 --output-mean 128 --prefixes 4000 --prefix 256``
@@ -17,24 +17,24 @@ from tercet.protocol import Request
 from tercet.protocol.block_hashes import chain
 
 BLOCK = 64
-# Sequences by which an engine that knows a prefix may be ahead of the others and still be chosen for it.
+# An engine with the prefix is chosen if it has at most this number of sequences more than the least busy engine.
 AHEAD = 8
 
 
 class Homes:
-    """Which engine has last seen a prompt's blocks, and how many sequences each engine has.
+    """The engine that last got each block of prompts, and the number of sequences of each engine.
 
-    Each block's hash covers everything before it.
+    The hash of a block covers all blocks before it.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self._homes: dict[int, int] = {}
-        # Beside the members' own counts: a look at each of a thousand takes longer than all else that is done here.
+        # A copy of the members' counts: reading them from a thousand members takes longer than all other work here.
         self._loads = np.zeros(len(members), dtype=np.int32)
 
     def find(self, blocks: list[int]) -> int | None:
-        """The place of the engine that has the longest prefix."""
+        """Return the index of the engine with the longest prefix, or None."""
         homes = self._homes
         for block in reversed(blocks):
             if block in homes:
@@ -42,7 +42,7 @@ class Homes:
         return None
 
     def choose(self, blocks: list[int]) -> int:
-        """The place of the engine to take; its load counts one more, until :meth:`leave`."""
+        """Return the index of the engine to use, and count one more sequence there until :meth:`leave`."""
         place, loads, members = self.find(blocks), self._loads, self.members
         idle = int(loads.argmin())
         if not members[idle].reachable:
@@ -54,16 +54,16 @@ class Homes:
         return place
 
     def leave(self, place: int) -> None:
-        """A sequence is over."""
+        """Record that a sequence has ended."""
         self._loads[place] -= 1
 
 
-# Each request has a view of the fleet; what is known of its engines is shared.
+# Each request has its own view of the fleet, but the knowledge of the engines is shared.
 _homes: WeakKeyDictionary[FleetKnowledge, Homes] = WeakKeyDictionary()
 
 
 async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
-    """Serve on the engine that knows most of the prompt, unless it is far busier than the least busy one."""
+    """Serve on the engine with the longest cached prefix, unless it is much busier than the least busy engine."""
     homes = _homes.get(fleet.knowledge) or _homes.setdefault(fleet.knowledge, Homes(fleet.members))
     place = homes.choose(chain(0, request.prompt, BLOCK))
     try:

@@ -1,10 +1,10 @@
-"""What engines on Ray cost, and whether a fleet there grows and shrinks without a failed request.
+"""The cost of engines on Ray, and a check that a fleet on Ray grows and shrinks without a failed request.
 
     python -m benchmarks.ray_fleet [ENGINES [SMALL [CLIENTS]]]
 
-A cluster of a head and two machines at loopback addresses, and ENGINES simulated engines, which are scaled to SMALL and
-back while CLIENTS read streams, each of which must be whole. Memory is proportional set size: what processes share is
-divided among them.
+The script starts a cluster of a head and two nodes at loopback addresses, with ENGINES simulated engines. It scales
+them to SMALL and back while CLIENTS clients read streams; each stream must be complete. Memory is the proportional set
+size, which divides shared memory among the processes that share it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MARK = "TERCET_BENCHMARK"
 
 
 def unsaid(*words: object) -> None:
-    """What happens in between is not printed."""
+    """Ignore progress messages."""
 
 
 async def main(engines: int, small: int, clients: int) -> None:
-    """All of it."""
+    """Start the cluster, scale the fleet, and print the results."""
     os.environ[MARK] = str(os.getpid())
     model = await asyncio.to_thread(resolve_tokenizer, "smollm2")
     with ray_cluster(nodes=2) as cluster, tempfile.TemporaryDirectory() as logs:
@@ -66,7 +66,7 @@ async def main(engines: int, small: int, clients: int) -> None:
 
 
 def memory() -> str:
-    """Mean of each kind of process."""
+    """Return the mean memory of each kind of process, in MiB, as text."""
     found, count = Counter[str](), Counter[str]()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

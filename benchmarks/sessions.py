@@ -1,10 +1,10 @@
-"""Sessions of agents through a drain, a kill and a full KV cache, with and without ``--sessions``, in virtual time.
+"""The effect of ``--sessions`` on sessions of agents during a drain, a kill and with a full KV cache, in virtual time.
 
     python -m benchmarks.sessions [--requests 800] [--rate 6]
 
-Four simulated engines serve sessions of eight turns, three quarters of which come after a tool. `hit` is the share of
-prompt tokens that engines did not compute; TTFT is of all turns, and of those in the 30 s after the event. The last
-lines have an eighth of the KV cache, so that others' turns evict contexts.
+Four simulated engines serve sessions of eight turns; three quarters of the turns come after a tool. `hit` is the share
+of prompt tokens that engines did not compute. TTFT is over all turns, and over the turns in the 30 s after the event.
+The last lines have an eighth of the KV cache, so that turns of other sessions evict contexts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFIXES = Path(__file__).parent / "cache_aware.yaml"
 def simulated(
     pick: str, sessions: SessionSettings, faults: tuple[Fault, ...], workload: PlannedWorkload, blocks: int | None
 ) -> Outcome:
-    """One run."""
+    """Simulate one run and return its outcome."""
     fleet = FleetSpec(engines=(EngineGroup(role="both", count=4),), faults=faults)
     scheduling = load_scheduling(PREFIXES) if pick == "scheduled" else None
     options = EngineOptions(total_blocks=blocks)
@@ -52,7 +52,7 @@ def simulated(
 
 
 def row(way: str, event: str, outcome: Outcome) -> list[str]:
-    """A run's figures."""
+    """Return the row of a run: way, event and results."""
     sent, ttft = np.array(outcome.sent), (np.array(outcome.first) - np.array(outcome.sent)) * 1e3
     after = ttft[(sent >= AT) & (sent < AT + AFTER)]
     hit = 1 - outcome.counts["prefill_tokens"] / sum(outcome.input_tokens)
@@ -66,11 +66,13 @@ def row(way: str, event: str, outcome: Outcome) -> list[str]:
 
 
 def sessions(
-    requests: Annotated[int, typer.Option("--requests", help="Requests of each run.")] = 800,
+    requests: Annotated[int, typer.Option("--requests", help="Number of requests of each run.")] = 800,
     rate: Annotated[float, typer.Option("--rate", help="Requests per second.")] = 6.0,
-    blocks: Annotated[int, typer.Option("--blocks", help="KV blocks of each engine in the last lines.")] = 2500,
+    blocks: Annotated[
+        int, typer.Option("--blocks", help="Number of KV blocks of each engine in the last lines.")
+    ] = 2500,
 ) -> None:
-    """Print a line for each way, and each event."""
+    """Print a line for each way of picking and each event."""
     workload = PlannedWorkload(workload=(SESSIONS,), rate=rate, requests=requests)
     off, on = SessionSettings(), SessionSettings(together="on")
     rows = list[list[str]]()

@@ -1,19 +1,18 @@
-"""The simulator against a real fleet: the same requests at the same times, mean TTFT, TPOT and JCT side by side.
+"""A comparison of the simulator with a real fleet: the same requests at the same times; mean TTFT, TPOT and JCT.
 
-Start a prefill and a decode engine and a router, leave the machine alone, and run it:
+Start a prefill engine, a decode engine and a router on an otherwise idle machine, and run:
 
     tercet up --port 8000 &
     python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json
 
-The profile is measured first on the fleet's own engines (``tercet profile --engine``) unless the file is there. Nothing
-is fitted to the workloads: they are held out. The simulator is given what the client sent and when, and how long each
-answer was, and that both engines share a host; the rest is prediction.
+The profile is measured first on the engines of the fleet (``tercet profile --engine``), unless the file exists. Nothing
+is fitted to the workloads. The input of the simulator is: the prompts' lengths and send times, the answers' lengths,
+and the fact that both engines share a host. All other values are predictions.
 
-Where machines are shared, their speed changes within minutes. So the profile is compared with a few prefills and decode
-steps before and after each run, of an engine alone and beside the other one: its times are scaled by what all of these
-took more or less than it says, and its ``sharing`` is what they show (both are printed). One such look is too short to
-tell one run's minutes from another's. The workloads take no part in that, either. They are run in turns, ``--rounds``
-times, and the means over all rounds are compared.
+The speed of a shared machine changes within minutes. The profile is therefore compared with a few prefills and decode
+steps before and after each run, of an engine alone and next to the other one. All of these together give factors for
+the profile's times, and its ``sharing``; both are printed. (One such sample is too short to correct a single run.) The
+workloads have no effect on this. They run in turns, ``--rounds`` times, and the means over all rounds are compared.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from tercet.wire.client import HttpEngine
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512
-# Requests per second, and what they are; each run has the second that it names in the table.
+# By the name in the table: requests per second, and the workload.
 WORKLOADS = {
     "256 in, 32 out": (1.0, "random,input_len=256,output_len=32"),
     "512+-128 in, 64+-16 out": (0.5, "random,input_len=512,input_len_std=128,output_len=64,output_len_std=16"),
@@ -72,12 +71,12 @@ WORKLOADS = {
 }
 METRICS = {"TTFT": "mean_ttft_ms", "TPOT": "mean_tpot_ms", "JCT": "mean_e2el_ms"}
 ALLOWED = 0.15
-# Of the prefills that show how fast the machine is.
+# Number of tokens of the prefills that measure the machine's speed.
 TOKENS = 256
 
 
 class Run(NamedTuple):
-    """A workload under a program in one round: metrics by their names, and the share of time that engines were busy."""
+    """One round of a workload under a program: metrics by name, and the share of time in which engines were busy."""
 
     real: Mapping[str, float]
     simulated: Mapping[str, float]
@@ -85,14 +84,16 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    """Run it; exits with 1 if an error is larger than allowed."""
+    """Run the comparison. Exit with 1 if an error is larger than allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the fleet's router")
-    parser.add_argument("--profile", type=Path, required=True, help="a profile's file; measured if it is not there")
-    parser.add_argument("--num-prompts", type=int, default=40, help="requests of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each workload runs under each program")
-    parser.add_argument("--max-step-tokens", type=int, default=512, help="the engines' --max-num-batched-tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="of the profile's measurements")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the fleet's router")
+    parser.add_argument(
+        "--profile", type=Path, required=True, help="file of the profile; measured if it does not exist"
+    )
+    parser.add_argument("--num-prompts", type=int, default=40, help="number of requests of each run")
+    parser.add_argument("--rounds", type=int, default=2, help="number of runs of each workload under each program")
+    parser.add_argument("--max-step-tokens", type=int, default=512, help="--max-num-batched-tokens of the engines")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each measurement for the profile")
     given = parser.parse_args()
     try:
         if not given.profile.exists():
@@ -107,20 +108,20 @@ def main() -> None:
 
 
 async def engines_of(url: str) -> list[str]:
-    """The URLs of a prefill and a decode engine behind a router."""
+    """Return the URLs of the prefill and the decode engine of a router."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/tercet/v1/engines") as response:
         return [engine["url"] for engine in await response.json()][:2]
 
 
 def measure(url: str, engines: Sequence[str], profile: Path, sizes: Sequence[str]) -> None:
-    """``tercet profile --engine``, as one would run it."""
+    """Run ``tercet profile --engine`` for these engines."""
     flags = ["--router", url, *(part for engine in engines for part in ("--engine", engine))]
     command = [sys.executable, "-m", "tercet.cli", "profile", *flags]
     subprocess.run([*command, *sizes, "-o", str(profile)], check=True)
 
 
 class Comparison:
-    """Runs workloads on the fleet at ``url`` and on simulated engines of a profile."""
+    """The comparison of the fleet at ``url`` with simulated engines of a profile."""
 
     def __init__(self, url: str, profile: str, requests: int, max_step_tokens: int) -> None:
         self._url = url
@@ -130,7 +131,7 @@ class Comparison:
         self._max_step_tokens = max_step_tokens
 
     def compare(self, rounds: int) -> list[float]:
-        """Print a row for each workload, program and metric; returns the relative errors, without their signs."""
+        """Print a row for each workload, program and metric. Return the absolute relative errors."""
         found: dict[tuple[str, str], list[Point]] = {}
         seen = asyncio.run(self.look())
         for seed in range(rounds):
@@ -148,7 +149,7 @@ class Comparison:
         return list(rows_of(runs))
 
     def run(self, program: str, real: Point, profile: Profile, scales: tuple[float, float]) -> Run:
-        """What was measured, beside a simulation of the same requests."""
+        """Simulate the requests of a measured point. Return both results."""
         options = EngineOptions(
             max_num_batched_tokens=self._max_step_tokens, prefill_scale=scales[0], decode_scale=scales[1]
         )
@@ -160,7 +161,7 @@ class Comparison:
         return Run(chosen(real.metrics, real.errors), chosen(simulated, {}), outcome.busy)
 
     async def look(self) -> dict[Neighbour, list[Seconds]]:
-        """How long steps of one engine take now, by what the other one does."""
+        """Measure the present step times of one engine, by the activity of the other one."""
         chance = random.Random(time.time_ns())
         names = names_from(chance)
         async with AsyncExitStack() as stack:
@@ -169,16 +170,18 @@ class Comparison:
             return await measure_steps(one, other, TOKENS, 1, _ignore)
 
     def scales_of(self, alone: Sequence[Seconds]) -> tuple[float, float]:
-        """How many times as long as the profile says prefills and decode steps took beside an engine that sleeps."""
+        """Return the factors of prefill and decode times compared with the profile, while the other engine sleeps."""
         steps = StepModel(self._profile.steps)
         prefill = self._profile.call + steps.step(TOKENS, pairs_of(0, TOKENS), 0, 0)
         decode = steps.step(0, 0, BATCH, BATCH * (CONTEXT + STEPS // 2))
         return mean(each[0] for each in alone) / prefill, mean(each[1] for each in alone) / decode
 
     def profile_of(self, seen: Mapping[Neighbour, Sequence[Seconds]]) -> Profile:
-        """The profile with what engines did to one another in these minutes."""
+        """Return the profile with the ``sharing`` that was measured during this comparison."""
         if self._profile.sharing is None:
-            raise TercetError(f"{self._profile.name} does not say what engines of one host do to one another")
+            raise TercetError(
+                f"{self._profile.name} has no data on engines that share a host; measure the profile with two engines"
+            )
         return replace(self._profile, sharing=sharing_from(seen, self._profile.sharing.linger))
 
 
@@ -196,16 +199,16 @@ def rows_of(runs: Mapping[tuple[str, str], Sequence[Run]]) -> Iterable[float]:
 
 
 def chosen(metrics: Mapping[str, float | int | None], errors: Mapping[str, object]) -> dict[str, float]:
-    """The metrics of the table; raises ``TercetError`` if one is missing."""
+    """Return the metrics of the table. Raise ``TercetError`` if one is missing."""
     found = {metric: metrics[key] for metric, key in METRICS.items()}
     missing = [metric for metric, value in found.items() if value is None]
     if missing:
-        raise TercetError(f"no {missing[0]}; {errors or 'no request was answered'}")
+        raise TercetError(f"{missing[0]} is missing: {errors or 'no request was answered'}")
     return {metric: float(value) for metric, value in found.items() if value is not None}
 
 
 async def run_real(url: str, program: str, rate: float, workload: str, requests: int, seed: int) -> Point:
-    """One point of ``tercet bench serve``; with another seed it finds nothing of itself in the engines' caches."""
+    """Measure one point as ``tercet bench serve`` does. Runs with different seeds share no prefixes."""
     config = ServeConfig(
         base_url=url,
         program=program,
@@ -222,12 +225,12 @@ async def run_real(url: str, program: str, rate: float, workload: str, requests:
 
 
 def _ignore(*_: object) -> None:
-    """The table has every point."""
+    """Ignore progress messages: the table has all points."""
 
 
 def simulate(program: str, profile: str, records: Iterable[RequestRecord], options: EngineOptions) -> Outcome:
-    """The same requests through the same program on simulated engines."""
-    # Warm-up comes first, and fills caches there as here.
+    """Run the same requests through the same program on simulated engines."""
+    # Warm-up requests come first, and fill the caches as in the real run.
     sent = sorted(records, key=lambda record: (not record.warmup, record.sent))
     warm_up = sum(record.warmup for record in sent)
     arrivals = list(requests_like(sent))
@@ -235,7 +238,7 @@ def simulate(program: str, profile: str, records: Iterable[RequestRecord], optio
 
 
 def requests_like(sent: Sequence[RequestRecord]) -> Iterable[tuple[float, Request]]:
-    """Requests as long as those that were sent, at the same times; groups share a prefix, nothing else is shared."""
+    """Yield requests with the same lengths and times as those that were sent. Only groups share a prefix."""
     chance = random.Random(0)
     prefixes: dict[str | None, tuple[int, ...]] = {}
     for record in sent:
@@ -248,7 +251,7 @@ def requests_like(sent: Sequence[RequestRecord]) -> Iterable[tuple[float, Reques
 
 
 def fresh(chance: random.Random, tokens: int) -> tuple[int, ...]:
-    """Tokens that nobody else has."""
+    """Return random tokens that no other prompt has."""
     return tuple(chance.choices(range(1 << 40), k=tokens))
 
 

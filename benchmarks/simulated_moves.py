@@ -1,9 +1,9 @@
-"""The pauses that `python -m benchmarks.migration` measures on real engines, for two simulated ones in virtual time.
+"""The pauses of moves between two simulated engines; `python -m benchmarks.migration` measures them on real engines.
 
     python benchmarks/simulated_moves.py [--profile smollm2-135m-cpu] [--lengths 256,1024,1900]
 
-A sequence is moved after its 30th token, live and by computing all anew. The pause is the longest gap between two
-tokens from then on, less the median one before.
+A sequence is moved after its 30th token: live, and by recomputing all its KV. The pause is the longest gap between two
+tokens from then on, minus the median gap before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Measured = tuple[float, float, int]
 
 
 async def moved(profile: str, length: int, live: bool) -> Measured:
-    """The pause and the median gap before it, in seconds, and the bytes of KV that were sent."""
+    """Move a sequence once. Return the pause and the median gap before it, in seconds, and the bytes of KV sent."""
     loop, network = asyncio.get_running_loop(), Network()
     options = EngineOptions(stream_every=1, max_num_batched_tokens=512)
     engines = [SimEngine(name, load_profile(profile), network, options) for name in ("source", "destination")]
@@ -59,8 +59,10 @@ async def moved(profile: str, length: int, live: bool) -> Measured:
 def main() -> None:
     """Print a line for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", default="smollm2-135m-cpu", help="both engines'")
-    parser.add_argument("--lengths", default="256,1024,1900", help="tokens of the prompts")
+    parser.add_argument("--profile", default="smollm2-135m-cpu", help="profile of both engines")
+    parser.add_argument(
+        "--lengths", default="256,1024,1900", help="lengths of the prompts in tokens, separated by commas"
+    )
     given = parser.parse_args()
     for length in (int(each) for each in given.lengths.split(",")):
         pause, step, sent = run_virtual(moved(given.profile, length, live=True))

@@ -1,4 +1,4 @@
-"""Kinds of streams for `front_door.py`: what their clients ask for, and what the model says."""
+"""The kinds of streams for `front_door.py`: the requests of clients, and the texts of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-# vLLM's parsers, of the router and of its API server.
+# Flags for vLLM's parsers, for the router and for vLLM's API server.
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
 WORDS = "The weather there is fine, so that a walk along the river would be a good idea in the afternoon. " * 3
 TOOL = {
@@ -24,14 +24,17 @@ CALL = json.dumps({"name": "write_letter", "arguments": {"to": "Anna", "text": W
 
 @dataclass(frozen=True)
 class StreamKind:
-    """A kind of stream: ``more`` is what clients ask for beside the prompt, ``says`` the model's text if it matters."""
+    """A kind of stream. ``more`` has the fields of a request besides the prompt; ``says`` is the model's text.
+
+    With an empty ``says``, the text is arbitrary.
+    """
 
     path: str = COMPLETIONS
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     says: str = ""
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """What requests of this kind ask for, but for the model; a number in it tells the model what to say."""
+        """Return the body of a request of this kind, without the model. A number in it selects the model's text."""
         said = {("top_k" if self.path == MESSAGES else "seed"): number_of(self)} if self.says else {}
         if self.path == MESSAGES:
             return {"max_tokens": tokens, "messages": [{"role": "user", "content": prompt}], **said, **self.more}
@@ -59,12 +62,12 @@ KINDS = {
 
 
 def number_of(kind: StreamKind) -> int:
-    """The seed of a kind's requests, or their ``top_k`` where a request has no seed."""
+    """Return the number of a kind: the ``seed`` of its requests, or their ``top_k`` if they cannot have a seed."""
     return 1 + list(KINDS.values()).index(kind)
 
 
 def scripts_of(kinds: Sequence[str], model: str) -> str:
-    """The tokens for each kind's number, in the words of ``token_source.py``."""
+    """Return the tokens for each kind's number, as JSON for ``token_source.py``."""
     said = {kind: KINDS[kind] for kind in kinds if KINDS[kind].says}
     if not said:
         return "{}"

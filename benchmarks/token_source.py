@@ -1,15 +1,15 @@
-"""Engines with ready-made tokens, for `front_door.py`: one for Tercet's router, one for vLLM's API server.
+"""Engines with ready-made tokens for `front_door.py`: one for Tercet's router, one for vLLM's API server.
 
-And a server that only writes: what the kernel and the event loop cost by themselves.
+There is also a server that only writes, which shows the cost of the kernel and the event loop alone.
 
 python benchmarks/token_source.py source PORT
-python benchmarks/token_source.py core INPUTS OUTPUTS                     (ZeroMQ addresses, of the peer's sockets)
-python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS [FLAG...]           (of vLLM's server)
+python benchmarks/token_source.py core INPUTS OUTPUTS                     (ZeroMQ addresses of the peer's sockets)
+python benchmarks/token_source.py peer PORT MODEL_DIRECTORY INPUTS OUTPUTS [FLAG...]           (flags of vLLM's server)
 python benchmarks/token_source.py writer PORT TOKENS
 
-`TOKEN_SOURCE_STEP` is the time from one token of a stream to its next, in seconds. `TOKEN_SOURCE_SCRIPTS` is a JSON
-object: a request whose `seed`, or without one whose `top_k`, is one of its keys gets those tokens, again and again;
-others get any.
+`TOKEN_SOURCE_STEP` is the time between two tokens of a stream, in seconds. `TOKEN_SOURCE_SCRIPTS` is a JSON object: a
+request whose `seed` (or, without one, `top_k`) is a key of it gets the tokens of that key, repeatedly. Other requests
+get arbitrary tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAST = b"0\r\n\r\n"
 
 
 def tokens_of(seed: int | None, top_k: int | None) -> list[int]:
-    """The tokens that a request with these parameters gets, in order."""
+    """Return the tokens that a request with these parameters gets, in order."""
     return SCRIPTS.get(str(top_k if seed is None else seed)) or [1000, *range(1999, 1000, -1)]
 
 
@@ -45,7 +45,7 @@ def tokens_of(seed: int | None, top_k: int | None) -> list[int]:
 
 
 async def source(port: int) -> None:
-    """An engine for the router: answers at once and says one token per stream and step."""
+    """Serve as an engine for the router. It answers immediately, and sends one token per stream and step."""
     from aiohttp import web
 
     from tercet.protocol import EngineStatus, Output, TokenLogprob, Usage
@@ -113,7 +113,7 @@ async def _steps() -> AsyncGenerator[None, None]:
 
 
 async def core(inputs: str, outputs: str) -> None:
-    """An engine core in the words of vLLM's own: the same tokens at the same steps, one message for each step."""
+    """Serve as an engine core in vLLM's protocol: the same tokens at the same steps, one message per step."""
     import numpy as np
     import zmq
     import zmq.asyncio
@@ -192,7 +192,7 @@ async def core(inputs: str, outputs: str) -> None:
 
 
 async def peer(port: int, model: str, inputs: str, outputs: str, *more: str) -> None:
-    """vLLM's API server as it is, for an engine core that listens there."""
+    """Run vLLM's unchanged API server for an engine core that connects to its sockets ``inputs`` and ``outputs``."""
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -222,7 +222,7 @@ async def peer(port: int, model: str, inputs: str, outputs: str, *more: str) -> 
 
 
 class Writing(asyncio.Protocol):
-    """One client's connection: each of its requests begins an answer of ``tokens`` ready-made chunks."""
+    """The connection of one client. Each request starts an answer of ``tokens`` ready-made chunks."""
 
     def __init__(self, running: dict[Writing, int], tokens: int) -> None:
         self._running = running
@@ -250,7 +250,7 @@ class Writing(asyncio.Protocol):
 
 
 async def writer(port: int, tokens: int) -> None:
-    """A server that knows its answers: one write per stream and step, nothing parsed, rendered or detokenised."""
+    """Serve ready-made answers: one write per stream and step, without parsing, rendering or detokenising."""
     running: dict[Writing, int] = {}
     loop = asyncio.get_running_loop()
     await loop.create_server(lambda: Writing(running, tokens), "127.0.0.1", port)

@@ -1,11 +1,11 @@
-"""What spans cost the router: CPU per streamed token without OpenTelemetry, and with all requests sampled.
+"""The cost of spans in the router: CPU per streamed token without OpenTelemetry, and with all requests sampled.
 
     python benchmarks/tracing.py [--seconds S] [--rounds N] [--tokens N] [--result-filename FILE]
 
-Two routers over one token source, as in front_door.py, measured in turn: one as it is, one whose spans go to a receiver
-of OTLP in a process of its own, which reads and drops them. The CPU time (user and system) of the router's process is
-divided by the tokens that clients received. The last line is the
-median of each, and the overhead.
+Two routers with one token source, as in front_door.py, are measured in turn: one without spans, and one that sends
+spans to an OTLP receiver in a separate process, which drops them. The CPU time (user and system) of the router's
+process is divided by the number of tokens that clients received. The last line has the median of each router, and the
+overhead.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ STREAMS = 32
 
 
 class Sink(http.server.BaseHTTPRequestHandler):
-    """Reads what comes, and drops it."""
+    """An OTLP receiver that reads and drops all data."""
 
     def do_POST(self) -> None:
-        """An export."""
+        """Accept an export and drop it."""
         self.rfile.read(int(self.headers["content-length"]))
         self._answer()
 
     def do_GET(self) -> None:
-        """Whether it is there."""
+        """Answer a health check."""
         self._answer()
 
     def _answer(self) -> None:
@@ -42,11 +42,11 @@ class Sink(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """All rounds."""
+    """Measure all rounds, print the medians, and return the measurements."""
     from tercet.cluster.model import resolve_model
 
     model = resolve_model("smollm2", lambda _: None)
@@ -77,10 +77,10 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sink", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each router")
-    parser.add_argument("--result-filename", type=Path, help="where to write the measurements")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each router")
+    parser.add_argument("--result-filename", type=Path, help="JSON file for the measurements")
     args = parser.parse_args()
     if args.sink is not None:
         http.server.ThreadingHTTPServer(("127.0.0.1", args.sink), Sink).serve_forever()

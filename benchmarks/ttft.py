@@ -1,11 +1,11 @@
-"""Time to first token: one engine alone beside `disaggregated` through the router, in interleaved rounds.
+"""The time to first token of one engine alone and of `disaggregated` through the router, in interleaved rounds.
 
-Then `prep_recv` alone, over HTTP on the idle decode engine.
+Then the time of `prep_recv` alone, over HTTP on the idle decode engine.
 
     tercet up --port 8000 --program-arg min_send=1
     python benchmarks/ttft.py http://127.0.0.1:8000
 
-Prints medians over the rounds (the first, warm-up round left out), in milliseconds.
+The output has medians over the rounds, in milliseconds. The first round is a warm-up and does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tercet.protocol.sse import DONE, read_events
 
 @dataclass(frozen=True)
 class Timing:
-    """One streamed request, in milliseconds: first token, gap to the second one, mean of the later gaps."""
+    """The times of one streamed request, in milliseconds: first token, gap to the second, mean of the later gaps."""
 
     ttft: float
     second: float
@@ -33,7 +33,7 @@ class Timing:
 
 
 async def measure(session: aiohttp.ClientSession, url: str, program: str | None, length: int) -> Timing:
-    """Stream one completion of a fresh random prompt of ``length`` tokens."""
+    """Stream one completion of a new random prompt of ``length`` tokens. Return its times."""
     body = {
         "model": "smollm2", "prompt": random.choices(range(1000, 40000), k=length), "max_tokens": 8,
         "temperature": 0, "ignore_eos": True, "stream": True,
@@ -48,7 +48,7 @@ async def measure(session: aiohttp.ClientSession, url: str, program: str | None,
 
 
 async def measure_prep_recv(session: aiohttp.ClientSession, engine: str, length: int) -> float:
-    """Reserve room for a fresh random prompt, in milliseconds, and give it back."""
+    """Reserve blocks for a new random prompt, and release them. Return the time of the reservation in milliseconds."""
     body = {"seq_id": uuid.uuid4().hex, "prompt": random.choices(range(1000, 40000), k=length)}
     began = time.perf_counter()
     async with session.post(f"{engine}/tercet/v1/prep_recv", json=body) as response:
@@ -60,7 +60,7 @@ async def measure_prep_recv(session: aiohttp.ClientSession, engine: str, length:
 
 
 async def run(router: str, length: int, rounds: int) -> None:
-    """Measure each way in turn and print the medians."""
+    """Measure both ways in turn, and print the medians."""
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{router}/tercet/v1/engines") as response:
             engines = {engine["role"]: engine["url"] for engine in await response.json()}
@@ -72,7 +72,7 @@ async def run(router: str, length: int, rounds: int) -> None:
                 timing = await measure(session, url, program, length)
                 if number:
                     found[way].append(timing)
-        await asyncio.sleep(2)  # until the engines' workers have stopped to spin after their last step
+        await asyncio.sleep(2)  # until the engines' workers no longer spin after their last step
         reservations = [await measure_prep_recv(session, engines["decode"], length) for _ in range(rounds + 1)][1:]
     base = statistics.median(timing.ttft for timing in found["lone engine"])
     print(f"{'':15}{'TTFT':>8}{'ratio':>8}{'second':>8}{'step':>8}")

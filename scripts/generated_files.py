@@ -1,4 +1,4 @@
-"""Files that a script makes: written where they differ, or compared."""
+"""The files that a script generates: write those that differ, or check that none differs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def stale(folder: Path, found: Mapping[str, str], pattern: str = "*") -> list[str]:
-    """Names of files that are not what they should be, missing and superfluous ones included."""
+    """Return the names of files that are out of date, missing, or no longer generated."""
     there = {path.name: path.read_text(encoding="utf-8") for path in folder.glob(pattern)}
     return sorted(name for name in found.keys() | there.keys() if found.get(name) != there.get(name))
 
@@ -17,7 +17,10 @@ def stale(folder: Path, found: Mapping[str, str], pattern: str = "*") -> list[st
 def write_or_check(
     command: str, about: str | None, folder: Path, shown: str, found: Mapping[str, str], pattern: str = "*"
 ) -> int:
-    """Exit code of ``command``, which makes ``found`` in ``folder``: with ``--check`` 1 if a file is out of date."""
+    """Write the generated files ``found`` to ``folder``, or check them with ``--check``, for the command ``command``.
+
+    Return the exit code: 1 if ``--check`` found a file that is out of date.
+    """
     parser = argparse.ArgumentParser(prog=command, description=about)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
     check: bool = parser.parse_args().check

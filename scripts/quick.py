@@ -1,4 +1,4 @@
-"""`make quick`: style, and the fast tests of the rooms that differ from the last commit, or from main on a branch."""
+"""`make quick`: style, and the fast tests of the packages with changes, compared with main or the last commit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-# They look at all files, and take a second together.
+# Tests that check all files; together they take a second.
 ALWAYS = ("tests/unit/test_layers.py", "tests/unit/test_hygiene.py", "tests/unit/test_house.py")
 
 
 def main() -> int:
-    """Run ruff, then pytest; returns the first exit code that is not 0."""
+    """Run ruff, then pytest. Return the first exit code that is not 0."""
     selected = selected_tests(changed())
     print(f"quick: {' '.join(selected)}", flush=True)
     for command in (
@@ -28,13 +28,13 @@ def main() -> int:
 
 
 def changed() -> set[str]:
-    """Paths that differ from where this branch left main, with what is not committed or not tracked."""
+    """Return the paths that changed since this branch left main, with uncommitted and untracked ones."""
     base = _git("merge-base", "HEAD", "main") or ["HEAD"]
     return {*_git("diff", "--name-only", base[0]), *_git("ls-files", "--others", "--exclude-standard")}
 
 
 def selected_tests(paths: Iterable[str], root: Path = ROOT) -> list[str]:
-    """The test files and folders of these paths: a test is its own, a module has those of its room."""
+    """Return the test files and folders for these paths: a test for itself, the package's tests for a module."""
     found: set[str] = set(ALWAYS)
     for path in map(PurePosixPath, paths):
         match path.parts:
@@ -49,7 +49,7 @@ def selected_tests(paths: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def _closest(tests: str, inner: Iterable[str], root: Path) -> str:
-    """The folder of a room's tests, or the one inside of it that is named like the module's own folder."""
+    """Return the folder of a package's tests, or the folder inside it that has the name of the module's folder."""
     for part in inner:
         if not (root / tests / part).exists():
             break

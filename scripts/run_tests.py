@@ -1,12 +1,12 @@
-"""All parts of `make test`: one that fails does not stop the others; at the end, what failed and what took longest.
+"""The parts of `make test`. A part that fails does not stop the others; a report at the end names failures.
 
-Three lanes run at the same time: tests of the shared engines; tests that start processes of their own, then style; and
-unit tests. Unit tests and style have a lower priority: they take the time that the others wait. A test that fails is
-run once more. One that passes then is flaky: it is named at the end and in build/tests/flaky.txt, and the run succeeds.
-One that fails twice fails the run.
+Three lanes run at the same time: tests of the shared engines; tests that start their own processes, then style; and
+unit tests. Unit tests and style have a lower priority: they use the time in which the others wait. A test that fails is
+run once more. If it then passes, it is flaky: it is named at the end and in build/tests/flaky.txt, and the run
+succeeds. If it fails twice, the run fails.
 
     python -m scripts.run_tests                  all parts
-    python -m scripts.run_tests engines envoy    these
+    python -m scripts.run_tests engines envoy    these parts only
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "tests"
 SLOWEST = 20
-# A run of a part that takes longer is killed, with all its processes. The longest took half of it on a busy machine.
+# A part that runs longer is killed, with all its processes. The longest part took half of this on a busy machine.
 MOST_SECONDS = 4000
 
-# A test that ignores its timeout ends its process after so many seconds, with all stacks.
+# A test that ignores its timeout ends its process after the seconds that follow, and prints all stacks.
 STUCK = ("-o", "faulthandler_exit_on_timeout=true", "-o")
 UNIT = "@tests/unit.args"
-"""Which folders are the unit tests, and how they run: pytest reads the file; the Makefile names it, too."""
+"""The file with the folders of the unit tests and their options: pytest reads it; the Makefile names it too."""
 ENGINES = (*STUCK, "faulthandler_timeout=1000")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One run of pytest, or of another command (then it is not repeated)."""
+    """A part: one run of pytest, or of another command, which is not repeated after a failure."""
 
     name: str
     pytest: Sequence[str] = ()
     command: Sequence[str] = ()
     yields: bool = False
-    """Whether it has a lower priority than the parts that mostly wait."""
+    """True if the part has a lower priority than the parts that mostly wait."""
 
 
 SHARED_LANE = (Part("engines", (*ENGINES, "-m", "not own_engines", "tests/engines")),)
@@ -66,7 +66,7 @@ LANES = (SHARED_LANE, OWN_LANE, UNIT_LANE)
 
 @dataclass
 class Outcome:
-    """What became of a part: ``seconds`` with its second run; tests are named by pytest's node ids."""
+    """The result of a part. ``seconds`` includes its second run; tests are named by pytest's node ids."""
 
     part: Part
     seconds: float = 0.0
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run the parts with these names, or all; returns the exit code."""
+    """Run the parts with these names, or all parts. Return the exit code."""
     known = [part.name for lane in LANES for part in lane]
     if unknown := sorted({*names} - {*known}):
         print(f"run_tests: {', '.join(unknown)}: unknown part; parts are {', '.join(known)}", file=sys.stderr)
@@ -98,7 +98,7 @@ def _run_lane(lane: Sequence[Part], *, aside: bool) -> list[Outcome]:
 
 
 def _run(part: Part, *, aside: bool) -> Outcome:
-    """Run a part; the output of one that runs ``aside`` is printed when it has ended."""
+    """Run a part and return its result. With ``aside``, its output is printed when it has ended."""
     outcome, began = Outcome(part), time.monotonic()
     if part.command:
         if _said(part, part.command, aside=aside) != 0:
@@ -108,7 +108,7 @@ def _run(part: Part, *, aside: bool) -> Outcome:
         outcome.durations = _durations(part)
         if first != 0:
             failed = _last_failed(part)
-            print(f"\n{part.name}: {len(failed)} failed; they are run once more", flush=True)
+            print(f"\n{part.name}: {len(failed)} tests failed; they are run once more", flush=True)
             second = (
                 _pytest(part, ("--last-failed", "--last-failed-no-failures", "none"), aside=aside) if failed else first
             )
@@ -118,9 +118,10 @@ def _run(part: Part, *, aside: bool) -> Outcome:
 
 
 def judge(name: str, first: Iterable[str], code: int, second: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What failed and what was flaky, of the tests that failed ``first`` and in the ``second`` run.
+    """Return the failed and the flaky tests, given those that failed in the ``first`` and in the ``second`` run.
 
-    ``code`` is the exit code of the second run: a run that broke off proves nothing, so all that failed first failed.
+    ``code`` is the exit code of the second run. A second run that was aborted proves nothing: then all tests of
+    ``first`` failed.
     """
     first, second = sorted(first), sorted(second)
     if code == 0:
@@ -137,7 +138,7 @@ def _pytest(part: Part, more: Sequence[str], *, aside: bool) -> int:
 
 
 def _said(part: Part, command: Sequence[str], *, aside: bool) -> int:
-    """Run a command of a part; returns its exit code."""
+    """Run a command of a part. Return its exit code."""
     name = part.name
     if part.yields:
         command = ["nice", "-n", "5", *command]
@@ -152,12 +153,12 @@ def _said(part: Part, command: Sequence[str], *, aside: bool) -> int:
 
 
 def run_bounded(command: Sequence[str], seconds: float, log: IO[bytes] | None = None) -> int:
-    """Run a command for ``seconds`` at most; returns its exit code, below 0 if it was killed."""
+    """Run a command for at most ``seconds``. Return its exit code, which is negative if it was killed."""
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            print(f"\nrun_tests: not ended after {seconds:.0f} s, killed: {' '.join(command)}", flush=True)
+            print(f"\nrun_tests: killed after {seconds:.0f} s: {' '.join(command)}", flush=True)
             _kill_all(process.pid)
             return -signal.SIGKILL
 
@@ -183,7 +184,7 @@ def _last_failed(part: Part) -> list[str]:
 
 
 def _durations(part: Part) -> list[tuple[float, str]]:
-    """Seconds and names of the tests of a finished run; none if it broke off."""
+    """Return seconds and names of the tests of a finished run; empty if the run was aborted."""
     try:
         cases = ElementTree.parse(_report_of(part)).getroot().iter("testcase")
     except (FileNotFoundError, ElementTree.ParseError):
@@ -192,12 +193,12 @@ def _durations(part: Part) -> list[tuple[float, str]]:
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """The end of a run, as text."""
+    """Return the report at the end of a run, as text."""
     lines = ["", f"== parts ({time.strftime('%Y-%m-%d')})"]
     for outcome in outcomes:
         kind = "FAILED" if outcome.failed else "flaky" if outcome.flaky else "passed"
         lines.append(f"{outcome.seconds:7.0f} s  {outcome.part.name:10} {kind}")
-    lines.append(f"== slowest tests, with what they waited for (all in {RESULTS.relative_to(ROOT)}/*.xml)")
+    lines.append(f"== slowest tests, with their fixtures (all in {RESULTS.relative_to(ROOT)}/*.xml)")
     slowest = sorted((each for outcome in outcomes for each in outcome.durations), reverse=True)[:SLOWEST]
     lines += [f"{seconds:7.0f} s  {name}" for seconds, name in slowest]
     for title, tests in (

@@ -1,7 +1,7 @@
-"""The types of src for `make check`: pyright, unless it has passed for exactly these files before.
+"""The type check of src for `make check`: pyright, unless it has already passed for the same files.
 
-What it saw is named by one hash in build/types.txt: the files under src and typings, the settings of pyright and the
-pinned packages. `make lint` and `make test` always check all types.
+build/types.txt has a hash of the files for which it passed: those under src and typings, the settings of pyright and
+the pinned packages. `make lint` and `make test` always check all types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SETTINGS = ("pyproject.toml", "requirements/locked.txt", "requirements/torch.txt
 
 
 def main() -> int:
-    """Check the types if need be; returns pyright's exit code."""
+    """Check the types if files changed. Return pyright's exit code."""
     seen = hash_of(sources(ROOT), ROOT)
     if PASSED.exists() and PASSED.read_text() == seen:
         print("types: passed for the same files before")
@@ -31,13 +31,13 @@ def main() -> int:
 
 
 def sources(root: Path) -> list[Path]:
-    """The files that decide what pyright says of src."""
+    """Return the files that determine the result of pyright for src."""
     found = [path for folder in ("src", "typings") for path in (root / folder).rglob("*.py*") if path.suffix != ".pyc"]
     return sorted([*found, *(root / name for name in SETTINGS)])
 
 
 def hash_of(paths: Iterable[Path], root: Path) -> str:
-    """One hash of names and contents."""
+    """Return one hash of the names and contents of files."""
     all_of_them = hashlib.sha256()
     for path in paths:
         content = path.read_bytes()

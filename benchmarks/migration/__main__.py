@@ -1,4 +1,4 @@
-"""``python -m benchmarks.migration``: what moving a running request costs its client."""
+"""``python -m benchmarks.migration``: the cost of a move of a running request for its client."""
 
 from __future__ import annotations
 
@@ -22,34 +22,38 @@ from tercet.settings import MoveSettings, require_url
 
 
 def migration(
-    source: Annotated[str, typer.Argument(metavar="SOURCE_URL", help="The engine that sequences begin on.")],
-    destination: Annotated[str, typer.Argument(metavar="DESTINATION_URL", help="The engine that they are moved to.")],
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas.")] = "256,512,1024,1900",
-    ways: Annotated[str, typer.Option(help="Which ways, with commas.")] = ",".join(WAYS),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; every way once in each, in turn.")] = 5,
-    stages: Annotated[int, typer.Option(min=1, help="Stages of a live move at most.")] = MoveSettings().stages,
-    tail: Annotated[int, typer.Option(min=0, help="Tokens that the last stage may leave behind.")] = (
+    source: Annotated[str, typer.Argument(metavar="SOURCE_URL", help="URL of the engine on which sequences begin.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION_URL", help="URL of the engine to which they are moved.")
+    ],
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of the prompts in tokens, separated by commas.")
+    ] = "256,512,1024,1900",
+    ways: Annotated[str, typer.Option(help="Ways to move, separated by commas.")] = ",".join(WAYS),
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds. Each round has every way once.")] = 5,
+    stages: Annotated[int, typer.Option(min=1, help="Maximum of stages in a live move.")] = MoveSettings().stages,
+    tail: Annotated[int, typer.Option(min=0, help="Tokens that the last stage may leave to the cut-over.")] = (
         MoveSettings().tail
     ),
-    portion: Annotated[int, typer.Option(min=1, help="Tokens that a live move sends in one go, before it rests.")] = (
+    portion: Annotated[int, typer.Option(min=1, help="Tokens that a live move sends before each pause.")] = (
         MoveSettings().portion
     ),
     share: Annotated[
-        float, typer.Option(max=1, help="Share of a stage's time in which KV is sent; 1 for no rests.")
+        float, typer.Option(max=1, help="Share of a stage's time in which KV is sent; 1: no pauses.")
     ] = MoveSettings().share,
-    result_filename: Annotated[Path | None, typer.Option(help="The JSON file to write, with every move.")] = None,
+    result_filename: Annotated[Path | None, typer.Option(help="JSON file for all moves.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the pauses by length here (.png, .svg, .pdf); needs matplotlib.")
+        Path | None, typer.Option(help="File for a figure of the pauses (.png, .svg, .pdf); needs matplotlib.")
     ] = None,
 ) -> None:
     """Move running sequences between two engines: live, by a blocking copy, and by recomputing them.
 
     Prompts of 8,000 tokens need engines with `--max-model-len 8192`. Ctrl-C reports what has been measured so far.
 
-    `pause` is the longest gap between two tokens around the move, less the median gap before it; cells are medians.
-    Other sequences stay on both engines: the second table has by how much their decode steps grew on average: from the
-    beginning of a move to its cut-over, against those before; and after that, against those of `there`, which has the
-    sequence at the destination from the beginning. `stay` moves nothing: the noise of both.
+    `pause` is the longest gap between two tokens around the move, minus the median gap before it; cells are medians.
+    Other sequences stay on both engines. The second table has the mean growth of their decode steps: from the begin of
+    a move to its cut-over, compared with the steps before; and after the cut-over, compared with the steps of `there`,
+    which has the sequence at the destination from the begin. `stay` moves nothing: it shows the noise.
 
     Example: `python -m benchmarks.migration http://127.0.0.1:8001 http://127.0.0.1:8002`
     """
@@ -77,10 +81,10 @@ def migration(
         interrupted = True
         if not costs:
             raise
-        note("interrupted; this is what was measured until then")
+        note("interrupted; these are the results until then")
     show_table("moves of a running sequence", PAUSES, pause_rows(costs))
-    say("live: stages while the source decodes; blocking: stop, copy, go on; recompute: stop, compute everything again")
-    show_table("steps next to them, in multiples of those without a move", NEIGHBOURS, neighbour_rows(costs))
+    say("live: stages while the source decodes; blocking: stop, copy, continue; recompute: stop, compute all KV again")
+    show_table("decode steps of other sequences, relative to steps without a move", NEIGHBOURS, neighbour_rows(costs))
     if result_filename is not None:
         report = {"machine": msgspec.to_builtins(machine()), "moves": msgspec.to_builtins(costs)}
         write_file(result_filename, msgspec.json.format(msgspec.json.encode(report)), "--result-filename")

@@ -1,11 +1,11 @@
-"""Cost of a move of a running sequence for its client and its neighbours, compared with two other ways.
+"""The cost of a move of a running sequence for its client and for other sequences, compared with two other ways.
 
 ``live`` is :func:`tercet.decisions.migration.migrate`. ``blocking`` stops at the source first, then sends all KV and
 continues; ``recompute`` stops at the source and lets the destination compute everything again.
 
-Two controls move nothing. ``stay`` leaves the sequence at the source: its result is the noise of the others' figures.
-``there`` has it at the destination from the beginning, so that both engines' batches are always those after a move: a
-step's time depends on its batch, and not in proportion.
+Two controls move nothing. ``stay`` leaves the sequence at the source: its results are the noise of the other results.
+``there`` has the sequence at the destination from the begin, so that the batches of both engines are those after a
+move; this is needed because the time of a step depends on its batch, but not in proportion.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tercet.wire.streams import StreamListener
 SOURCE: Literal["source"] = "source"
 DESTINATION: Literal["destination"] = "destination"
 MOVED_AFTER = 24
-"""Tokens of output before the move; the pause is compared with the gaps between them."""
+"""Number of output tokens before the move. The pause is compared with the gaps between them."""
 TOKENS_AFTER = 24
 STAYS_FOR = 4.0
-"""Most steps without an event for a sequence that is not moved; at least half of it."""
+"""Largest duration of the control ``stay``, in steps; its duration is random, and at least half of this."""
 THERE = "there"
 BYSTANDERS = 2
-"""Sequences of either engine that are not moved, so that both decode all the time."""
-# Token ids of any vocabulary that is not tiny.
+"""Number of sequences on each engine that are not moved, so that both engines decode all the time."""
+# Token ids that every vocabulary has, except tiny ones.
 VOCABULARY = range(1000, 20_000)
 
 Way = Callable[["Watched", TracedEngine, MoveSettings], Awaitable["Moved"]]
@@ -48,9 +48,9 @@ Side = Literal["source", "destination"]
 
 
 class BystanderGaps(msgspec.Struct, frozen=True):
-    """Gaps between tokens of a sequence that stays on an engine, in seconds: the engine's steps.
+    """The gaps between tokens of a sequence that stays on an engine, in seconds: the engine's steps.
 
-    ``before`` the move, ``during`` it, up to the cut-over (including gaps that overlap), and ``after`` it.
+    They are ``before`` the move, ``during`` it, up to the cut-over (including gaps that overlap), and ``after`` it.
     """
 
     engine: Side
@@ -60,10 +60,10 @@ class BystanderGaps(msgspec.Struct, frozen=True):
 
 
 class MoveCost(msgspec.Struct, frozen=True):
-    """One move of a sequence of ``length`` tokens; seconds.
+    """The cost of one move of a sequence of ``length`` tokens, in seconds.
 
-    ``pause`` is the longest gap between two tokens around the move, less the median gap (``step``) of the tokens before
-    it; it may be negative by chance.
+    ``pause`` is the longest gap between two tokens around the move, minus the median gap (``step``) of the tokens
+    before it. It may be negative by chance.
     """
 
     way: str
@@ -75,14 +75,14 @@ class MoveCost(msgspec.Struct, frozen=True):
 
 
 class Moved(NamedTuple):
-    """What was sent, and the end: from ``cut_over`` on the source no longer works on the sequence."""
+    """The stages of a move, and the time ``cut_over``, from which on the source no longer works on the sequence."""
 
     stages: tuple[Stage, ...]
     cut_over: float
 
 
 class NotedMove(MovingSequence):
-    """A sequence during a move; ``cut_over_at`` is the time when the cut-over began."""
+    """A sequence that is being moved. ``cut_over_at`` is the time at which the cut-over began."""
 
     cut_over_at = 0.0
 
@@ -92,7 +92,7 @@ class NotedMove(MovingSequence):
 
 
 class Watched:
-    """A sequence that an engine generates, with the times of its tokens."""
+    """A sequence that an engine generates, with the times of its tokens in ``at``."""
 
     def __init__(self, fleet: EngineFleet, length: int, tokens: int, seed: int, engine: Side = SOURCE) -> None:
         prompt = tuple(random.Random(seed).choices(VOCABULARY, k=length))
@@ -107,7 +107,7 @@ class Watched:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Generate it while entered, at its engine to begin with."""
+        """Generate the sequence while the context is open; it begins on ``engine``."""
         self._running = asyncio.create_task(self._run())
         try:
             yield
@@ -126,7 +126,7 @@ class Watched:
         self._more.set()
 
     async def until(self, tokens: int) -> None:
-        """Return once ``tokens`` tokens have come, or it has ended; raises its error."""
+        """Return when ``tokens`` tokens have arrived or the sequence has ended. Raise its error."""
         while len(self.at) < tokens and not self._running.done():
             self._more.clear()
             more = asyncio.ensure_future(self._more.wait())
@@ -137,27 +137,27 @@ class Watched:
 
     @property
     def generation(self) -> Generation:
-        """The present generation on an engine."""
+        """Present generation of the sequence on an engine."""
         return MovingSequence(self.sequence).generation
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Gaps between tokens that came in this time, in seconds."""
+        """Return the gaps between tokens that both arrived in this time, in seconds."""
         return [after - before for before, after in pairwise(self.at) if begin <= before and after <= end]
 
     def gaps_touching(self, begin: float, end: float) -> list[float]:
-        """Gaps between tokens that overlap with this time, in seconds."""
+        """Return the gaps between tokens that overlap with this time, in seconds."""
         return [after - before for before, after in pairwise(self.at) if before < end and begin < after]
 
 
 async def live(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """Stages while the source decodes, then the cut-over."""
+    """Move the sequence live: stages while the source decodes, then the cut-over."""
     move, stages = NotedMove(watched.sequence), list[Stage]()
     await migrate(move, to, settings, stages)
     return Moved(tuple(stages), move.cut_over_at)
 
 
 async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """The source stops; then all KV is sent, and the destination continues."""
+    """Stop the sequence at the source, send all its KV, and continue at the destination."""
     found: list[Moved] = []
     generation, moving = watched.generation, MovingSequence(watched.sequence)
 
@@ -174,7 +174,7 @@ async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -
 
 
 async def recompute(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """The source stops; the destination computes prompt and output so far, and continues."""
+    """Stop the sequence at the source; the destination computes prompt and output so far again, and continues."""
     generation = watched.generation
     request = msgspec.structs.replace(watched.request, seq_id=f"{watched.request.seq_id}.anew")
     produce = OutputStream(lambda stream: to.start_generate(request, 0, tuple(generation.tokens)).run(stream.put))
@@ -183,7 +183,7 @@ async def recompute(watched: Watched, to: TracedEngine, settings: MoveSettings) 
 
 
 async def stay(watched: Watched, to: TracedEngine, settings: MoveSettings) -> Moved:
-    """Nothing happens, for about the time of a live move; like its cut-over, the end is anywhere in a step."""
+    """Wait for about the time of a live move, until a random moment within a step, as a cut-over is."""
     step = statistics.median(watched.gaps(0, watched.clock()))
     await asyncio.sleep(step * STAYS_FOR * random.Random(watched.request.prompt[0]).uniform(0.5, 1.0))
     return Moved((), watched.clock())
@@ -209,11 +209,11 @@ async def measure_moves(
     settings: MoveSettings,
     note: Callable[[str], object],
 ) -> AsyncGenerator[MoveCost]:
-    """Each of the ``ways`` once in each round, in turn, for each length, between the engines with these URLs.
+    """Measure each of the ``ways`` once per round and length, between the engines with these URLs. Yield the costs.
 
-    Raises :class:`~tercet.protocol.TercetError`.
+    Raise :class:`~tercet.protocol.TercetError` if an engine fails.
     """
-    # Different in each run: engines that were measured before would have these prompts cached.
+    # Different in each run, since engines have the prompts of earlier runs cached.
     seeds = count(random.SystemRandom().randrange(2**32))
     async with _fleet(source, destination) as fleet:
         for turn in range(rounds):
@@ -235,7 +235,7 @@ async def _fleet(source: str, destination: str) -> AsyncGenerator[EngineFleet]:
 
 
 async def measure_move(fleet: EngineFleet, name: str, length: int, settings: MoveSettings, seed: int) -> MoveCost:
-    """One move in the way ``name``, between the engines called source and destination."""
+    """Measure one move in the way ``name``, between the engines named source and destination. Return its cost."""
     watched = Watched(fleet, length, MOVED_AFTER + 2 * TOKENS_AFTER, seed, DESTINATION if name == THERE else SOURCE)
     bystanders = [
         Watched(fleet, 64, 1500, seed + 1_000_000 * number, side)
@@ -258,7 +258,7 @@ async def measure_move(fleet: EngineFleet, name: str, length: int, settings: Mov
 
 
 def _beside(watched: Watched, bystanders: list[Watched], began: float, cut_over: float) -> Iterator[BystanderGaps]:
-    """Gaps of the first sequence of either engine: the others have their tokens in the same steps."""
+    """Yield the gaps of the first sequence of each engine; other sequences get their tokens in the same steps."""
     for each in bystanders[:2]:
         before, after = each.gaps(watched.at[1], began), each.gaps(cut_over, watched.at[-1])
         yield BystanderGaps(each.engine, before, each.gaps_touching(began, cut_over), after)

@@ -1,4 +1,4 @@
-"""The figure of moves' costs: the pause of a client by the length of its prompt, a line for each way to move."""
+"""The figure of the costs of moves: a client's pause by the length of its prompt, with a line for each way to move."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ STEPS = 2
 
 
 def plot_pauses(costs: Sequence[MoveCost], file: Path, measured: str) -> None:
-    """Draw the pause against the length: medians, and every move; in milliseconds, and in steps on the right.
+    """Draw the pauses over the lengths: medians and single moves, in milliseconds (left) and in decode steps (right).
 
-    ``measured``, at the bottom, tells where and when. Raises :class:`~tercet.protocol.BadRequest`.
+    ``measured`` is the text at the bottom, with machine and date. Raise :class:`~tercet.protocol.BadRequest` if
+    ``file`` cannot be written.
     """
     step = statistics.median(cost.step for cost in costs)
     lengths = sorted({cost.length for cost in costs})
@@ -40,7 +41,7 @@ def plot_pauses(costs: Sequence[MoveCost], file: Path, measured: str) -> None:
         right = axis.secondary_yaxis("right", functions=(partial(mul, 1e-3 / step), partial(mul, 1e3 * step)))
         right.set_ylabel(f"pause, decode steps of {step * 1000:.3g} ms")
         drawn.logarithmic(right)
-        drawn.canvas.legend(loc="outside upper center", ncols=5, title="What a client waits when its request moves")
+        drawn.canvas.legend(loc="outside upper center", ncols=5, title="Pause of a client when its request moves")
         drawn.footer("\n".join(_footer(costs, measured)))
 
 
@@ -74,5 +75,5 @@ def _footer(costs: Sequence[MoveCost], measured: str) -> list[str]:
 
 
 def _shown(pause: float) -> float:
-    """In milliseconds."""
+    """Return a pause in milliseconds, at least the shortest one that is drawn."""
     return max(pause, LEAST_SECONDS) * 1000

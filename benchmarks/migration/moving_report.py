@@ -1,4 +1,4 @@
-"""Costs of moves, as tables."""
+"""The costs of moves, as tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NEIGHBOURS = ["way", "decode steps of", "steps meanwhile", "meanwhile", "95%", "
 RESAMPLES = 2000
 
 Beside = tuple[Sequence[float], Sequence[float]]
-"""Steps during a move, and those that they are compared with; seconds."""
+"""Steps during a move, and the steps to compare them with, in seconds."""
 
 
 class Slowdown(NamedTuple):
-    """Factor by which steps were longer, on average, and the interval of 95% of resampled runs."""
+    """The mean factor by which steps were longer, and its 95% bootstrap interval."""
 
     ratio: float
     low: float
@@ -29,7 +29,7 @@ class Slowdown(NamedTuple):
 
 
 def pause_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
-    """Rows below :data:`PAUSES`: a way and a length; medians."""
+    """Yield the rows for :data:`PAUSES`: medians for each way and length."""
     for length in sorted({cost.length for cost in costs}):
         for way in WAYS:
             found = [cost for cost in costs if (cost.way, cost.length) == (way, length)]
@@ -46,10 +46,10 @@ def pause_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
 
 
 def neighbour_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
-    """Rows below :data:`NEIGHBOURS`: a way and an engine, over all lengths.
+    """Yield the rows for :data:`NEIGHBOURS`: one for each way and engine, over all lengths.
 
-    Steps until the cut-over are compared with those before the same move; those after a move with those of the control
-    ``there``, as they are of the same batches. The controls' own batches stay as they are.
+    Steps until the cut-over are compared with steps before the same move. Steps after a move are compared with those of
+    the control ``there``, which have the same batches. The batches of the controls do not change.
     """
     for way in WAYS:
         moves = [cost for cost in costs if cost.way == way]
@@ -65,11 +65,11 @@ def neighbour_rows(costs: Sequence[MoveCost]) -> Iterator[list[str]]:
 
 
 def slowdown(each: Sequence[Beside]) -> Slowdown | None:
-    """Steps during moves over those that they are compared with; None if there is nothing to compare.
+    """Return the ratio of steps to the steps they are compared with, or None without data.
 
-    Moves are resampled, and not steps: the steps during one move are correlated.
+    The bootstrap resamples moves, not steps: the steps during one move are correlated.
     """
-    # Independent of the number of other steps: measured seconds, and expected seconds for the same number.
+    # Pairs of measured seconds, and expected seconds for the same number of steps.
     found = [(sum(steps), len(steps) * statistics.fmean(others)) for steps, others in each if others]
     if not any(expected for _, expected in found):
         return None
@@ -79,7 +79,7 @@ def slowdown(each: Sequence[Beside]) -> Slowdown | None:
 
 
 def _after_a_move(moves: Sequence[MoveCost], costs: Sequence[MoveCost], side: Side) -> Iterator[Beside]:
-    """Each move's steps, and those of the control of the same round and length."""
+    """Yield, for each move, its steps and those of the control of the same round and length."""
     controls = defaultdict[int, deque[MoveCost]](deque)
     for cost in costs:
         if cost.way == THERE:
@@ -94,7 +94,7 @@ def _of(cost: MoveCost, side: Side) -> BystanderGaps:
 
 
 def _ratio(each: Sequence[tuple[float, float]]) -> float:
-    """Seconds that steps took over those expected; 1 if there were none."""
+    """Return the ratio of all measured to all expected seconds; 1 without steps."""
     expected = sum(otherwise for _, otherwise in each)
     return sum(took for took, _ in each) / expected if expected else 1.0
 

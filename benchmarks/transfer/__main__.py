@@ -1,4 +1,4 @@
-"""``python -m benchmarks.transfer``: what moving KV costs on this machine."""
+"""``python -m benchmarks.transfer``: the cost of KV transfers on this machine."""
 
 from __future__ import annotations
 
@@ -29,29 +29,37 @@ from tercet.transport import TransportSettings
 
 
 def transfer(
-    chunk: Annotated[str, typer.Option(help="Sizes of chunks (a block of one layer), in KiB, with commas.")] = (
+    chunk: Annotated[str, typer.Option(help="Sizes of chunks (a block of one layer) in KiB, separated by commas.")] = (
         "6,24,96,256,1024"
     ),
-    total: Annotated[str, typer.Option(help="Bytes moved at a time, in MiB, with commas.")] = "1,16,64,256",
+    total: Annotated[
+        str, typer.Option(help="Amounts of data per transfer in MiB, separated by commas.")
+    ] = "1,16,64,256",
     backend: Annotated[str, typer.Option(help="Transports of Tercet to measure, separated by commas.")] = ",".join(
         BACKENDS
     ),
     streams: Annotated[int, typer.Option(min=1, max=64, help="Connections per peer, for `tcp`.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; every way once in each, in turn.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds. Each round has every way once.")] = 7,
     engine: Annotated[
-        str | None, typer.Option(help="URL of a running engine: decode steps while it receives, and while it does not.")
+        str | None,
+        typer.Option(help="URL of a running engine, to measure its decode steps with and without receiving."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens to decode in each round, with `--engine`.")] = 100,
-    result_filename: Annotated[Path | None, typer.Option(help="The JSON file to write, with everything.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rates here (.png, .svg, .pdf); needs matplotlib.")] = None,
+    tokens: Annotated[
+        int, typer.Option(min=8, help="Number of tokens to decode in each round, with `--engine`.")
+    ] = 100,
+    result_filename: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="File for a figure of the rates (.png, .svg, .pdf); needs matplotlib.")
+    ] = None,
 ) -> None:
-    """Measure how fast KV moves between two processes of this machine, side by side in one run.
+    """Measure the rates of KV transfers between two processes of this machine, for all ways in one run.
 
-    Plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, of contiguous memory, and of the same chunks
-    as everything else moves; each of our backends (a whole send, from opening to acknowledgement); NIXL and Mooncake
-    called directly. Then the CPU that an idle pair of ranks uses.
+    The ways are: plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, with contiguous memory and with
+    the same chunks as the other ways; each of Tercet's backends (a whole send, from opening to acknowledgement); NIXL
+    and Mooncake called directly. Then the CPU use of an idle pair of ranks is measured.
 
-    Cells are medians, in GB/s (10^9 bytes per second). A way that cannot be had is left out and named with the remedy.
+    Cells are medians, in GB/s (10^9 bytes per second). A way that is not available is left out, and named with the
+    remedy.
     """
     require_folder(result_filename, "--result-filename")
     if plot is not None:
@@ -63,7 +71,7 @@ def transfer(
     backends = names_in("--backend", backend, BACKENDS)
     with progress("starting") as tell:
         found = measure(sizes, backends, rounds, streams, tell)
-    # No spinner here: it would be measured, too.
+    # No spinner here: its CPU time would be measured too.
     idle = idle_cpu([name for name in backends if name in found.ways], streams, say)
     slowed = {} if engine is None else _interference(engine.rstrip("/"), backends, rounds, tokens, streams)
     _show(found, idle, slowed)
@@ -80,7 +88,7 @@ def _show(found: Table, idle: dict[str, float | str], interference: dict[str, In
         say(f"{way} was not measured: {why}")
     for way, cores in idle.items():
         said = f"{three_digits(cores * 100)}% of a core" if isinstance(cores, float) else cores
-        say(f"idle, a pair of ranks over {way}: {said}")
+        say(f"CPU of an idle pair of ranks over {way}: {said}")
     for way, slowed in interference.items():
         during = "next to another process's memcpy" if way == MEMCPY else f"while receiving over {way}"
         say(f"decode steps {during}: {_told(slowed)}")
@@ -99,7 +107,7 @@ def _told(found: Interference | str) -> str:
 def _interference(
     engine: str, backends: list[str], rounds: int, tokens: int, streams: int
 ) -> dict[str, Interference | str]:
-    """By how much each backend, and a plain copy, slows the engine's decode steps; or why it cannot be said."""
+    """Measure the slowdown of the engine's decode steps by each backend and by a plain copy; a text is a failure."""
     found: dict[str, Interference | str] = {}
     with progress("starting") as tell:
         for name in (MEMCPY, *backends):

@@ -1,4 +1,4 @@
-"""Cases to measure: moving a total in chunks of one size, one way after another in the same round."""
+"""The cases to measure: each is an amount of data in chunks of one size. A round measures one way after the other."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ BLOCK_TOKENS = 16
 
 
 class Case(msgspec.Struct, frozen=True):
-    """``total_bytes`` in chunks of ``chunk_bytes``, a chunk being one block of one layer."""
+    """A transfer of ``total_bytes`` in chunks of ``chunk_bytes``. A chunk is one block of one layer."""
 
     chunk_bytes: int
     total_bytes: int
 
     @property
     def layers(self) -> int:
-        """Layers of the region that is moved; few chunks have few layers."""
+        """Number of layers of the region. Few chunks have few layers."""
         return max(1, min(MAX_LAYERS, self.total_bytes // self.chunk_bytes))
 
     @property
     def slots(self) -> int:
-        """Blocks of each layer that are moved."""
+        """Number of blocks of each layer that are moved."""
         return max(1, self.total_bytes // self.chunk_bytes // self.layers)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that are moved: ``total_bytes``, rounded down to whole slots."""
+        """Number of bytes that are moved: ``total_bytes``, rounded down to whole slots."""
         return self.slots * self.layers * self.chunk_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each layer: twice the moved ones, so that those lie scattered."""
+        """Number of blocks of each layer: twice the number of moved blocks, so that these are scattered."""
         return 2 * self.slots + 2
 
     def region(self) -> KVRegion:
-        """A region of this case, with every page in place."""
+        """Return a region for this case, with all pages in memory."""
         region = KVRegion.create(self.layers, self.num_blocks, self.chunk_bytes)
         for layer in range(self.layers):
             region.blocks(layer, 0, self.num_blocks)[:] = random.randbytes(self.chunk_bytes) * self.num_blocks
         return region
 
     def scattered(self, choose: random.Random) -> tuple[int, ...]:
-        """As many blocks as are moved, in random order."""
+        """Return random blocks to move, in random order."""
         return tuple(choose.sample(range(1, self.num_blocks), self.slots))
 
 
 class Result(msgspec.Struct):
-    """One way's times, in seconds, one for each round; or why it could not be measured."""
+    """The times of a way in a case, in seconds, one for each round; or the reason ``error`` of a failure."""
 
     way: str
     case: Case
@@ -64,33 +64,33 @@ class Result(msgspec.Struct):
 
     @property
     def gb_per_s(self) -> float | None:
-        """Median rate in 10^9 bytes per second."""
+        """Median rate in 10^9 bytes per second; None without times."""
         return self.case.moved_bytes / statistics.median(self.seconds) / 1e9 if self.seconds else None
 
 
 @dataclass
 class Table:
-    """Results, by way and case. ``order`` is that of the ways."""
+    """All results, by way and case. ``order`` is the order of the ways."""
 
     order: list[str] = field(default_factory=list[str])
     results: dict[tuple[str, Case], Result] = field(default_factory=dict[tuple[str, Case], Result])
 
     def add(self, way: str, case: Case, seconds: float) -> None:
-        """One more round of a way."""
+        """Add the time of one round of a way, in seconds."""
         self.results.setdefault((way, case), Result(way, case, [])).seconds.append(seconds)
 
     def fail(self, way: str, case: Case, why: str) -> None:
-        """Record a way that cannot be measured."""
+        """Record the reason why a way cannot be measured."""
         self.results.setdefault((way, case), Result(way, case, [])).error = why
 
     def rate(self, way: str, case: Case) -> float | None:
-        """A way's rate in 10^9 bytes per second."""
+        """Return the rate of a way in 10^9 bytes per second, or None if it was not measured."""
         found = self.results.get((way, case))
         return found.gb_per_s if found is not None else None
 
     @property
     def ways(self) -> list[str]:
-        """All ways that were measured or tried."""
+        """All ways that were measured or failed, in order."""
         tried = {way for way, _ in self.results}
         return [way for way in self.order if way in tried]
 
@@ -101,5 +101,5 @@ class Table:
 
 
 def cases(chunks: Sequence[int], totals: Sequence[int]) -> list[Case]:
-    """Every total in every size of chunk that it holds at least once."""
+    """Return the cases of all totals and chunk sizes, without those whose chunk is larger than the total."""
     return [Case(chunk, total) for chunk in chunks for total in totals if total >= chunk]

@@ -1,4 +1,4 @@
-"""Effect of receiving on an engine that decodes: a real engine, and a sender that pushes as fast as possible."""
+"""The effect of receiving KV on a real engine that decodes, with a sender that pushes as fast as possible."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tercet.wire.client.connection_errors import reason_of
 
 LEASED_TOKENS = 2048
 MEMCPY = "memcpy"
-COPIED_MIB = 48  # as much as the lease has in SmolLM2's case, and more than caches hold
+COPIED_MIB = 48  # the size of the lease for SmolLM2; larger than CPU caches
 ACK_SECONDS = 60.0
-# Offset of an engine's planes in their first page: PyTorch aligns tensors to it. If it differed from the receiver's,
-# loads would wait for stores with the same last 12 bits of the address.
+# Offset of an engine's planes in their first page: PyTorch aligns tensors to it. With an offset that differs from the
+# receiver's, loads would wait for stores with the same last 12 bits of the address.
 PLANE_OFFSET = 64
 
 
@@ -39,7 +39,7 @@ Begin = Callable[[aiohttp.ClientSession], Awaitable["_Flood | _PlainCopy"]]
 
 
 class Interference(msgspec.Struct, frozen=True):
-    """Decode steps of an engine, in seconds (medians), and the rate of pushes to it, in 10^9 bytes/s."""
+    """The decode steps of an engine, as medians in seconds, and the rate of pushes to it, in 10^9 bytes/s."""
 
     step_alone: float
     step_receiving: float
@@ -48,17 +48,17 @@ class Interference(msgspec.Struct, frozen=True):
 
     @property
     def slowdown(self) -> float:
-        """Step time while receiving, by step time alone."""
+        """Ratio of the step time while receiving to the step time alone."""
         return self.step_receiving / self.step_alone
 
 
 def measure_interference(engine: str, rounds: int, tokens: int, settings: TransportSettings | None) -> Interference:
-    """Decode ``tokens`` tokens on ``engine`` (its URL), in turn alone and while it receives, ``rounds`` times.
+    """Decode ``tokens`` tokens on the engine at URL ``engine``, alone and while it receives, in turn, ``rounds`` times.
 
-    Without ``settings`` it receives nothing: another process copies memory at the same time, on CPUs that this one may
-    use. A receiver of the same rate cannot disturb less.
+    With None for ``settings``, the engine receives nothing; another process copies memory instead, on the CPUs of this
+    process. A receiver of the same rate cannot disturb less.
 
-    Raises :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
+    Raise :class:`~tercet.protocol.TercetError` if the engine refuses or a push fails.
     """
 
     async def begin(session: aiohttp.ClientSession) -> _Flood | _PlainCopy:
@@ -96,7 +96,7 @@ async def _measure(engine: str, rounds: int, tokens: int, begin: Begin) -> Inter
 async def _steps(
     session: aiohttp.ClientSession, engine: str, model: str, vocabulary: range, tokens: int
 ) -> list[float]:
-    """Times between the tokens of one stream."""
+    """Generate one stream. Return the times between its tokens, in seconds."""
     body = {
         "model": model, "prompt": random.choices(vocabulary, k=32), "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "stream": True,
@@ -117,7 +117,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, list[dict[
 
 
 class _PlainCopy:
-    """Copies the size of a flood, over and over, in a separate process, until it is left."""
+    """A separate process that copies memory of the size of a flood repeatedly, while the context is open."""
 
     transport = MEMCPY
 
@@ -130,8 +130,8 @@ class _PlainCopy:
     def __enter__(self) -> _PlainCopy:
         try:
             start_unsignalled(self._process)
-            self._theirs.close()  # so that its end is noticed when it ends
-            self._heard()  # its memory is in place
+            self._theirs.close()  # so that the end of the process closes the pipe
+            self._heard()  # the process has its memory
         except BaseException:
             self._end()
             raise
@@ -142,7 +142,7 @@ class _PlainCopy:
             self._result.send(None)
             self.rate = self._heard()
         except OSError as error:
-            raise EngineError("the process that copies memory has ended") from error
+            raise EngineError("the process that copies memory ended early") from error
         finally:
             self._end()
 
@@ -156,10 +156,10 @@ class _PlainCopy:
         try:
             return self._result.recv() or 0.0
         except EOFError as error:
-            raise EngineError("the process that copies memory has ended") from error
+            raise EngineError("the process that copies memory ended early") from error
 
     async def release(self, session: aiohttp.ClientSession) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no reservation."""
 
 
 def _copy(pipe: Connection) -> None:
@@ -172,12 +172,12 @@ def _copy(pipe: Connection) -> None:
             target[at : at + MIB] = source[at : at + MIB]
             turn.took(MIB)
         moved += len(source)
-    with suppress(OSError):  # it is not waited for any more
+    with suppress(OSError):  # the parent no longer waits for the result
         pipe.send(moved / (time.perf_counter() - began) / 1e9)
 
 
 class _Flood:
-    """Pushes random KV into one reservation, over and over, from a thread, until it is left."""
+    """A thread that pushes KV into one reservation repeatedly, while the context is open."""
 
     def __init__(
         self, engine: str, seq_id: str, info: KVAddrInfo, content: Content, settings: TransportSettings
@@ -200,7 +200,7 @@ class _Flood:
 
     @classmethod
     async def begin(cls, session: aiohttp.ClientSession, engine: str, settings: TransportSettings) -> _Flood:
-        """Reserve room on the engine."""
+        """Reserve blocks on the engine, and return the flood for them."""
         seq_id = secrets.token_hex(8)
         prompt = random.choices(range(1000, 20000), k=LEASED_TOKENS)
         async with session.post(f"{engine}/tercet/v1/prep_recv", json={"seq_id": seq_id, "prompt": prompt}) as response:
@@ -212,7 +212,7 @@ class _Flood:
 
     @property
     def rate(self) -> float:
-        """10^9 bytes per second."""
+        """Rate of the pushes in 10^9 bytes per second."""
         return self._moved / self._seconds / 1e9
 
     def _run(self) -> None:
@@ -221,7 +221,7 @@ class _Flood:
         while not self._enough.is_set() and self._error is None:
             send = secrets.token_hex(8)
             self._transport.sends.open(send, self._info.lease, self._content, [self._to], outcomes.put)
-            # The first block is left out: so what follows it is not valid, and is written each time.
+            # Without the first block, the blocks after it never become valid, and are written each time.
             self._transport.sends.push(send, range(self._layers), 1, range(2, self._slots + 1))
             begin = self._info.begin + self._info.layout.block_size
             self._transport.sends.finish(send, begin, self._info.end)
@@ -246,9 +246,9 @@ class _Flood:
             raise self._error
 
     async def release(self, session: aiohttp.ClientSession) -> None:
-        """Give the room back.
+        """End the reservation.
 
-        Its KV is zeros, so the blocks must not be found: they were reserved for random tokens.
+        Its KV is zeros, so its blocks must not be used again: the prompt was random tokens.
         """
         async with session.post(f"{self._engine}/tercet/v1/abort", json={"seq_id": self._seq_id}) as response:
             await response.read()

@@ -1,4 +1,4 @@
-"""NIXL and Mooncake, called directly as a careful user would: memory registered, lists prepared, one big request."""
+"""NIXL and Mooncake, called directly and with care: registered memory, prepared lists, one large request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Blocks = NDArray[np.int32]
 
 
 class Offered(msgspec.Struct, frozen=True, array_like=True):
-    """Data of the offering side that the reading side needs."""
+    """The data of the offering side that the reading side needs."""
 
     address: int
     shape: RegionShape
@@ -30,7 +30,7 @@ class Offered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Library(Protocol):
-    """A library with a region registered; either side has one."""
+    """A library with a registered region; each side has one."""
 
     def offer(self) -> Offered:
         """Return the offer for the reading side."""
@@ -41,12 +41,12 @@ class Library(Protocol):
         ...
 
     def read(self, sources: Blocks, targets: Blocks) -> None:
-        """Read blocks of each layer; they are in place when this returns."""
+        """Read blocks of each layer. Return when they have arrived."""
         ...
 
 
 class DirectNixl:
-    """A prepared list of all blocks on both sides; a read names rows of it."""
+    """NIXL with a prepared list of all blocks on both sides; a read names rows of it."""
 
     def __init__(self, region: KVRegion) -> None:
         self._nixl = load_bindings()
@@ -56,11 +56,11 @@ class DirectNixl:
         self._reading: tuple[Any, str, int, int] | None = None
 
     def offer(self) -> Offered:
-        """See :class:`Library`."""
+        """Do as :class:`Library` says."""
         return Offered(self._ours.address, self._region.shape, self._agent.metadata())
 
     def connect(self, offered: Offered) -> None:
-        """See :class:`Library`."""
+        """Do as :class:`Library` says."""
         self._agent = NixlAgent(self._nixl, [self._registered], answers=False)  # the reading side needs no thread
         name = self._agent.connect(offered.handle)
         agent, memory = self._agent.bare, self._nixl.DRAM_SEG
@@ -69,9 +69,9 @@ class DirectNixl:
         self._reading = agent, name, here, there
 
     def read(self, sources: Blocks, targets: Blocks) -> None:
-        """See :class:`Library`."""
+        """Do as :class:`Library` says."""
         if self._reading is None:
-            raise RuntimeError("read before connect")
+            raise RuntimeError("read was called before connect")
         agent, _, here, there = self._reading
         nixl, shape = self._nixl, self._region.shape
         layers = np.arange(len(shape.planes), dtype=np.int32)[:, None] * shape.num_blocks
@@ -86,7 +86,7 @@ class DirectNixl:
 
 
 class DirectMooncake:
-    """As many blocks at once as Mooncake's queue takes."""
+    """Mooncake, with as many blocks per request as its queue accepts."""
 
     def __init__(self, region: KVRegion) -> None:
         self._region, self._ours = region, RegisteredRegion(region)
@@ -94,17 +94,17 @@ class DirectMooncake:
         self._theirs: Offered | None = None
 
     def offer(self) -> Offered:
-        """See :class:`Library`."""
+        """Do as :class:`Library` says."""
         return Offered(self._ours.address, self._region.shape, f"{LOCALHOST}:{self._engine.get_rpc_port()}".encode())
 
     def connect(self, offered: Offered) -> None:
-        """See :class:`Library`."""
+        """Do as :class:`Library` says."""
         self._theirs = offered
 
     def read(self, sources: Blocks, targets: Blocks) -> None:
-        """See :class:`Library`."""
+        """Do as :class:`Library` says."""
         if self._theirs is None:
-            raise RuntimeError("read before connect")
+            raise RuntimeError("read was called before connect")
         size, engine = self._region.shape.block_bytes, self._theirs.handle.decode()
         there = _addresses(self._theirs.address, self._theirs.shape, sources)
         here = _addresses(self._ours.address, self._region.shape, targets)
@@ -119,7 +119,7 @@ LIBRARIES = {"nixl": DirectNixl, "mooncake": DirectMooncake}
 
 
 def _strides(base: int, shape: RegionShape) -> NDArray[np.uint64]:
-    """All blocks as rows of address, length, device, stride and count, a row for each layer."""
+    """Return all blocks as rows of address, length, device, stride and count, one row per layer."""
     rows = [(base + plane, shape.block_bytes, 0, shape.block_bytes, shape.num_blocks) for plane in shape.planes]
     return np.array(rows, dtype=np.uint64)
 

@@ -1,4 +1,4 @@
-"""Measures every way in every case, in rounds of changing order; results as a table and a file."""
+"""The measurement of every way in every case, in rounds of random order, with results as a table and a file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tercet.transport import KVRegion, TransportSettings
 
 SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
 BACKENDS = ("host", "tcp", "nixl", "mooncake")
-# How long idle processes are observed; a tick of the kernel's clock is 10 ms.
+# Time for which idle processes are observed; a tick of the kernel's clock is 10 ms.
 IDLE_SECONDS = 5.0
 
-# Half of the blocks are moved in a round. When a process first reads a page of another one's memory it has to be
-# mapped, which an engine has done after its first minutes.
+# A round moves half of the blocks. The first read of a page of another process's memory maps the page; an engine has
+# done this for all pages after its first minutes.
 WARM_UP = 4
 
 Progress = Callable[[str], None]
@@ -36,7 +36,7 @@ Maker = Callable[[], Way]
 
 
 def measure(cases: Sequence[Case], backends: Sequence[str], rounds: int, streams: int, progress: Progress) -> Table:
-    """Measure each way in each case ``rounds`` times, after :data:`WARM_UP` rounds."""
+    """Measure each way in each case ``rounds`` times, after :data:`WARM_UP` rounds. Return the results."""
     table, shuffle = Table(), random.Random(0)
     for case in cases:
         progress(f"{case.chunk_bytes / 1024:g} KiB chunks, {case.total_bytes / 1024**2:g} MiB")
@@ -97,7 +97,7 @@ def _ways(
 
 
 def idle_cpu(backends: Sequence[str], streams: int, progress: Progress) -> dict[str, float | str]:
-    """Cores that a connected, idle pair of ranks uses, both together; or why this is unknown."""
+    """Return the number of cores that a connected, idle pair of ranks uses, by backend; a text is a failure."""
     case = Case(96 * 1024, 4 * 1024 * 1024)
     found: dict[str, float | str] = {}
     for name in backends:
@@ -127,7 +127,7 @@ def _idle(way: OurTransport, peer: ReceivingProcess) -> float:
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One run: its machine, and its results. Times in seconds, ``idle_cores`` in cores."""
+    """The results of one run, with its machine. Times are in seconds, ``idle_cores`` in cores."""
 
     version: str
     machine: dict[str, Any]
@@ -136,24 +136,24 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     interference: dict[str, Interference | str] = {}
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
+        """Write the report as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
 
 def report(table: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> Report:
-    """Put a run together."""
+    """Return the report of a run."""
     results = list(table.results.values())
     return Report(__version__, machine(), results, idle, interference)
 
 
 def rows(table: Table) -> tuple[list[str], list[list[str]]]:
-    """The table's head, and a line for each case: every way's rate."""
+    """Return the head of the table, and a line for each case with the rates of all ways."""
     head = ["chunk, KiB", "total, MiB", *table.ways]
     return head, [[*_label(case), *(_cell(table, way, case) for way in table.ways)] for case in table.cases]
 
 
 def failures(table: Table) -> dict[str, str]:
-    """Why ways could not be measured."""
+    """Return the reasons why ways could not be measured, by way."""
     return {way: found.error for (way, _), found in table.results.items() if found.error is not None}
 
 

@@ -1,4 +1,4 @@
-"""The other process: receives over every measured transport, and over plain sockets."""
+"""The receiving process, which receives over every measured transport and over plain sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ANSWER_SECONDS = 120.0
 
 
 class ReceivingProcess:
-    """A process with a region of one case. Calls raise :class:`~tercet.protocol.EngineError` for failures there."""
+    """A process with a region for one case.
+
+    Calls raise :class:`~tercet.protocol.EngineError` if the process fails or ends.
+    """
 
     def __init__(self, case: Case) -> None:
         context = multiprocessing.get_context("spawn")
@@ -38,14 +41,14 @@ class ReceivingProcess:
         self._theirs = theirs
 
     def call(self, method: str, *args: Any) -> Any:
-        """Run a method of :class:`_Receiving` there."""
+        """Run a method of :class:`_Receiving` in the process, and return its result."""
         try:
             self._pipe.send((method, args))
             if not self._pipe.poll(ANSWER_SECONDS):
                 raise EngineError(f"the receiving process did not answer {method} within {ANSWER_SECONDS:.0f} s")
             value, error = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise EngineError(f"the receiving process has ended at {method}") from error
+            raise EngineError(f"the receiving process ended during {method}") from error
         if error is not None:
             raise EngineError(error)
         return value
@@ -65,7 +68,7 @@ class ReceivingProcess:
         self._end()
 
     def _end(self) -> None:
-        """Let it end by itself, as it does when it can get no more calls; kill it if it does not."""
+        """Close the pipe, which lets the process end; kill it if it does not end within 10 s."""
         self._theirs.close()
         self._pipe.close()
         if self._process.pid is None:
@@ -77,7 +80,7 @@ class ReceivingProcess:
 
 
 class _Receiving:
-    """Methods that the other process runs on request."""
+    """The methods that the receiving process runs on request."""
 
     def __init__(self, case: Case) -> None:
         self._region: KVRegion = case.region()
@@ -87,21 +90,21 @@ class _Receiving:
         self._libraries: dict[str, Library] = {}
 
     def listen(self, way: str, settings: bytes) -> tuple[str, ...]:
-        """Receive over a transport; returns its addresses."""
+        """Receive over a transport. Return its addresses."""
         decoded = msgspec.msgpack.decode(settings, type=TransportSettings)
         self._transports[way] = RankTransport(self._region, FINGERPRINT, decoded)
         return self._transports[way].addresses
 
     def grant(self, way: str, lease: str, blocks: tuple[int, ...], end: int, block_size: int) -> None:
-        """Let a transport's peer write."""
+        """Allow the transport's peer to write into blocks."""
         self._transports[way].grants.grant(Grant(lease, (blocks,), 0, end, block_size, packed(range(end)), None))
 
     def revoke(self, way: str, lease: str) -> int | None:
-        """End a lease; returns how far its KV is valid."""
+        """End a lease. Return the end of its valid KV in tokens."""
         return self._transports[way].grants.revoke(lease)
 
     def content(self, layer: int, blocks: tuple[int, ...]) -> bytes:
-        """Some blocks' bytes."""
+        """Return the bytes of blocks of a layer."""
         return b"".join(bytes(self._region.blocks(layer, block)) for block in blocks)
 
     def close(self, way: str) -> None:
@@ -109,13 +112,13 @@ class _Receiving:
         self._transports.pop(way).close()
 
     def sockets(self, streams: int) -> tuple[str, int]:
-        """Listen for plain connections; each gets a share of the region to fill, over and over."""
+        """Listen for plain connections, and return the address. Each fills its share of the region repeatedly."""
         whole = self._region.bytes
         share = len(whole) // streams
         return _listen(streams, lambda stream, connection: _drain(connection, whole[stream * share :][:share]))
 
     def chunk_sockets(self, streams: int) -> tuple[str, int]:
-        """Listen for plain connections that bring chunks, each its share of those that :meth:`scatter` names."""
+        """Listen for plain connections, and return the address. Each receives its share of :meth:`scatter`'s chunks."""
         return _listen(
             streams, lambda stream, connection: self._drain_chunks(connection, slice(stream, None, streams))
         )  # fmt: skip
@@ -136,12 +139,12 @@ class _Receiving:
                 connection.sendall(b"!")
 
     def direct_connect(self, library: str, offered: bytes) -> None:
-        """Prepare to read with a library alone."""
+        """Prepare to read with a library directly."""
         self._libraries[library] = LIBRARIES[library](self._region)
         self._libraries[library].connect(msgspec.msgpack.decode(offered, type=Offered))
 
     def direct_read(self, library: str, sources: bytes, targets: bytes) -> None:
-        """Read blocks of each layer."""
+        """Read blocks of each layer with a library."""
         self._libraries[library].read(np.frombuffer(sources, np.int32), np.frombuffer(targets, np.int32))
 
     def direct_close(self, library: str) -> None:
@@ -149,18 +152,18 @@ class _Receiving:
         del self._libraries[library]
 
     def cpu_seconds(self) -> float:
-        """CPU time of this process so far."""
+        """Return the CPU time of this process so far, in seconds."""
         return time.process_time()
 
 
 def chunks_of(region: KVRegion, case: Case, blocks: Sequence[int]) -> Vector:
-    """Some blocks of every layer, for one system call after another."""
+    """Return the places of blocks of every layer, for a sequence of system calls."""
     places = region.places(range(case.layers), np.array(blocks, dtype=np.int64), 0, case.chunk_bytes)
     return Vector(places, region, case.layers * len(blocks) * case.chunk_bytes)
 
 
 def _listen(streams: int, serve: Callable[[int, socket.socket], None]) -> tuple[str, int]:
-    """Accept ``streams`` connections, each served by a thread with its number; returns the address."""
+    """Accept ``streams`` connections, and serve each in a thread with its number. Return the address."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def accept() -> None:
@@ -175,7 +178,7 @@ def _listen(streams: int, serve: Callable[[int, socket.socket], None]) -> tuple[
 
 
 def _drain(connection: socket.socket, into: memoryview) -> None:
-    """Fill ``into`` from a connection; answer each message, whose length comes first, with one byte."""
+    """Fill ``into`` from a connection. Each message begins with its length, and is answered with one byte."""
     length = bytearray(8)
     with connection:
         while connection.recv_into(length, 8, socket.MSG_WAITALL) == 8:
@@ -191,7 +194,7 @@ def _drain(connection: socket.socket, into: memoryview) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """While entered, processes start with these variables."""
+    """Set environment variables for processes that start while the context is open."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -217,5 +220,5 @@ def _serve(pipe: Connection, case: Case) -> None:
             answer = (None, f"{type(error).__name__}: {error}")
         try:
             pipe.send(answer)
-        except OSError:  # the answer is not waited for any more
+        except OSError:  # the parent no longer waits for the answer
             return

@@ -1,4 +1,4 @@
-"""The figure of a transfer run: size of chunks against rate, a row for each kind of way, a column for each total."""
+"""The figure of a transfer run: rate over chunk size, with a row for each kind of way and a column for each total."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ SOCKETS, OURS, DIRECT = "plain sockets", "whole sends of Tercet", "libraries alo
 
 
 def draw_transfer(table: Table, file: Path, measured: str) -> None:
-    """Draw medians and quartiles of the rounds; ``measured``, at the bottom, tells where and when.
+    """Draw medians and quartiles over the rounds.
 
-    Raises :class:`~tercet.protocol.BadRequest`.
+    ``measured`` is the text at the bottom, with machine and date. Raise :class:`~tercet.protocol.BadRequest` if
+    ``file`` cannot be written.
     """
     kinds = _by_kind(table)
     totals = sorted({case.total_bytes for case in table.cases})
@@ -44,7 +45,7 @@ def draw_transfer(table: Table, file: Path, measured: str) -> None:
 
 
 def _by_kind(table: Table) -> Mapping[str, Sequence[str]]:
-    """The measured ways, except the upper limit, by their kind; only kinds that have any."""
+    """Return the measured ways by kind, without the upper limit and without empty kinds."""
     kinds: dict[str, list[str]] = {SOCKETS: [], OURS: [], DIRECT: []}
     for way in table.ways:
         if way != LIMIT and any(table.rate(way, case) is not None for case in table.cases):
@@ -74,7 +75,7 @@ def _panel(drawn: Picture, panel: Any, table: Table, ways: Sequence[str], total:
 
 
 def _looks(drawn: Picture, way: str, index: int) -> dict[str, Any]:
-    """A library called directly looks like the backend that uses it."""
+    """Return the style of a way. A library that is called directly has the style of the backend that uses it."""
     if way == LIMIT:
         return {"color": drawn.palette.faint, "linestyle": "--", "marker": ""}
     name = way.removesuffix(" direct")
@@ -82,7 +83,7 @@ def _looks(drawn: Picture, way: str, index: int) -> dict[str, Any]:
 
 
 def _rates(table: Table, way: str, case: Case) -> list[float]:
-    """In 10^9 bytes per second, one for each round."""
+    """Return the rates of a way, one for each round, in 10^9 bytes per second."""
     found = table.results.get((way, case))
     return [case.moved_bytes / seconds / 1e9 for seconds in found.seconds] if found is not None else []
 

@@ -1,4 +1,4 @@
-"""Processes that only their parent ends: they ignore Ctrl-C and SIGTERM, which a terminal sends to all."""
+"""Child processes that ignore Ctrl-C and SIGTERM, which a terminal sends to all processes; their parent ends them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_unsignalled(process: BaseProcess) -> None:
-    """Start it with those signals blocked from its first instruction on, for good.
+    """Start a process that has SIGINT and SIGTERM blocked from its first instruction on.
 
-    A child that sets them to be ignored, once it runs, could be hit before. A signal in the meantime is handled here
-    when the child has all data for its start.
+    (A signal could end a child that begins to ignore them only when it runs.) A signal to this process in the meantime
+    is handled when the child has all data for its start.
     """
-    resource_tracker.ensure_running()  # otherwise the start does that, which unblocks them
+    resource_tracker.ensure_running()  # otherwise the start of the child does this, and unblocks the signals
     with _signals_later():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
@@ -30,9 +30,9 @@ def start_unsignalled(process: BaseProcess) -> None:
 
 @contextmanager
 def _signals_later() -> Generator[None]:
-    """Delay signals that arrive while entered; a mask does not keep them from threads of libraries."""
+    """Delay signals until the end of the context; a signal mask would not stop them in threads of libraries."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # in Python only the main thread handles them
+        yield  # in Python only the main thread handles signals
         return
     came: list[int] = []
 

@@ -1,6 +1,6 @@
-"""Ways to move a case's bytes into the other process. Each returns the seconds of one round.
+"""The ways to move the bytes of a case into the other process. Each returns the seconds of one round.
 
-NIXL and Mooncake are included twice: behind our transport, and called directly, for comparison.
+NIXL and Mooncake are included twice, for comparison: as backends of Tercet's transport, and called directly.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ ACK_SECONDS = 120.0
 
 
 class Way(Protocol):
-    """One way; it is made for one case, and closed."""
+    """A way to move the bytes of one case."""
 
     @property
     def name(self) -> str:
-        """Its name in the table."""
+        """Name of the way in the table."""
         ...
 
     def move(self) -> float:
-        """Move the case's bytes once; returns the seconds until they are in place."""
+        """Move the bytes of the case once. Return the seconds until they have arrived."""
         ...
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Way(Protocol):
 
 
 class Memcpy:
-    """Scattered chunks from one region to another in this process, by one thread: an upper limit of transports."""
+    """Copies of scattered chunks between two regions of this process, by one thread: an upper limit for transports."""
 
     name = "memcpy"
 
@@ -54,7 +54,7 @@ class Memcpy:
         self._choose = random.Random(0)
 
     def move(self) -> float:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         case, size = self._case, self._case.chunk_bytes
         there, here = self._source.shape, self._target.shape
         pairs = [
@@ -69,12 +69,12 @@ class Memcpy:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         self._target.close()
 
 
 class PlainSockets:
-    """TCP over loopback, contiguous memory in calls of 1 MiB, a thread per stream on both sides, and nothing else."""
+    """Plain TCP over loopback: contiguous memory in calls of 1 MiB, with a thread per stream on both sides."""
 
     def __init__(self, case: Case, source: KVRegion, peer: ReceivingProcess, streams: int) -> None:
         self.name = f"socket x{streams}"
@@ -84,11 +84,11 @@ class PlainSockets:
         self._parts = [source.bytes[at * self._share : (at + 1) * self._share] for at in range(streams)]
 
     def move(self) -> float:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         return _by_threads(_send, zip(self._connections, self._parts, strict=True))
 
     def close(self) -> None:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         for connection in self._connections:
             connection.close()
 
@@ -101,9 +101,9 @@ def _send(connection: socket.socket, data: memoryview) -> None:
 
 
 class ChunkedSockets:
-    """TCP over loopback, the case's chunks by I/O vectors, without a copy; otherwise as plain sockets.
+    """Plain TCP over loopback with the chunks of the case, sent by I/O vectors without a copy.
 
-    This is what sockets can do for KV: the chunks are not joined in memory first.
+    This is the limit of sockets for KV, whose chunks are not contiguous in memory.
     """
 
     def __init__(self, case: Case, source: KVRegion, peer: ReceivingProcess, streams: int) -> None:
@@ -114,7 +114,7 @@ class ChunkedSockets:
         self._connections = [socket.create_connection(address) for _ in range(streams)]
 
     def move(self) -> float:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         sources, targets = self._case.scattered(self._choose), self._case.scattered(self._choose)
         self._peer.call("scatter", targets)
         shares = [
@@ -123,7 +123,7 @@ class ChunkedSockets:
         return _by_threads(_send_chunks, zip(self._connections, shares, strict=True))
 
     def close(self) -> None:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         for connection in self._connections:
             connection.close()
 
@@ -136,7 +136,7 @@ def _send_chunks(connection: socket.socket, chunks: Vector) -> None:
 
 
 def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) -> float:
-    """Run with a thread for each; returns the seconds."""
+    """Run ``target`` in one thread for each of ``args``. Return the seconds until all have ended."""
     threads = [threading.Thread(target=target, args=each) for each in args]
     began = time.perf_counter()
     try:
@@ -145,14 +145,14 @@ def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) ->
         for thread in threads:
             thread.join()
         return time.perf_counter() - began
-    finally:  # also when stopped: the connections are closed next
+    finally:  # also after an interruption, since the connections are closed next
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
 
 
 class OurTransport:
-    """A whole send, as an engine does it: open, every layer's blocks, the completion, the acknowledgement."""
+    """A whole send, as an engine does it: opening, the blocks of every layer, completion, acknowledgement."""
 
     def __init__(
         self, name: str, case: Case, source: KVRegion, peer: ReceivingProcess, settings: TransportSettings
@@ -166,7 +166,7 @@ class OurTransport:
         self._checked = False
 
     def move(self) -> float:
-        """See :class:`Way`; the first time, the received bytes are compared with the sent ones."""
+        """Do as :class:`Way` says. The first time, compare the received bytes with the sent ones."""
         case, lease, send = self._case, secrets.token_hex(16), secrets.token_hex(8)
         sources, targets = case.scattered(self._choose), case.scattered(self._choose)
         end = case.slots * BLOCK_TOKENS
@@ -182,22 +182,22 @@ class OurTransport:
         if isinstance(outcome, TercetError):
             raise outcome
         if self._peer.call("revoke", self.name, lease) != end:
-            raise TransferFailed(f"{self.name}: acknowledged, but not all of it is valid")
+            raise TransferFailed(f"{self.name}: the send was acknowledged, but not all of its KV is valid")
         if not self._checked:
             _require_same(self.name, self._source, sources, self._peer, targets)
             self._checked = True
         return took
 
     def close(self) -> None:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         self._transport.close()
         self._peer.call("close", self.name)
 
 
 class Direct:
-    """The other process reads all chunks with the library alone, on request, and reports the end.
+    """Reads of all chunks by the other process, with the library alone.
 
-    Nothing is granted or checked: no protocol on top of the library can do less.
+    Nothing is granted or checked: a protocol on top of the library cannot cost less.
     """
 
     def __init__(self, library: str, case: Case, source: KVRegion, peer: ReceivingProcess) -> None:
@@ -209,7 +209,7 @@ class Direct:
         self._checked = False
 
     def move(self) -> float:
-        """See :class:`Way`; the first time, the received bytes are compared."""
+        """Do as :class:`Way` says. The first time, compare the received bytes with the source."""
         sources, targets = self._case.scattered(self._choose), self._case.scattered(self._choose)
         there, here = np.array(sources, dtype=np.int32), np.array(targets, dtype=np.int32)
         began = time.perf_counter()
@@ -221,7 +221,7 @@ class Direct:
         return took
 
     def close(self) -> None:
-        """See :class:`Way`."""
+        """Do as :class:`Way` says."""
         self._peer.call("direct_close", self._library)
         del self._offering
 
@@ -229,8 +229,8 @@ class Direct:
 def _require_same(
     way: str, source: KVRegion, sources: Sequence[int], peer: ReceivingProcess, targets: Sequence[int]
 ) -> None:
-    """Compare the first blocks of each layer; raises :class:`~tercet.protocol.TransferFailed`."""
+    """Compare the first blocks of each layer. Raise :class:`~tercet.protocol.TransferFailed` if they differ."""
     for layer in range(source.num_layers):
         sent = b"".join(bytes(source.blocks(layer, block)) for block in sources[:4])
         if peer.call("content", layer, targets[:4]) != sent:
-            raise TransferFailed(f"{way}: layer {layer} arrived with other bytes than were sent")
+            raise TransferFailed(f"{way}: the bytes of layer {layer} that arrived differ from those sent")

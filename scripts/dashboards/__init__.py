@@ -1,1 +1,1 @@
-"""Dashboards for Grafana, made of the metrics that ``docs/reference/metrics.md`` lists."""
+"""The dashboards for Grafana, generated from the metrics in ``docs/reference/metrics.md``."""

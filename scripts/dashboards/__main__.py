@@ -1,4 +1,4 @@
-"""``python -m scripts.dashboards`` writes ``deploy/grafana``; with ``--check`` it says what is not as it would be."""
+"""``python -m scripts.dashboards`` writes ``deploy/grafana``; with ``--check`` it names files that are out of date."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 
 
 def files() -> Mapping[str, str]:
-    """Every dashboard's JSON by its file's name."""
+    """Return the JSON of every dashboard, by file name."""
     made = dashboards(Declared(PAGE.read_text(encoding="utf-8")))
     return {f"{each.name}.json": json.dumps(as_json(each), indent=1) + "\n" for each in made}
 
 
 def main() -> int:
-    """Exit code: with ``--check`` 1 if a file is not up to date."""
+    """Write or check the files. Return the exit code: 1 if ``--check`` found a file that is out of date."""
     return write_or_check("python -m scripts.dashboards", __doc__, FOLDER, "deploy/grafana", files(), "*.json")
 
 

@@ -1,4 +1,4 @@
-"""The metrics of the reference page, and queries that name only these and their labels."""
+"""The metrics of the reference page, and queries that use only these metrics and their labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROW = re.compile(r"^\| `([\w:]+)` \| (\w+) \| ([^|]*) \| (.*) \|$", re.MULTILIN
 
 
 class Metric(NamedTuple):
-    """One metric of the page."""
+    """A metric of the page."""
 
     name: str
     kind: str
@@ -27,12 +27,12 @@ class Metric(NamedTuple):
 
     @property
     def measures(self) -> str:
-        """The unit in its name, such as ``seconds``."""
+        """Unit in the metric's name, such as ``seconds``."""
         return self.name.removesuffix("_total").rpartition("_")[2]
 
 
 class Query(NamedTuple):
-    """PromQL, the legend of its series, their unit in Grafana, and what the metric means."""
+    """A query: PromQL, the legend of its series, their unit in Grafana, and the meaning of the metric."""
 
     expr: str
     legend: str
@@ -41,9 +41,10 @@ class Query(NamedTuple):
 
 
 class Declared:
-    """Makes queries of metrics. Each method raises :class:`ValueError` for a metric or a label that does not exist.
+    """The metrics of the page, and queries of them.
 
-    ``by`` are the labels that tell the series apart, ``where`` are matchers by label, such as ``=~"$engine"``.
+    Each method raises :class:`ValueError` for a metric or a label that does not exist. ``by`` are the labels that
+    distinguish series; ``where`` are matchers by label, such as ``=~"$engine"``.
     """
 
     def __init__(self, page: str) -> None:
@@ -54,27 +55,27 @@ class Declared:
             self.metrics[row.name] = known._replace(labels=known.labels | row.labels)
 
     def now(self, name: str, *by: str, how: str = "sum", legend: str = "", **where: str) -> Query:
-        """A gauge; ``how`` its series are put together: several routers tell of the same engine (``max``)."""
+        """Return the query of a gauge. ``how`` aggregates series; use ``max`` if several routers report an engine."""
         metric = self._metric(name, "gauge", by, where)
         return Query(
             f"{how}{_by(by)} ({name}{_where(where)})", legend or _legend(by, name), _unit(metric), metric.meaning
         )
 
     def rate(self, name: str, *by: str, legend: str = "", **where: str) -> Query:
-        """A counter's increase per second."""
+        """Return the query of a counter's increase per second."""
         metric = self._metric(name, "counter", by, where)
         expr = f"sum{_by(by)} (rate({name}{_where(where)}[{INTERVAL}]))"
         return Query(expr, legend or _legend(by, name), RATES.get(metric.measures, "short"), metric.meaning)
 
     def quantile(self, quantile: float, name: str, *by: str, **where: str) -> Query:
-        """A quantile of a histogram."""
+        """Return the query of a quantile of a histogram."""
         metric = self._metric(name, "histogram", by, where)
         inner = f"sum{_by(('le', *by))} (rate({name}_bucket{_where(where)}[{INTERVAL}]))"
         legend = " ".join(filter(None, (f"P{quantile * 100:g}", _legend(by, ""))))
         return Query(f"histogram_quantile({quantile:g}, {inner})", legend, _unit(metric), metric.meaning)
 
     def mean(self, name: str, *by: str, **where: str) -> Query:
-        """The mean of a histogram or a summary."""
+        """Return the query of the mean of a histogram or a summary."""
         known = self.metrics.get(name)
         kind = "summary" if known is not None and known.kind == "summary" else "histogram"
         metric = self._metric(name, kind, by, where)
@@ -82,20 +83,20 @@ class Declared:
         return Query(" / ".join(sums), " ".join(filter(None, ("mean", _legend(by, "")))), _unit(metric), metric.meaning)
 
     def share(self, part: str, whole: str, *by: str, **where: str) -> Query:
-        """One counter's increase over another's."""
+        """Return the query of the ratio of two counters' increases."""
         parts = [self.rate(name, *by, **where) for name in (part, whole)]
         meaning = " Over: ".join(each.meaning for each in parts)
         return Query(" / ".join(each.expr for each in parts), parts[0].legend, "percentunit", meaning)
 
     def values_of(self, label: str, name: str) -> str:
-        """The query of a variable: the label's values."""
+        """Return the query of a variable: the values of a label."""
         self._metric(name, self.metrics[name].kind if name in self.metrics else "", (label,), {})
         return f"label_values({name}, {label})"
 
     def _metric(self, name: str, kind: str, by: Sequence[str], where: Mapping[str, str]) -> Metric:
         found = self.metrics.get(name)
         if found is None or found.kind != kind:
-            raise ValueError(f"{name}: {'is no metric' if found is None else f'is a {found.kind} and no {kind}'}")
+            raise ValueError(f"{name}: {'is not a metric' if found is None else f'is a {found.kind}, not a {kind}'}")
         unknown = {*by, *where} - {*found.labels, *OF_TARGETS}
         if unknown:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Dashboards as the JSON that Grafana imports."""
+"""The dashboards as JSON that Grafana imports."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from scripts.dashboards.declared import Query
 WIDTH, HEIGHT, ACROSS = 24, 8, 3
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 SCHEMA = 39
-"""The version of Grafana's format: that of Grafana 10."""
+"""Version of Grafana's format: that of Grafana 10."""
 
 
 class Panel(NamedTuple):
-    """One graph; all of its queries have one unit."""
+    """A graph. All its queries have the same unit."""
 
     title: str
     queries: tuple[Query, ...]
 
 
 class Variable(NamedTuple):
-    """A choice at the top of a dashboard: values of a label."""
+    """A variable at the top of a dashboard: a choice of values of a label."""
 
     name: str
     query: str
 
 
 class Dashboard(NamedTuple):
-    """One file; ``name`` is that of the file, and in the uid, by which an import replaces the one before."""
+    """A dashboard, in one file. ``name`` is the file's name and part of the uid; an import replaces an equal uid."""
 
     name: str
     title: str
@@ -37,7 +37,7 @@ class Dashboard(NamedTuple):
 
 
 def as_json(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard in Grafana's format."""
+    """Return the dashboard in Grafana's format."""
     return {
         "uid": f"tercet-{dashboard.name}",
         "title": f"Tercet: {dashboard.title}",

@@ -1,1 +1,1 @@
-"""What KV on a GPU costs, as a table: see :mod:`.__main__`."""
+"""A report on the cost of KV on a GPU, as a table; see :mod:`.__main__`."""

@@ -1,9 +1,9 @@
-"""What KV on a GPU costs: ``python -m scripts.gpu_report`` on a machine with one NVIDIA GPU or more, from a clone.
+"""The cost of KV on a GPU: run ``python -m scripts.gpu_report`` in a clone, on a machine with an NVIDIA GPU or more.
 
-It copies by each way that KV takes, beside plain copies; starts plain vLLM, one engine, one engine behind a router,
-and two, one after the other; and prints a table. With one GPU both engines share it. A row that cannot be measured says
-why, and the others are measured all the same. It ends with 1 if something is not as it ought to be. `smollm2`, the
-model if none is named, comes out of a wheel; ``--model random`` and ``--model random-8b`` need nothing.
+The report measures each way in which KV is copied, and plain copies. Then it starts plain vLLM, one engine, one engine
+behind a router, and two engines, one after the other, and prints a table. With one GPU, both engines share it. A row
+that cannot be measured has the reason, and the other rows are still measured. The exit code is 1 if a result is not as
+required. The default model, `smollm2`, comes from a wheel; ``--model random`` and ``--model random-8b`` need no files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TWO = ("--program-arg", "min_send=1")
 
 
 class Asked(NamedTuple):
-    """What one server has shown."""
+    """The results of one server."""
 
     latencies: Latencies | Failed
     answers: list[str] | Failed
@@ -38,14 +38,16 @@ class Asked(NamedTuple):
 def main() -> None:
     """Measure, and print the table."""
     options = argparse.ArgumentParser(prog="python -m scripts.gpu_report", description=__doc__)
-    options.add_argument("--model", default="smollm2", help="as `tercet up` takes it; random, random-8b: made here")
-    options.add_argument("--input-len", type=int, default=1200, help="words of each prompt, about")
-    options.add_argument("--only", choices=("copies", "engines"), help="one half of the report")
-    options.add_argument("flags", nargs="*", help="after --: vLLM's flags, for every engine and for plain vLLM")
+    options.add_argument(
+        "--model", default="smollm2", help="model as for `tercet up`; random, random-8b: generated here"
+    )
+    options.add_argument("--input-len", type=int, default=1200, help="approximate number of words of each prompt")
+    options.add_argument("--only", choices=("copies", "engines"), help="measure only this half of the report")
+    options.add_argument("flags", nargs="*", help="after --: flags of vLLM, for every engine and for plain vLLM")
     given = options.parse_args()
     devices = list_devices()
     if not devices:
-        sys.exit(f"no GPU is to be seen here: {why_no_devices()}")
+        sys.exit(f"no GPU is visible here: {why_no_devices()}")
     rows = list(_machine(devices))
     if given.only != "engines":
         rows += _copies()
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 def _model(name: str, made: Path, flags: list[str]) -> tuple[str, list[str]]:
-    """What servers load, and vLLM's flags for it."""
+    """Return the model that servers load, and vLLM's flags for it."""
     if name == "random":
         return str(random_model.make(made)), flags
     if name == "random-8b":
@@ -80,7 +82,7 @@ def _copies() -> Iterator[Row]:
     yield share("ipc: blocks of another process", found["ipc"], across, "as near a plain copy as can be")
     yield share("staged: blocks to host memory", found["staged"], out, "as near a plain copy as can be")
     nixl = share("nixl: blocks of another agent", found["nixl"], across, "without RDMA, what UCX has")
-    # It is not in the wheel's requirements.
+    # NIXL is not in the wheel's requirements, so its failure is accepted.
     yield nixl._replace(holds=None) if isinstance(found["nixl"], Failed) else nixl
 
 
@@ -115,7 +117,7 @@ def _of(asked: Asked, name: str) -> float | Failed:
 
 
 def _same(name: str, asked: Asked, plain: Asked) -> Row:
-    """How many answers are those of plain vLLM."""
+    """Return a row with the number of answers that equal those of plain vLLM."""
     wanted = "those of plain vLLM, all of them"
     ours, theirs = asked.answers, plain.answers
     if isinstance(ours, Failed) or isinstance(theirs, Failed):

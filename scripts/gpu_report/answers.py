@@ -1,4 +1,4 @@
-"""What is asked of servers: how soon tokens come, and which ones."""
+"""The requests to servers: the latencies of tokens, and the tokens themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ("the", "sea", "was", "calm", "and", "grey", "while", "a", "boat", "with
 
 
 class Latencies(NamedTuple):
-    """Medians, in seconds: to the first token, between two tokens of one stream, and of one among several."""
+    """The median latencies, in seconds: to the first token, between tokens of one stream, and of several streams."""
 
     first: float
     gap: float
@@ -31,7 +31,7 @@ class Latencies(NamedTuple):
 
 
 def latencies(url: str, words: int) -> Latencies:
-    """Of streams one after the other, with prompts of their own; and of several at once."""
+    """Measure streams one after the other, then several streams at the same time, all with different prompts."""
     model = model_of(url)
     found = [_stream(url, model, f"{secrets.token_hex(8)} {words_of(secrets.randbits(32), words)}")
              for _ in range(ROUNDS + WARM_UP)][WARM_UP:]  # fmt: skip
@@ -46,14 +46,14 @@ def latencies(url: str, words: int) -> Latencies:
     for each in threads:
         each.join()
     if len(several) < STREAMS:
-        raise RuntimeError(f"{STREAMS - len(several)} of {STREAMS} streams at once have failed; see above")
+        raise RuntimeError(f"{STREAMS - len(several)} of {STREAMS} concurrent streams failed; see above")
     return Latencies(
         median(first for first, _ in found), median(gap for _, gap in found), median(gap for _, gap in several)
     )
 
 
 def _stream(url: str, model: str, prompt: str) -> tuple[float, float]:
-    """Seconds to the first token of a stream, and between two of the others."""
+    """Return the seconds to the first token of a stream, and the mean seconds between two later tokens."""
     begun = time.perf_counter()
     with post(url, {**_greedy(model, prompt), "stream": True}) as response:
         reader, chunks = EventReader(), iter(partial(response.read1, 65536), b"")
@@ -64,7 +64,7 @@ def _stream(url: str, model: str, prompt: str) -> tuple[float, float]:
 
 
 def answers(url: str) -> list[str]:
-    """What a server makes of prompts that are always the same, one after the other."""
+    """Return a server's answers to fixed prompts, which are sent one after the other."""
     model, found = model_of(url), list[str]()
     for number in range(PROMPTS):
         with post(url, _greedy(model, words_of(number, 10 + 50 * (number % 20)))) as response:
@@ -73,7 +73,7 @@ def answers(url: str) -> list[str]:
 
 
 def words_of(seed: int, count: int) -> str:
-    """So many words that nobody has said before."""
+    """Return ``count`` random words, the same for the same seed."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 

@@ -1,7 +1,7 @@
-"""Bytes per second of each way that KV takes from a device, beside plain copies. One way is measured per process.
+"""The rate of each way in which KV is copied from a device, and of plain copies. One way is measured per process.
 
-A process that has used a device keeps a context there, and one whose device has failed can do nothing more with it. So
-the report runs this in processes of its own: ``python -m scripts.gpu_report.copies NAME`` prints a number, or why not.
+A process that has used a device keeps a context on it, and a process whose device has failed cannot use it again. So
+the report runs this in separate processes: ``python -m scripts.gpu_report.copies NAME`` prints a number, or a reason.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ CHILD_SECONDS = 300.0
 
 
 def measured(name: str) -> float:
-    """One of :data:`WAYS` in a process of its own; raises ``RuntimeError`` with what that says if it fails."""
+    """Measure one of :data:`WAYS` in a separate process. Return bytes per second.
+
+    Raise ``RuntimeError`` with the reason if the process fails.
+    """
     command = [sys.executable, "-m", "scripts.gpu_report.copies", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHILD_SECONDS)
     try:
         found = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
-        raise RuntimeError(f"it ended with status {done.returncode}; see above") from None
+        raise RuntimeError(f"the process ended with status {done.returncode}; see above") from None
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds of one round; the first is not counted."""
+    """Return the median seconds of ``action`` over the rounds, without the first one."""
     found: list[float] = []
     for _ in range(ROUNDS + 1):
         begun = time.perf_counter()
@@ -47,7 +50,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def plain_across() -> float:
-    """From the device to itself, in one piece."""
+    """Copy from the device to itself, in one piece. Return bytes per second."""
     import torch
 
     source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -60,7 +63,7 @@ def plain_across() -> float:
 
 
 def plain_out() -> float:
-    """From the device to pinned memory of the host, in one piece."""
+    """Copy from the device to pinned memory of the host, in one piece. Return bytes per second."""
     import torch
 
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cuda")
@@ -74,7 +77,7 @@ def plain_out() -> float:
 
 
 def staged() -> float:
-    """Block by block through our buffers, to the host."""
+    """Copy block by block to the host, through Tercet's buffers. Return bytes per second."""
     memory, scattered = staged_memory("cuda", COPIED_BYTES)
     together = memory.buffer_bytes // BLOCK_BYTES
 
@@ -87,7 +90,7 @@ def staged() -> float:
 
 
 def staged_memory(device: str, nbytes: int) -> tuple[Any, Any]:
-    """A rank's memory of one plane, and its blocks in random order."""
+    """Return a rank's memory of one plane, and its blocks in random order."""
     import numpy as np
     import torch
 
@@ -105,7 +108,7 @@ def staged_memory(device: str, nbytes: int) -> tuple[Any, Any]:
 
 
 def ipc() -> float:
-    """Block by block out of another process's memory of the device, as a receiver copies from a sender."""
+    """Copy block by block from another process's device memory, as a receiver does. Return bytes per second."""
     import msgspec
 
     from tercet.transport import DeviceHandles, RegionShape
@@ -117,7 +120,7 @@ def ipc() -> float:
     owner.start()
     try:
         if not ours.poll(CHILD_SECONDS / 2):
-            raise RuntimeError("the process whose memory was to be read did not start")
+            raise RuntimeError("the process that owns the memory did not start in time")
         handles, shape = msgspec.msgpack.decode(ours.recv_bytes(), type=tuple[DeviceHandles, RegionShape])
         planes = PeerBlocks(device_planes(handles, shape))
         memory, scattered = staged_memory("cuda", COPIED_BYTES)
@@ -135,7 +138,7 @@ def ipc() -> float:
 
 
 def _own(pipe: Connection) -> None:
-    """Have memory, offer it as a worker does, and keep it until killed."""
+    """Allocate memory, offer it as a worker does, and keep it until killed."""
     import msgspec
     import torch
 
@@ -148,11 +151,11 @@ def _own(pipe: Connection) -> None:
     _, shape = planes.share_words()
     export = DeviceExport(planes)
     pipe.send_bytes(msgspec.msgpack.encode((export.handles, shape)))
-    pipe.recv_bytes()  # nobody sends anything
+    pipe.recv_bytes()  # blocks until this process is killed
 
 
 def nixl(device: str = "cuda", nbytes: int = COPIED_BYTES) -> float:
-    """From one rank's memory of a device to another's, as a receiver reads them over NIXL."""
+    """Copy from one rank's device memory to another's over NIXL, as a receiver does. Return bytes per second."""
     import numpy as np
     import torch
 
@@ -203,14 +206,14 @@ WAYS: dict[str, Callable[[], float]] = {
 
 
 def main(name: str) -> None:
-    """Print bytes per second of one way as JSON, or why it cannot be had as text."""
+    """Print, as JSON, the bytes per second of one way, or the reason of a failure as text."""
     from tercet.protocol import TercetError
 
     try:
         print(json.dumps(WAYS[name]()))
     except TercetError as error:
         print(json.dumps(error.message))
-    except Exception as error:  # of CUDA's or PyTorch's
+    except Exception as error:  # errors of CUDA or PyTorch
         traceback.print_exc()
         print(json.dumps((str(error).strip().splitlines() or [type(error).__name__])[0]))
 

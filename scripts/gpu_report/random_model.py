@@ -1,4 +1,4 @@
-"""Models with random weights, for machines that have neither a model nor a hub; their tokens mean nothing."""
+"""Models with random weights, for machines without a model and without a hub. Their tokens have no meaning."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ SMALL = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
-# Llama 3.1 8B's layers.
+# The layers of Llama 3.1 8B.
 LARGE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
-# vLLM makes the large one's weights, the same ones in every engine.
+# Flags with which vLLM generates the weights of the large model, the same in every engine.
 MADE_BY_VLLM = ("--load-format", "dummy")
 
 
 def make(directory: Path) -> Path:
-    """Write a checkpoint of a small Llama, of some MB, always the same; its tokenizer has one token for each byte."""
+    """Write a checkpoint of a small Llama of a few MB, and return its directory.
+
+    It is always the same. Its tokenizer has one token for each byte.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
@@ -30,14 +33,17 @@ def make(directory: Path) -> Path:
 
 
 def make_large(directory: Path) -> Path:
-    """Write what vLLM needs to make a model of 8B parameters, less its vocabulary, by :data:`MADE_BY_VLLM`."""
+    """Write the configuration and tokenizer of a model with the layers of an 8B model, and return its directory.
+
+    vLLM generates its weights with the flags :data:`MADE_BY_VLLM`. Its vocabulary is small.
+    """
     config = _config(directory, LARGE)
     (directory / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}))
     return directory
 
 
 def _config(directory: Path, shape: dict[str, int]) -> Any:
-    """The configuration of a shape; writes its tokenizer."""
+    """Write the tokenizer, and return the configuration of a shape."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The servers that the report asks: plain vLLM, one engine, and fleets; each is stopped, whatever has happened."""
+"""The servers that the report measures: plain vLLM, one engine, and fleets. Each is stopped in all cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOP_SECONDS = 90.0
 
 @contextmanager
 def plain_vllm(model: str, flags: Sequence[str]) -> Generator[str]:
-    """vLLM without Tercet; its URL."""
+    """Run vLLM without Tercet while the context is open. Yield its URL."""
     path = resolve_model(model, lambda line: print(line, file=sys.stderr))
     length = ["--max-model-len", BUILT_IN_MAX_LEN] if model == BUILT_IN and "--max-model-len" not in flags else []
     with _listening("vllm.entrypoints.openai.api_server", ["--model", path, *length, *flags]) as url:
@@ -30,14 +30,14 @@ def plain_vllm(model: str, flags: Sequence[str]) -> Generator[str]:
 
 @contextmanager
 def engine(model: str, flags: Sequence[str]) -> Generator[str]:
-    """One of Tercet's engines, asked without a router."""
+    """Run one engine without a router while the context is open. Yield its URL."""
     with _listening("tercet.cli", ["engine", "--model", model], ["--", *flags]) as url:
         yield url
 
 
 @contextmanager
 def fleet(model: str, args: Sequence[str], flags: Sequence[str]) -> Generator[str]:
-    """Engines behind a router."""
+    """Run engines behind a router while the context is open. Yield the router's URL."""
     with _listening("tercet.cli", ["up", "--model", model, *args], ["--", *flags]) as url:
         yield url
 
@@ -57,9 +57,9 @@ def _running(command: list[str], health: str) -> Generator[None]:
         deadline = time.monotonic() + START_SECONDS
         while not _answers(health):
             if process.poll() is not None:
-                raise RuntimeError(f"it ends with status {process.returncode}: {' '.join(command)}")
+                raise RuntimeError(f"a server ended with status {process.returncode}: {' '.join(command)}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"it does not answer within {START_SECONDS:.0f} s: {' '.join(command)}")
+                raise RuntimeError(f"a server did not answer within {START_SECONDS:.0f} s: {' '.join(command)}")
             time.sleep(1)
         yield
     finally:
@@ -80,13 +80,13 @@ def _answers(url: str) -> bool:
 
 
 def model_of(url: str) -> str:
-    """The first model that a server has."""
+    """Return the first model that a server lists."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
         return json.load(response)["data"][0]["id"]
 
 
 def post(url: str, body: dict[str, Any], seconds: float = 300.0) -> Any:
-    """An open answer to a request for completions."""
+    """Send a request for a completion, and return the open answer."""
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

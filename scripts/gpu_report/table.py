@@ -1,4 +1,4 @@
-"""Rows of the report: each is measured by itself, and one that fails says why and leaves the others alone."""
+"""The rows of the report. Each is measured separately: a failed row has the reason, and does not stop the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class Failed(NamedTuple):
-    """Why there is no figure."""
+    """A measurement that failed, with the reason."""
 
     why: str
 
 
 class Row(NamedTuple):
-    """What was measured, how much it is, what it ought to be, and whether it is; None where nothing is asked."""
+    """A row: name, result, requirement, and True if the result meets the requirement (None: no requirement)."""
 
     name: str
     found: str
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def attempt(what: str, measure: Callable[[], T]) -> T | Failed:
-    """Measure, and go on if that fails; progress and tracebacks go to stderr."""
+    """Measure, and return the result or the failure. Progress and tracebacks are printed to stderr."""
     print(f"measuring: {what}", file=sys.stderr, flush=True)
     try:
         return measure()
@@ -37,7 +37,7 @@ def attempt(what: str, measure: Callable[[], T]) -> T | Failed:
 
 
 def ratio(name: str, of: float | Failed, to: float | Failed, most: float) -> Row:
-    """Seconds divided by other seconds, which they may exceed by little."""
+    """Return the row of a ratio of two times in seconds, which must be at most ``most``."""
     wanted = f"{most:g} or less"
     if isinstance(of, Failed) or isinstance(to, Failed):
         return Row(name, why_not(of, to), wanted, holds=False)
@@ -45,12 +45,12 @@ def ratio(name: str, of: float | Failed, to: float | Failed, most: float) -> Row
 
 
 def why_not(*figures: object) -> str:
-    """What the first of some figures that there is not says."""
+    """Return the reason of the first failure among results; empty without a failure."""
     return next((each.why for each in figures if isinstance(each, Failed)), "")
 
 
 def share(name: str, of: float | Failed, to: float | Failed, wanted: str) -> Row:
-    """Bytes per second, and how much of a plain copy's that is."""
+    """Return the row of a rate in bytes per second, with its ratio to the rate of a plain copy."""
     if isinstance(of, Failed):
         return Row(name, of.why, wanted, holds=False)
     beside = "" if isinstance(to, Failed) else f", {of / to:.2f} of it"
@@ -58,12 +58,12 @@ def share(name: str, of: float | Failed, to: float | Failed, wanted: str) -> Row
 
 
 def speed(found: float | Failed) -> str:
-    """Bytes per second in words."""
+    """Return a rate as text, from bytes per second."""
     return found.why if isinstance(found, Failed) else f"{found / 1e9:.1f} GB/s"
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
-    """The table as text."""
+    """Yield the lines of the table."""
     marks = {None: "", True: "ok", False: "NOT"}
     cells = [(row.name, row.found, row.wanted, marks[row.holds]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

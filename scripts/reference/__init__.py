@@ -1,1 +1,1 @@
-"""The reference part of the manual, ``docs/reference``, out of what the code declares."""
+"""The reference part of the manual, ``docs/reference``, generated from the declarations in the code."""

@@ -1,4 +1,4 @@
-"""``python -m scripts.reference`` writes ``docs/reference``; with ``--check`` it says what is not as it would be."""
+"""``python -m scripts.reference`` writes ``docs/reference``; with ``--check`` it names files that are out of date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTICE = "<!-- Written by `python -m scripts.reference` from the code's declarat
 
 
 def pages() -> Mapping[str, str]:
-    """Every page by its file's name."""
+    """Return every page, by file name."""
     made = {
         "commands.md": commands_page(),
         "settings.md": settings_page(),
@@ -33,7 +33,7 @@ def pages() -> Mapping[str, str]:
 
 
 def main() -> int:
-    """Exit code: with ``--check`` 1 if a file is not up to date."""
+    """Write or check the pages. Return the exit code: 1 if ``--check`` found a file that is out of date."""
     return write_or_check("python -m scripts.reference", __doc__, FOLDER, "docs/reference", pages())
 
 

@@ -1,4 +1,4 @@
-"""Every command with its arguments and flags, as the command line itself has them."""
+"""The page of commands, with their arguments and flags, generated from the command line."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tercet.settings.declaration import plain_type
 
 HEAD = """# Commands
 
-Every command, argument and flag. `tercet COMMAND --help` says the same in a terminal. Flags of `tercet up`, `tercet router`
+Every command, argument and flag. `tercet COMMAND --help` shows the same in a terminal. Flags of `tercet up`, `tercet router`
 and `tercet rescheduler` can also be given as [keys of a file or variables](settings.md).
 
-The exit code is 0 if all went well, 1 if something failed, 2 for wrong use, and 130 after Ctrl-C. Complaints are one line on
-standard error.
+The exit code is 0 for success, 1 for a failure, 2 for wrong use, and 130 after Ctrl-C. An error message is one line on standard
+error.
 """
 
 
 def commands_page() -> str:
-    """The page."""
+    """Return the page."""
     root: Any = typer.main.get_command(app)
     found = list(_leaves(root, "tercet"))
     listed = table(
         ("command", ""), ((f"[`{path}`](#{path.replace(' ', '-')})", _summary(each)) for path, each in found)
     )
-    common = f"## tercet\n\nOf `tercet` itself:\n\n{_options(root, 'tercet')}"
+    common = f"## tercet\n\nFlags of `tercet` itself:\n\n{_options(root, 'tercet')}"
     return "\n\n".join([HEAD.strip(), listed, common, *(_section(path, each) for path, each in found)])
 
 
 def _leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All that can be run: commands, and groups that do something by themselves."""
+    """Yield everything that can be run: commands, and groups that also run alone."""
     subcommands = getattr(command, "commands", None)
     if subcommands is None or (command.invoke_without_command and path != "tercet"):
         yield path, command
@@ -79,7 +79,7 @@ def _flag(option: Any) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """What a value is, in the words of the tables of settings."""
+    """Return the kind of a value, in the words of the tables of settings."""
     plain = plain_type(annotation)
     if get_origin(plain) is list:
         return _kind(get_args(plain)[0])
@@ -89,7 +89,7 @@ def _kind(annotation: Any) -> str:
 
 
 def help_of(option: Any) -> str:
-    """Flags that are settings say their default at the end of their help."""
+    """Return the help of an option without the default, which settings have at the end of their help."""
     return (option.help or "").partition(" [default: ")[0]
 
 

@@ -1,4 +1,4 @@
-"""Every environment variable: of settings, of flags, and those that are read by themselves."""
+"""The page of environment variables: those of settings, of flags, and others."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tercet.settings.variables import VARIABLES
 
 HEAD = """# Environment variables
 
-A flag wins over a variable, and a variable over a file. `tercet bench` and `tercet sim` look at none but those that are named here
-for them: a measurement depends on what its command and its file say.
+A flag overrides a variable, and a variable overrides a file. `tercet bench` and `tercet sim` read only the variables that this page
+names for them, so that a measurement depends only on its command and its file.
 
-In Kubernetes `TERCET_PORT` is a URL, such as `tcp://10.96.0.7:8000`, in all pods of a namespace with a service called `tercet`; and
-`TERCET_METRICS_PORT` with one called `tercet-metrics`. Such URLs are passed over.
+In Kubernetes, all pods of a namespace with a service named `tercet` have a variable `TERCET_PORT` with a URL, such as
+`tcp://10.96.0.7:8000`; a service named `tercet-metrics` sets `TERCET_METRICS_PORT`. Such URLs are ignored.
 """
 
 
 def environment_page() -> str:
-    """The page."""
+    """Return the page."""
     alone = table(("variable", "read by", "default", ""), ((f"`{each.name}`", *each[1:]) for each in VARIABLES))
     return "\n\n".join(
         [
             HEAD.strip(),
-            "## Of settings\n\nEach is the [setting](settings.md) of the same name; items of a list and KEY=VALUE pairs are "
-            "separated as a shell would.",
+            "## Of settings\n\nEach is the [setting](settings.md) of the same name. Items of a list and KEY=VALUE pairs are "
+            "separated as in a shell.",
             table(("variable", "setting of", ""), _of_settings()),
-            "## Of commands\n\nThese stand for flags of commands that talk to a running router.",
+            "## Of commands\n\nThese replace flags of commands that call a running router.",
             table(("variable", "flag", ""), _of_flags()),
             "## Others",
             alone,
@@ -43,7 +43,7 @@ def environment_page() -> str:
 
 
 def _of_settings() -> Iterator[tuple[str, str, str]]:
-    """A row for each variable, and one more where it is something else to another command."""
+    """Yield a row for each variable, and one more for each command to which it has another meaning."""
     commands: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for command, kind in OF_COMMANDS.items():
         for each in declared(kind):

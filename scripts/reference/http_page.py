@@ -1,4 +1,4 @@
-"""Headers, routes and error codes."""
+"""The page of HTTP routes, headers and error codes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tercet.vllm_plugin import endpoint
 
 HEAD = """# HTTP: routes, headers, errors
 
-Routes of Tercet's own. Those of OpenAI's API are vLLM's; [the router](../router.md#openai-routes) lists what is
-served of it.
+Tercet's routes. The routes of the OpenAI API are vLLM's; [the router](../router.md#openai-routes) lists those that it
+serves.
 """
-ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the field that is wrong. `code` is
-text, as in OpenAI's API. A router passes vLLM's own errors on, such as those of its validation, with the name of the HTTP status as
-code: `bad_request`, `not_found`, `internal_server_error`. Engines answer as vLLM does: there the code of such errors is the status, a number.
+ERRORS = """Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; `param` names the wrong field. `code` is
+text, as in OpenAI's API. A router forwards vLLM's errors, such as those of its validation, with the name of the HTTP status as
+code: `bad_request`, `not_found`, `internal_server_error`. Engines answer as vLLM does: the code of such errors is the status, a number.
 """
 
 
 def http_page() -> str:
-    """The page."""
+    """Return the page."""
     return "\n\n".join(
         [
             HEAD.strip(),
             "## Routes of a router",
             _routes(admin.router),
-            "## Routes of an engine\n\n[The verbs](../verbs.md) has their bodies and answers, and so has `GET /openapi.json`.",
+            "## Routes of an engine\n\n[The verbs](../verbs.md) describes bodies and answers, as does `GET /openapi.json`.",
             _routes(endpoint.router),
             "## Headers",
             table(("header", "on", ""), ((code(each.name), each.on, each.meaning) for each in HEADERS)),
@@ -49,13 +49,15 @@ def http_page() -> str:
 
 def _of_the_gateway() -> Iterable[tuple[str, str]]:
     told = {
-        exchange.DESTINATION: "Set by the picker: the endpoint, and those to try after it.",
-        exchange.PREFILLER: "Set by the picker: the endpoint that shall prefill, if there is one.",
-        exchange.SUBSET: "Metadata of Envoy's: the only endpoints that may be picked.",
-        exchange.SERVED: "On the answer, from Envoy: which endpoint served.",
-        exchange.DROPPED: "On a refusal: why.",
-        " or ".join(OBJECTIVE_HEADERS): "Of the client: the inference objective, which has a priority.",
-        " or ".join(FAIRNESS_HEADERS): "Of the client: whose request it is; requests of one priority take turns by it.",
+        exchange.DESTINATION: "Set by the picker: the endpoint, and the endpoints to try after it.",
+        exchange.PREFILLER: "Set by the picker: the endpoint that prefills, if the request needs one.",
+        exchange.SUBSET: "Metadata from Envoy: the only endpoints that may be picked.",
+        exchange.SERVED: "On the answer, from Envoy: the endpoint that served.",
+        exchange.DROPPED: "On a refusal: the reason.",
+        " or ".join(OBJECTIVE_HEADERS): "From the client: the inference objective, which has a priority.",
+        " or ".join(
+            FAIRNESS_HEADERS
+        ): "From the client: the owner of the request; requests of one priority take turns by owner.",
     }
     return ((" or ".join(code(each) for each in names.split(" or ")), meaning) for names, meaning in told.items())
 
@@ -75,7 +77,7 @@ def _does(endpoint_function: Any) -> str:
 
 
 def _errors() -> Iterable[tuple[str, str, str, str]]:
-    # Those of other modules never go over the wire.
+    # Errors of other modules are never sent over HTTP.
     kinds = [kind for kind in (TercetError, *TercetError.__subclasses__()) if kind.__module__ == TercetError.__module__]
     for kind in sorted(kinds, key=lambda kind: (kind.status, kind.code)):
         told = "Any other failure." if kind is TercetError else prose(kind.__doc__).replace("\n", " ")

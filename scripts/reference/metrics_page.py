@@ -1,4 +1,4 @@
-"""Every metric of Tercet's own, asked of the collectors that declare them."""
+"""The page of Tercet's metrics, generated from the collectors that declare them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tercet.wire.client import prefill_metrics
 
 HEAD = """# Metrics
 
-What `/metrics` has of Tercet's own. Engines have vLLM's `vllm:*` next to them; a router says what its serving layer
-sees as `tercet_served_*`, by vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`, summaries the last two.
+Tercet's metrics at `/metrics`. Engines also have vLLM's `vllm:*`; a router has those of its serving layer as `tercet_served_*`,
+with vLLM's names. Times are in seconds, sizes in bytes. Histograms have `_bucket`, `_sum` and `_count`, summaries the last two.
 """
 
 
 BOUNDS = {
-    "program": "programs of the plans that operators have set, and each of them with ` -> data_parallel`; a client chooses among them",
-    "engine": "members of the fleet: series of those that have left are not shown",
-    "to": "as `engine`; a router counts 4,096 pairs of `engine` and `to` by their names, and those beyond as `other`",
+    "program": "programs of the plans that operators have set, and each of them with ` -> data_parallel`; clients choose among them",
+    "engine": "members of the fleet; series of engines that have left are not shown",
+    "to": "as `engine`; a router counts 4,096 pairs of `engine` and `to` by name, and further pairs as `other`",
     "verb": "`prep_recv`, `extend_recv`, `remote_send`, `start_generate`, `move`",
     "class": "classes of objectives that operators have set, at most 16, and `default`",
-    "code": "codes of the error tree, about 30; what a peer says under another code has that of its status",
+    "code": "codes of the error tree, about 30; an unknown code of a peer becomes the code of its HTTP status",
     "stage": "2",
-    "reason": "of moves the first 32 and `other`, of refusals those that the router declares",
+    "reason": "for moves the first 32 reasons and `other`, for refusals the reasons that the router declares",
     "outcome": "results of a move or of a prefill that Tercet declares",
     "kind": "kinds of routes that Tercet declares",
     "how": "`flipped`, `started`, `stopped`",
@@ -50,7 +50,7 @@ BOUNDS = {
     "model": "names that routers list",
     "status": "HTTP statuses",
     "rank": "ranks of the engine",
-    "model_name": "of a router and an engine, the names that it serves; of a picker, the first 64 names of at most 256 characters that clients ask for, and `other`",
+    "model_name": "for a router and an engine, the names that it serves; for a picker, the first 64 names of at most 256 characters that clients request, and `other`",
     "finished_reason": "vLLM's reasons",
     "error_code": "HTTP statuses",
     "decision_type": "2",
@@ -58,11 +58,11 @@ BOUNDS = {
     "name": "1: the pool",
     "model_server_pod": "members of the pool",
 }
-"""How many values a label may have, or which: whatever clients send, there are no others."""
+"""The number of values of each label, or the values. Clients cannot cause other values."""
 
 
 class Declaration(NamedTuple):
-    """One metric as `/metrics` has it."""
+    """The declaration of a metric, as at `/metrics`."""
 
     name: str
     kind: str
@@ -71,12 +71,12 @@ class Declaration(NamedTuple):
 
 
 def metrics_page() -> str:
-    """The page."""
+    """Return the page."""
     return "\n\n".join(
         [
             HEAD.strip(),
-            "## Of a router\n\nOf all its processes together, wherever one asks; those whose name begins with "
-            "`tercet_engine_` are what the process that answers has heard last of engines that answer.",
+            "## Of a router\n\nEach process of a router answers with the sum over all its processes. Metrics whose names begin with "
+            "`tercet_engine_` are the last reports of reachable engines to the process that answers.",
             _table(
                 [
                     *declared_by(vars(Metrics())),
@@ -101,16 +101,16 @@ def metrics_page() -> str:
                     *collected(EngineCollector(_fleet()).collect()),
                 ]
             ),
-            "## Of a sidecar\n\nAt `/sidecar/metrics`; `/metrics` is the engine's.",
+            "## Of a sidecar\n\nAt `/sidecar/metrics`; `/metrics` has the engine's metrics.",
             _table(declared_by(vars(prefill_metrics))),
             "## Of a model router",
             _table(declared_by(vars(ModelMetrics()))),
-            "## Of a simulated engine\n\nAnd those of a sidecar.",
+            "## Of a simulated engine\n\nIn addition to those of a sidecar.",
             _table([*_of_simulated_engines()]),
-            "## Of a planner\n\nAt the port `--metrics-port` of `tercet planner`.",
+            "## Of a planner\n\nAt port `--metrics-port` of `tercet planner`.",
             _table(declared_by(vars(PlannerMetrics()))),
-            "## Labels\n\nWhat bounds the number of series, whatever clients send. No label has a text of a client, except "
-            "a picker's `model_name`.",
+            "## Labels\n\nThese limits bound the number of series for any requests of clients. No label has a text from a client, "
+            "except a picker's `model_name`.",
             table(("label", "values"), ((code(name), BOUNDS[name]) for name in sorted(BOUNDS))),
         ]
     )
@@ -122,22 +122,24 @@ def _table(found: Iterable[Declaration]) -> str:
 
 
 def _served() -> Iterable[Declaration]:
-    """What vLLM's serving layer has seen."""
+    """Yield the metrics of vLLM's serving layer in a router."""
     for name in sorted(KNOWN_HERE):
         kind, end = ("counter", "_total") if name in COUNTED_HERE else ("histogram", "")
         labels = ("model_name", "finished_reason") if name == "request_success" else ("model_name",)
-        yield Declaration(f"{SERVED}{name}{end}", kind, labels, f"`{VLLMS}{name}`, as this router's clients see it.")
+        yield Declaration(
+            f"{SERVED}{name}{end}", kind, labels, f"`{VLLMS}{name}`, for the requests of this router's clients."
+        )
 
 
 def declared_by(names: Mapping[str, Any]) -> Iterable[Declaration]:
-    """Metrics that are values of some names."""
+    """Yield the declarations of the metrics among the values of a mapping."""
     for value in names.values():
         if isinstance(value, MetricWrapperBase):
             yield from _declarations(value.describe(), vars(value)["_labelnames"])
 
 
 def collected(families: Iterable[Metric]) -> Iterable[Declaration]:
-    """Metrics that are made when somebody asks."""
+    """Yield the declarations of metrics that a collector creates at each request."""
     for family in families:
         yield from _declarations([family], tuple(sorted({name for sample in family.samples for name in sample.labels})))
 
@@ -162,7 +164,7 @@ def _fleet() -> EngineFleet:
 
 
 class _OneRank:
-    """A probe of an engine with one rank that has counted nothing."""
+    """The probe of an engine with one rank, whose counters are empty."""
 
     stalled_s = 0.0
     agent_counters = ({},)

@@ -1,4 +1,4 @@
-"""Keys of the files that configure something: settings of commands and engines, and files with a form of their own."""
+"""The pages of settings (of commands and engines) and of files with other forms."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet model-router": ModelRouterConfig,
     "tercet chaos": ChaosConfig,
 }
-"""Settings that are found in this order: flag, environment variable, file, default."""
+"""Commands whose settings are read in this order: flag, environment variable, file, default."""
 
 SETTINGS_HEAD = """# Settings
 
 A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet planner`, `tercet epp`, `tercet sidecar`, `tercet model-router` and `tercet chaos` is a flag, an environment variable and a key of the
-YAML file that `--config` names. It is looked for in this order: flag, variable, file, default. Unknown keys and values out of range are
-refused. Keys without a flag are for files and variables alone. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
-[environment variables](environment.md) lists all of them, with the few that are called otherwise.
+YAML file that `--config` names. It is read in this order: flag, variable, file, default. Unknown keys and values out of range are
+refused. Keys without a flag are for files and variables only. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
+[environment variables](environment.md) lists all of them, with the few that have other names.
 """
 
 FILES_HEAD = """# Files
 
-The keys of files that have a form of their own. All of them are read strictly: an unknown key is refused.
+The keys of files with other forms. An unknown key is refused in all of them.
 """
 
 
 def settings_page() -> str:
-    """Settings of commands, of benchmarks and of an engine's plugin."""
+    """Return the page of settings of commands, benchmarks and the engine's plugin."""
     router = [RouterSettings]
     return "\n\n".join(
         [
             SETTINGS_HEAD.strip(),
-            "## Of a router\n\nOf `tercet up` and `tercet router` alike.",
+            "## Of a router\n\nFor both `tercet up` and `tercet router`.",
             settings_table(RouterSettings),
-            "## Of `tercet up` alone",
+            "## Of `tercet up` only",
             settings_table(UpConfig, but=router),
-            "## Of `tercet router` alone",
+            "## Of `tercet router` only",
             settings_table(RouterConfig, but=router),
-            "## Of `tercet rescheduler`\n\nBeside those of a router that begin with `reschedule`, `move` and `max-move`:",
+            "## Of `tercet rescheduler`\n\nIn addition to those of a router that begin with `reschedule`, `move` and `max-move`:",
             settings_table(ReschedulerConfig, but=[RouterConfig]),
             "## Of `tercet planner`",
             settings_table(PlannerConfig, but=[RouterConfig]),
@@ -80,11 +80,11 @@ def settings_page() -> str:
             settings_table(SidecarConfig),
             "## Of `tercet chaos`",
             settings_table(ChaosConfig),
-            "## Of `tercet bench serve` and `tercet bench compare`\n\nFlags and keys of `--config FILE`; of variables only `TERCET_URL`, which stands for `--base-url`.",
+            "## Of `tercet bench serve` and `tercet bench compare`\n\nFlags and keys of `--config FILE`. The only variable is `TERCET_URL`, for `--base-url`.",
             settings_table(BenchConfig),
-            "Of `tercet bench serve` alone:",
+            "Only for `tercet bench serve`:",
             settings_table(ServeConfig, but=[BenchConfig]),
-            "Of `tercet bench compare` alone:",
+            "Only for `tercet bench compare`:",
             settings_table(CompareConfig, but=[BenchConfig]),
             "## Of an engine's plugin\n\nKeys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`.",
             table(("key", "default", ""), ((code(each.key), default_of(each), each.help) for each in declared(PluginSettings))),
@@ -93,7 +93,7 @@ def settings_page() -> str:
 
 
 def settings_table(kind: type[Settings], but: Sequence[type[Settings]] = ()) -> str:
-    """A table of the settings of ``kind`` that none of the others has."""
+    """Return a table of the settings of ``kind``, without those of the types ``but``."""
     elsewhere = {each.key for other in but for each in declared(other)}
     own = [each for each in declared(kind) if each.key not in elsewhere]
     rows = ((_flag(each), code(each.key), default_of(each), each.help) for each in own)
@@ -105,27 +105,27 @@ def _flag(of: Declared) -> str:
 
 
 def default_of(of: Declared) -> str:
-    """What holds if nobody says anything."""
+    """Return the default as text, or ``needed`` for a required setting."""
     return of.shown_default or ("needed" if of.is_required else "")
 
 
 def files_page() -> str:
-    """Files with a form of their own."""
+    """Return the page of files with other forms."""
     return "\n\n".join(
         [
             FILES_HEAD.strip(),
-            "## The scheduling file\n\n[Scheduling](../scheduling.md) says how it works.",
+            "## The scheduling file\n\n[Scheduling](../scheduling.md) describes it.",
             *_records(SchedulingConfig, PluginEntry, ProfileConfig, PluginUse),
             "### Its plugins",
             _plugins(),
             "## A plan of programs\n\nThe body of `PUT /tercet/v1/program`, and the file of `tercet program --plan`;"
-            " [Programs](../programs.md#changing-programs-while-traffic-flows) says how it works.",
+            " [Programs](../programs.md#changing-programs-while-traffic-flows) describes it.",
             *_records(Plan, Share, Rule),
             "## Engines of a router\n\nItems of `engines` in the file of `tercet router --config`.",
             *_records(EngineAddress),
-            "## A simulated fleet\n\nThe file of `tercet sim --fleet`; [the simulator](../simulator.md) says how it works.",
+            "## A simulated fleet\n\nThe file of `tercet sim --fleet`; [the simulator](../simulator.md) describes it.",
             *_records(FleetSpec, EngineGroup, Fault),
-            "### Options of a simulated engine\n\nEach is `--option KEY=VALUE`, too.",
+            "### Options of a simulated engine\n\nEach can also be given as `--option KEY=VALUE`.",
             *_records(EngineOptions),
         ]
     )
@@ -141,7 +141,7 @@ def _told(kind: type[msgspec.Struct]) -> str:
 
 
 def fields_table(kind: type[msgspec.Struct]) -> str:
-    """Fields of a record: key, type and default."""
+    """Return a table of the fields of a record: key, type and default."""
     hints = get_type_hints(kind, include_extras=True)
     fields = msgspec.structs.fields(kind)
     return table(

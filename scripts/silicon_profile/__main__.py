@@ -1,4 +1,4 @@
-"""``python -m scripts.silicon_profile``: a profile of simulated engines out of measured operator tables."""
+"""``python -m scripts.silicon_profile``: a profile for simulated engines from measured operator tables."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from tercet.cli.terminal import require_folder, write_file
 
 
 def import_silicon(
-    name: Annotated[str, typer.Option(help="The profile's name.")],
-    model: Annotated[str, typer.Option(help="The model's name in the tables, such as `meta-llama/Meta-Llama-3.1-8B`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The profile's file.")],
-    system: Annotated[str, typer.Option(help="The system's name in the tables.")] = "h100_sxm",
+    name: Annotated[str, typer.Option(help="Name of the profile.")],
+    model: Annotated[
+        str, typer.Option(help="Name of the model in the tables, such as `meta-llama/Meta-Llama-3.1-8B`.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the profile.")],
+    system: Annotated[str, typer.Option(help="Name of the system in the tables.")] = "h100_sxm",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree.")] = 1,
-    python: Annotated[str, typer.Option(help="An interpreter that has `aiconfigurator-core`.")] = "python",
-    backend: Annotated[str, typer.Option(help="Inference engine whose kernels were measured.")] = "vllm",
-    gemm: Annotated[str | None, typer.Option(help="Precision of the matrix products, if not the model's own.")] = None,
+    python: Annotated[str, typer.Option(help="Python interpreter with `aiconfigurator-core`.")] = "python",
+    backend: Annotated[str, typer.Option(help="Inference engine with the measured kernels.")] = "vllm",
+    gemm: Annotated[str | None, typer.Option(help="Precision of matrix products, if not the model's.")] = None,
     weight_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one weight.")] = 2,
-    memory: Annotated[float, typer.Option(help="GiB of memory per GPU.")] = 80.0,
-    bandwidth: Annotated[float, typer.Option(help="Bytes per second of one GPU's network port.")] = 50e9,
+    memory: Annotated[float, typer.Option(help="Memory per GPU in GiB.")] = 80.0,
+    bandwidth: Annotated[float, typer.Option(help="Bandwidth of one GPU's network port in bytes per second.")] = 50e9,
 ) -> None:
     """Fit a profile to the measured operator tables of aiconfigurator.
 
-    Install the tables where they do no harm: `python -m venv aic && aic/bin/pip install aiconfigurator-core`.
+    Install the tables in a separate environment: `python -m venv aic && aic/bin/pip install aiconfigurator-core`.
 
     Example:
     - `python -m scripts.silicon_profile --python aic/bin/python --name mine --model Qwen/Qwen3-8B --tp 2 -o mine.json`

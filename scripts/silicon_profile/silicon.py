@@ -1,4 +1,4 @@
-"""Makes a profile from aiconfigurator's measured operator tables (Apache-2.0, by NVIDIA)."""
+"""The import of a profile from aiconfigurator's measured operator tables (Apache-2.0, by NVIDIA)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ KNOTS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 30
 CACHED = (0, 1024, 4096, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-# Decode points with more KV tokens in a batch exceed one engine's memory.
+# Decode points with more KV tokens in a batch would exceed the memory of one engine.
 MAX_BATCH_TOKENS = 400_000
 BLOCK_SIZE = 16
 GIB = 2**30
-# vLLM's default share of the memory, less activations and CUDA graphs.
+# vLLM's default share of the memory, and the memory for activations and CUDA graphs.
 MEMORY_SHARE, MEMORY_OVERHEAD_GIB = 0.9, 4.0
 
 
 class SiliconQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of an import.
+    """The parameters of an import.
 
-    ``model`` and ``system`` are the tables' names, ``python`` the interpreter that has them.
-
-    ``weight_bytes`` is the size of one weight of a layer. ``bytes_per_second`` and ``latency`` (of one GPU's link) are
-    not in the tables and must be given.
+    ``model`` and ``system`` are names in the tables, ``python`` is the interpreter that has the tables.
+    ``weight_bytes`` is the size of one weight of a layer. ``bytes_per_second`` and ``latency`` (seconds) of one GPU's
+    link are not in the tables.
     """
 
     name: str
@@ -58,7 +57,10 @@ class _SiliconAnswer(msgspec.Struct):
 
 
 def import_profile(query: SiliconQuery, command: str) -> Profile:
-    """Query the tables for a grid of steps and fit the step model to it; ``command`` goes into the provenance."""
+    """Query the tables for a grid of steps, and return the profile of the fitted step model.
+
+    ``command`` is recorded in the profile.
+    """
     prefills = [(new, old) for new in KNOTS if new >= 16 for old in CACHED]
     decodes = [(batch, context) for batch in BATCHES for context in CONTEXTS if batch * context <= MAX_BATCH_TOKENS]
     answer = _ask(query, prefills, decodes)
@@ -104,7 +106,7 @@ def _ask(query: SiliconQuery, prefills: list[tuple[int, int]], decodes: list[tup
         "decodes": decodes,
     }
     script = Path(__file__).with_name("silicon_points.py")
-    # The answer has a separate pipe: the package writes notes to standard output.
+    # The answer has a separate pipe, because the package writes notes to standard output.
     read, write = os.pipe()
     try:
         process = subprocess.Popen(
@@ -116,14 +118,14 @@ def _ask(query: SiliconQuery, prefills: list[tuple[int, int]], decodes: list[tup
         )
     except OSError as error:
         os.close(read)
-        raise BadRequest(f"--python: {query.python} cannot be run: {error.strerror}", "--python") from error
+        raise BadRequest(f"--python: cannot run {query.python}: {error.strerror}", "--python") from error
     finally:
         os.close(write)
     with os.fdopen(read, "rb") as pipe:
         _, complaints = process.communicate(msgspec.json.encode(asked))
         data = pipe.read()
     if process.returncode != 0:
-        raise EngineError(f"the tables gave no answer: {_last_line(complaints)}")
+        raise EngineError(f"the query of the tables failed: {_last_line(complaints)}")
     return msgspec.json.decode(data, type=_SiliconAnswer)
 
 
@@ -149,5 +151,8 @@ def _blocks(query: SiliconQuery, answer: _SiliconAnswer, shape: ModelShape) -> i
     memory = query.tp_size * (MEMORY_SHARE * query.memory_gib - MEMORY_OVERHEAD_GIB) * GIB
     blocks = int((memory - weights) // (shape.kv_bytes_per_token * BLOCK_SIZE))
     if blocks < 1:
-        raise BadRequest(f"{query.model} does not fit on {query.tp_size} GPUs of {query.memory_gib:g} GiB", "--tp")
+        raise BadRequest(
+            f"--tp: {query.model} does not fit on {query.tp_size} GPUs of {query.memory_gib:g} GiB; give more",
+            "--tp",
+        )
     return blocks

@@ -1,7 +1,8 @@
-"""Reads step times from aiconfigurator's measured operator tables; run by the interpreter that has that package.
+"""The query of step times in aiconfigurator's measured operator tables, run by an interpreter with that package.
 
-Standard input: a JSON object with model, system, backend, tp_size, modes, prefills and decodes. Standard output: its
-answer, a JSON object. Imports nothing of Tercet, which need not be installed there.
+Standard input is a JSON object with model, system, backend, tp_size, modes, prefills and decodes. The answer, a JSON
+object, is written to the file descriptor that the argument names. The script does not import Tercet, which need not be
+installed for this interpreter.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 
 def config_of(root: Path, model: str) -> dict[str, Any]:
-    """The model's configuration as the package ships it."""
+    """Return the model's configuration that the package ships."""
     return json.loads((root / "model_configs" / f"{model.replace('/', '--')}_config.json").read_text())
 
 
 def parameters_of(config: dict[str, Any]) -> tuple[int, int]:
-    """Parameters of a dense Llama-like model: in its layers, and in its embeddings."""
+    """Return the numbers of parameters of a dense Llama-like model, in its layers and in its embeddings."""
     hidden = config["hidden_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     attention = hidden * head * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
@@ -45,7 +46,7 @@ def main() -> None:
         "config": config,
         "layer_parameters": layers,
         "embedding_parameters": embeddings,
-        # Milliseconds; the package includes cached tokens in the input's length.
+        # In milliseconds. The package counts cached tokens as a part of the input's length.
         "prefills": [handle.predict_prefill_latency(1, new + old, old) for new, old in query["prefills"]],
         "decodes": [handle.predict_decode_latency(batch, context, 2) for batch, context in query["decodes"]],
     }

@@ -184,7 +184,7 @@ def test_all_servers_are_asked_the_same(server: str) -> None:
 
 @pytest.mark.processes
 def test_a_server_that_does_not_start_is_an_error_and_is_gone() -> None:
-    with pytest.raises(RuntimeError, match="ends with status"), servers._listening("json.tool", ["--no"]):
+    with pytest.raises(RuntimeError, match="ended with status"), servers._listening("json.tool", ["--no"]):
         pytest.fail("it started")
 
 

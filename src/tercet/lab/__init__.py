@@ -1,1 +1,1 @@
-"""The laboratory: simulated engines, benchmarks and their figures, faults on purpose. Nothing that serves needs it."""
+"""The laboratory: simulated engines, benchmarks with their figures, and fault injection. Serving does not need it."""

@@ -68,7 +68,7 @@ WRONG = [
     ("bench report empty.json", "empty.json: "),
     ("bench serve --request-rate 1 --workload sonnet,input_len=x", "--workload: sonnet.input_len: must be a whole"),
     ("sim --program mine.py:p --program-arg share=x", "--program-arg: mine.py:p: share: must be a number, is 'x'"),
-    ("sim --profile nothing", "--profile: there is no 'nothing'"),
+    ("sim --profile nothing", "--profile: 'nothing' does not exist"),
     ("sim --fleet both=0", "--fleet: "),
     ("sim --request-rate x", "--request-rate: "),
     ("sim --program nothing", "--program: there is no 'nothing'"),
@@ -122,7 +122,7 @@ WRONG = [
     ("router --engine http://h:1 --engine http://h:1/", "--engine: http://h:1 is there twice"),
     ("rescheduler", "--reschedule: "),
     ("rescheduler --reschedule decode_load --url nowhere", "--url: 'nowhere' is not a URL"),
-    ("chaos --faults nothing", "--faults: there is no 'nothing'"),
+    ("chaos --faults nothing", "--faults: 'nothing' is not a kind of fault"),
     ("chaos --schedule nofile", "--schedule: nofile cannot be read"),
     ("demo --max-tokens x", "Invalid value for '--max-tokens'"),
 ]

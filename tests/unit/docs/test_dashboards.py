@@ -98,12 +98,12 @@ def test_panels_have_a_place_a_meaning_and_a_unit(board: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda of: of.rate("tercet_nothing_total"), "is no metric"),
-        (lambda of: of.rate("tercet_engine_up"), "is a gauge and no counter"),
+        (lambda of: of.rate("tercet_nothing_total"), "is not a metric"),
+        (lambda of: of.rate("tercet_engine_up"), "is a gauge, not a counter"),
         (lambda of: of.now("tercet_engine_up", "program"), "has no label program"),
         (lambda of: of.quantile(0.5, "tercet_ttft_seconds", engine='="a"'), "has no label engine"),
         (lambda of: of.values_of("program", "tercet_engine_up"), "has no label program"),
-        (lambda of: of.values_of("program", "tercet_nothing"), "is no metric"),
+        (lambda of: of.values_of("program", "tercet_nothing"), "is not a metric"),
     ],
 )
 def test_no_query_is_made_of_what_does_not_exist(make: Any, why: str) -> None:

@@ -1,8 +1,8 @@
-"""When requests are due. No I/O, and no clock: each process is a list of times in seconds, the first one 0.
+"""Arrival processes. They use no I/O and no clock: each is a list of times in seconds that begins with 0.
 
 The gaps of a renewal process with ``rate`` requests per second and ``burstiness`` b are gamma distributed with shape b
-and scale 1 / (rate * b), the parameter that ``vllm bench serve`` calls by the same name: mean 1 / rate, coefficient of
-variation 1 / sqrt(b). b = 1 is a Poisson process, b < 1 comes in bursts, b = infinity is a constant rate.
+and scale 1 / (rate * b): their mean is 1 / rate, their coefficient of variation 1 / sqrt(b). ``vllm bench serve`` has
+the same parameter. b = 1 is a Poisson process, b < 1 is bursty, b = infinity is a constant rate.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Literal
 from tercet.protocol import BadRequest
 
 LONGEST_S = 1e7
-"""Longest time in which requests arrive, in seconds: a fleet polls its engines each second, in virtual time too."""
+"""Longest time over which requests may arrive, in seconds. (A simulated fleet polls its engines each second of it.)"""
 Arrival = Literal["poisson", "gamma", "constant", "closed", "trace"]
 
 
 def gaps(count: int, rate: float, burstiness: float, rng: Random) -> list[float]:
-    """``count`` gaps between requests, in seconds; all 0 when ``rate`` is infinite."""
+    """Return ``count`` gaps between requests, in seconds; all are 0 if ``rate`` is infinite."""
     _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
     _require(burstiness > 0 and not math.isnan(burstiness), "burstiness", burstiness)
     if math.isinf(rate):
@@ -34,16 +34,17 @@ def gaps(count: int, rate: float, burstiness: float, rng: Random) -> list[float]
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: Random) -> list[float]:
-    """When each of ``count`` requests is due."""
+    """Return the time at which each of ``count`` requests is due, in seconds."""
     if count == 0:
         return []
     return list(accumulate(gaps(count - 1, rate, burstiness, rng), initial=0.0))
 
 
 def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float]:
-    """A trace's own times, from 0 on; with ``rate``, stretched so that their mean rate becomes that.
+    """Return a trace's times from 0 on, in seconds; with ``rate``, scaled so that their mean rate is ``rate``.
 
-    Only time is stretched: bursts stay bursts. A trace without extent cannot be stretched and is refused.
+    Only time is scaled: bursts stay bursts. Raise :class:`~tercet.protocol.BadRequest` for a trace whose times are all
+    equal: it cannot be scaled.
     """
     if not recorded:
         return []
@@ -56,14 +57,16 @@ def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float
     if math.isinf(rate):
         return [0.0] * len(times)
     if times[-1] <= 0:
-        raise BadRequest("request-rate: every request of the trace has the same time, no rate fits it", "request-rate")
+        raise BadRequest(
+            "request-rate: all requests of the trace have the same time; it cannot be scaled to a rate", "request-rate"
+        )
     _require_short((len(times) - 1) / rate)
     factor = (len(times) - 1) / rate / times[-1]
     return [at * factor for at in times]
 
 
 def burstiness_of(arrival: Arrival, burstiness: float) -> float:
-    """The gamma process's parameter for an arrival process by name."""
+    """Return the shape of the gamma process for an arrival process given by name."""
     if arrival == "gamma":
         return burstiness
     return math.inf if arrival == "constant" else 1.0
@@ -72,8 +75,8 @@ def burstiness_of(arrival: Arrival, burstiness: float) -> float:
 def _require_short(seconds: float) -> None:
     if not seconds <= LONGEST_S:
         raise BadRequest(
-            f"request-rate: the last request would arrive after {seconds:.3g} s, and at most {LONGEST_S:.0e} s are "
-            "taken; give a higher rate or fewer requests",
+            f"request-rate: the last request would arrive after {seconds:.3g} s, and the limit is {LONGEST_S:.0e} s; "
+            "give a higher rate or fewer requests",
             "request-rate",
         )
 

@@ -1,4 +1,4 @@
-"""Configuration of a measurement: validated once, from flags and a YAML file."""
+"""The configuration of a measurement, from flags and a YAML file. It is validated once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ SECRET_HEADERS = ("authorization", "api-key", "x-api-key", "cookie")
 
 @dataclass(frozen=True)
 class Load:
-    """Load of one point: requests per second (None: closed loop, or a trace as recorded), and the number of users."""
+    """The load of one point.
+
+    ``request_rate`` is in requests per second; None means a closed loop, or a trace with its recorded times.
+    ``concurrency`` is the number of users of a closed loop, or the cap on requests in flight; None means no cap.
+    """
 
     request_rate: float | None
     concurrency: int | None
@@ -40,79 +44,89 @@ class Load:
 
 
 class BenchConfig(Settings, frozen=True):
-    """Common settings of ``serve`` and ``compare``, with the names of ``vllm bench serve`` where they exist.
+    """The settings that ``serve`` and ``compare`` share. Settings that ``vllm bench serve`` also has keep its names.
 
     Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a separate point.
-    ``goodput`` is in milliseconds. ``prompt-as`` is by default text in a chat and tokens elsewhere. ``cache-salt``:
-    whether requests of one point can match a prefix of another one; ``auto`` salts fixed texts, which would otherwise
-    match.
+    ``goodput`` is in milliseconds. The default of ``prompt-as`` is text for chat and tokens for completions. A cache
+    salt keeps requests of one point from matching prefixes of another point; ``auto`` salts texts from a file, which
+    would match otherwise.
     """
 
-    base_url: Annotated[str, Setting("The server, without /v1", env=URL_VARIABLE, panel=TARGET)] = (
+    base_url: Annotated[str, Setting("URL of the server, without /v1", env=URL_VARIABLE, panel=TARGET)] = (
         "http://127.0.0.1:8000"
     )
-    endpoint: Annotated[Endpoint, Setting("The API to use", panel=TARGET)] = "completions"
-    model: Annotated[str | None, Setting("The model's name there", default="its first", panel=TARGET)] = None
+    endpoint: Annotated[Endpoint, Setting("API to call", panel=TARGET)] = "completions"
+    model: Annotated[
+        str | None, Setting("Name of the model at the server", default="the first that it lists", panel=TARGET)
+    ] = None
     tokenizer: Annotated[
         str | None,
-        Setting("`smollm2`, a checkpoint's directory or a hub id", default="the model's", panel=TARGET),
+        Setting(
+            "Tokenizer: `smollm2`, the directory of a checkpoint, or a hub id", default="the model's", panel=TARGET
+        ),
     ] = None
     header: Annotated[
-        Mapping[str, str], Setting("A header of every request; repeatable. OPENAI_API_KEY is sent if set", panel=TARGET)
+        Mapping[str, str], Setting("Header of every request; repeatable. OPENAI_API_KEY is sent if set", panel=TARGET)
     ] = {}
-    request_timeout: Annotated[Positive, Setting("Timeout of a request", unit="seconds", panel=TARGET)] = 600.0
+    request_timeout: Annotated[Positive, Setting("Timeout of one request", unit="seconds", panel=TARGET)] = 600.0
     arrival: Annotated[
         Arrival,
         Setting(
-            "`closed`: as many users as --concurrency says. `trace`: at the times of the workload's trace", panel=LOAD
+            "Arrival process. `closed`: a fixed number of users, --concurrency. `trace`: the times of the workload's "
+            "trace",
+            panel=LOAD,
         ),
     ] = "poisson"
     request_rate: Annotated[
         tuple[Positive, ...],
-        Setting("Requests per second; `inf` for all at once. Each is a point", metavar="R[,R...]", panel=LOAD),
+        Setting(
+            "Requests per second; `inf` sends all at once. Each value is one point", metavar="R[,R...]", panel=LOAD
+        ),
     ] = ()
-    burstiness: Annotated[
-        Positive, Setting("Shape of --arrival gamma. Below 1 is bursty, 1 is Poisson", panel=LOAD)
-    ] = 1.0
+    burstiness: Annotated[Positive, Setting("Shape of --arrival gamma. Below 1: bursts; 1: Poisson", panel=LOAD)] = 1.0
     concurrency: Annotated[
-        tuple[Whole, ...], Setting("Users of a closed loop. Each is a point", metavar="N[,N...]", panel=LOAD)
+        tuple[Whole, ...],
+        Setting("Number of users of a closed loop. Each value is one point", metavar="N[,N...]", panel=LOAD),
     ] = ()
-    max_concurrency: Annotated[Whole | None, Setting("Cap on requests in flight of an open loop", panel=LOAD)] = None
+    max_concurrency: Annotated[Whole | None, Setting("Maximum of requests in flight in an open loop", panel=LOAD)] = (
+        None
+    )
     num_prompts: Annotated[
         Whole | None,
         Setting(
-            "Requests per point, later turns of sessions included",
+            "Number of requests per point, later turns of sessions included",
             default=f"{DEFAULT_PROMPTS}; all of a trace",
             panel=LOAD,
         ),
     ] = None
     duration: Annotated[
-        Positive | None, Setting("Instead of --num-prompts: arrivals per point", unit="seconds", panel=LOAD)
+        Positive | None,
+        Setting("Time during which requests of a point arrive, instead of --num-prompts", unit="seconds", panel=LOAD),
     ] = None
     num_warmups: Annotated[
         int,
         msgspec.Meta(ge=0),
-        Setting("Requests before those that are measured, at the same load", default="0", panel=LOAD),
+        Setting("Number of requests before the measured ones, at the same load", default="0", panel=LOAD),
     ] = 0
     workload: Annotated[
         tuple[str, ...],
         Setting(
-            "`sonnet`, `random`, `shared_prefix`, `sessions`, `sharegpt`, `mooncake`, `azure`, `burstgpt`; `+` mixes "
-            "kinds. Given again, it takes over half-way",
+            "Kind of requests: `sonnet`, `random`, `shared_prefix`, `sessions`, `sharegpt`, `mooncake`, `azure` or "
+            "`burstgpt`; `+` mixes kinds. If repeated, each has an equal part of the run, in order",
             metavar="KIND[,KEY=VALUE...]",
             default="sonnet",
             panel=WORK,
         ),
     ] = ("sonnet",)
-    seed: Annotated[int, Setting("Random seed for arrivals, lengths and words", default="0", panel=WORK)] = 0
+    seed: Annotated[int, Setting("Random seed of arrivals, lengths and words", default="0", panel=WORK)] = 0
     prompt_as: Annotated[
         PromptAs | None,
-        Setting("Whether prompts are sent as token ids or as text", default="tokens; text in a chat", panel=WORK),
+        Setting("Form of prompts: token ids or text", default="tokens; text for chat", panel=WORK),
     ] = None
     cache_salt: Annotated[
         Literal["auto", "always", "never"],
         Setting(
-            "Whether points are kept from finding each other's prefixes",
+            "Use of cache salts, so that no point finds prefixes of another one",
             default="auto: for texts from a file",
             panel=WORK,
         ),
@@ -121,23 +135,24 @@ class BenchConfig(Settings, frozen=True):
         0.0
     )
     top_p: Annotated[
-        Annotated[float, msgspec.Meta(gt=0, le=1)] | None, Setting("Nucleus sampling, as top_p", panel=REQUESTS)
+        Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
+        Setting("Nucleus sampling: top_p of every request", panel=REQUESTS),
     ] = None
     ignore_eos: Annotated[
         bool,
         Setting(
-            "Whether answers have exactly the length asked for (vLLM)",
+            "Generate exactly the requested number of tokens (vLLM)",
             flag="--ignore-eos/--no-ignore-eos",
             default="yes",
             panel=REQUESTS,
         ),
     ] = True
-    extra_body: Annotated[Mapping[str, Any], Setting("More fields of every request's body", flag="")] = {}
-    goodput: Annotated[Slo | None, Setting("The SLO", flag="")] = None
+    extra_body: Annotated[Mapping[str, Any], Setting("Further fields in the body of every request", flag="")] = {}
+    goodput: Annotated[Slo | None, Setting("SLO of a good request", flag="")] = None
     save_detailed: Annotated[
         bool,
         Setting(
-            "Whether the file has every request's times",
+            "Store the times of every request in the file",
             flag="--save-detailed/--no-save-detailed",
             default="yes",
             panel=OUTPUT,
@@ -150,48 +165,72 @@ class BenchConfig(Settings, frozen=True):
         _refuse(
             not self.base_url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT"
         )
-        _refuse(closed and not self.concurrency, "concurrency", "is missing; give a closed loop its number of users")
-        _refuse(closed and bool(self.request_rate), "request-rate", "a closed loop has none; give only concurrency")
-        _refuse(not closed and bool(self.concurrency), "concurrency", "belongs to arrival closed; see max-concurrency")
-        _refuse(closed and self.max_concurrency is not None, "max-concurrency", "in a closed loop, concurrency says it")
-        _refuse(not closed and not trace and not self.request_rate, "request-rate", "is missing")
-        _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "belongs to arrival gamma")
-        _refuse(self.num_prompts is not None and self.duration is not None, "duration", "give it or num-prompts")
         _refuse(
-            (closed or trace) and self.duration is not None, "duration", f"has no meaning for arrival {self.arrival}"
+            closed and not self.concurrency, "concurrency", "is missing; give the number of users of the closed loop"
         )
-        _refuse(any(map(math.isinf, self.request_rate)) and self.duration is not None, "duration", "with rate inf")
-        _refuse(self.endpoint == "chat" and self.prompt_as == "tokens", "prompt-as", "chat takes text only")
+        _refuse(
+            closed and bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only"
+        )
+        _refuse(
+            not closed and bool(self.concurrency), "concurrency", "applies to arrival closed only; use max-concurrency"
+        )
+        _refuse(
+            closed and self.max_concurrency is not None,
+            "max-concurrency",
+            "does not apply to a closed loop; give concurrency",
+        )
+        _refuse(
+            not closed and not trace and not self.request_rate, "request-rate", "is missing; give requests per second"
+        )
+        _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
+        _refuse(
+            self.num_prompts is not None and self.duration is not None,
+            "duration",
+            "give either duration or num-prompts",
+        )
+        _refuse(
+            (closed or trace) and self.duration is not None, "duration", f"does not apply to arrival {self.arrival}"
+        )
+        _refuse(
+            any(map(math.isinf, self.request_rate)) and self.duration is not None,
+            "duration",
+            "does not apply to rate inf",
+        )
+        _refuse(self.endpoint == "chat" and self.prompt_as == "tokens", "prompt-as", "chat accepts text only")
         phases = self.phases
         recorded = all(kind.finite for phase in phases for kind in phase.mix) and len(phases) == 1
-        _refuse(trace and not (recorded and len(phases[0].mix) == 1), "arrival", "trace needs one workload: a trace")
+        _refuse(
+            trace and not (recorded and len(phases[0].mix) == 1),
+            "arrival",
+            "trace needs exactly one workload, a recorded trace",
+        )
 
     @property
     def form(self) -> PromptAs:
-        """Form in which prompts are sent."""
+        """Form in which prompts are sent: text or tokens."""
         return self.prompt_as or ("text" if self.endpoint == "chat" else "tokens")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The workload's phases."""
+        """Phases of the workload."""
         return parse_phases(self.workload)
 
     @property
     def sampling(self) -> Sampling:
-        """Parameters that are sent with every request."""
+        """Sampling parameters of every request."""
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, ignore_eos=self.ignore_eos, extra=self.extra_body
         )
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """The points of the sweep, in order."""
+        """Loads of the points, in order."""
         if self.arrival == "closed":
             return tuple(Load(None, users) for users in self.concurrency)
         return tuple(Load(rate, self.max_concurrency) for rate in self.request_rate or (None,))
 
     def requests_at(self, load: Load) -> int | None:
-        """Number of measured requests of a point; None for all of a trace."""
+        """Return the number of measured requests of a point, or None for all requests of a trace."""
         if self.num_prompts is not None:
             return self.num_prompts
         if self.duration is not None and load.request_rate is not None:
@@ -200,9 +239,9 @@ class BenchConfig(Settings, frozen=True):
         return None if finite else DEFAULT_PROMPTS
 
     def public(self) -> dict[str, Any]:
-        """The configuration for a result file: as in YAML, without secrets."""
+        """Return the configuration for a result file: as in YAML, without secrets."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        # JSON has no infinity.
+        # JSON has no number for infinity.
         found["request-rate"] = ["inf" if math.isinf(rate) else rate for rate in self.request_rate]
         found["header"] = {
             name: "..." if name.lower() in SECRET_HEADERS else value for name, value in self.header.items()
@@ -211,51 +250,56 @@ class BenchConfig(Settings, frozen=True):
 
 
 class ServeConfig(BenchConfig, frozen=True):
-    """One target, under one program or its own. ``label`` is the name of its line in a figure."""
+    """The settings of ``tercet bench serve``: one target, measured with one program or the target's default program.
 
-    program: Annotated[str | None, Setting("The program that serves, on a Tercet router", panel=TARGET)] = None
+    ``label`` is the name of its line in a figure.
+    """
+
+    program: Annotated[str | None, Setting("Program that serves the requests, at a Tercet router", panel=TARGET)] = None
     label: Annotated[
         str | None,
-        Setting("Label of this run in a figure", default="the program that serves, or the model", panel=OUTPUT),
+        Setting("Label of this run in a figure", default="the program, or the model", panel=OUTPUT),
     ] = None
 
 
 class CompareConfig(BenchConfig, frozen=True):
-    """Several programs of one router, and other servers, in interleaved rounds.
+    """The settings of ``tercet bench compare``: programs of one router, and other servers, in interleaved rounds.
 
-    ``also`` are other servers, by label. Ratios are relative to ``baseline``, the first one if None. ``confidence`` is
-    the coverage of their intervals, ``resamples`` how many bootstrap samples each is made from.
+    ``also`` are other servers, by label. Ratios are relative to ``baseline`` (None: the first label). ``confidence`` is
+    the coverage of their intervals, ``resamples`` the number of bootstrap samples for each.
     """
 
-    program: Annotated[tuple[str, ...], Setting("A program of the router at --base-url; repeatable", panel=TARGET)] = ()
+    program: Annotated[tuple[str, ...], Setting("Program of the router at --base-url; repeatable", panel=TARGET)] = ()
     also: Annotated[
         Mapping[str, str],
-        Setting("Another server to measure in the same run; repeatable", metavar="NAME=URL", panel=TARGET),
+        Setting("Further server to measure in the same run; repeatable", metavar="NAME=URL", panel=TARGET),
     ] = {}
     baseline: Annotated[
-        str | None, Setting("Label of the run that others are divided by", default="the first", panel=OUTPUT)
+        str | None, Setting("Label of the baseline, the denominator of all ratios", default="the first", panel=OUTPUT)
     ] = None
-    rounds: Annotated[Whole, Setting("Measurements of each at each load", panel=LOAD)] = 3
+    rounds: Annotated[Whole, Setting("Number of measurements of each program at each load", panel=LOAD)] = 3
     confidence: Annotated[
-        float, msgspec.Meta(gt=0, lt=1), Setting("Confidence level of the intervals", panel=OUTPUT)
+        float, msgspec.Meta(gt=0, lt=1), Setting("Confidence level of the intervals, between 0 and 1", panel=OUTPUT)
     ] = 0.95
-    resamples: Annotated[int, msgspec.Meta(ge=100), Setting("Bootstrap samples", panel=OUTPUT)] = 2000
+    resamples: Annotated[
+        int, msgspec.Meta(ge=100), Setting("Number of bootstrap samples per interval", panel=OUTPUT)
+    ] = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
         labels = [*self.program, *self.also]
-        _refuse(len(labels) < 2, "program", "there must be two or more to compare; --also counts")
-        _refuse(len(set(labels)) != len(labels), "program", "two have the same name")
+        _refuse(len(labels) < 2, "program", "a comparison needs at least two, servers of --also included")
+        _refuse(len(set(labels)) != len(labels), "program", "two have the same name; rename one")
         known = ", ".join(labels)
-        _refuse(self.baseline not in (None, *labels), "baseline", f"is {self.baseline}, and none of {known}")
+        _refuse(self.baseline not in (None, *labels), "baseline", f"is {self.baseline}; choose one of {known}")
         for label, url in self.also.items():
             _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is not NAME=URL")
 
 
 def load_config(model: type[Config], file: Path | None, flags: Source) -> Config:
-    """Load the configuration from a YAML file and ``flags``, which override it.
+    """Load the configuration from a YAML file (None: no file) and ``flags``, which override the file.
 
-    Raises :class:`~tercet.protocol.BadRequest` that names the file, the key, or the flag.
+    Raise :class:`~tercet.protocol.BadRequest` that names the file, the key or the flag.
     """
     return decode_settings(model, flags, *(() if file is None else (read_yaml(file),)))
 

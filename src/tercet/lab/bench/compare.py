@@ -1,13 +1,13 @@
-"""Comparing programs: the order of rounds, and ratios with confidence intervals. No I/O.
+"""The comparison of programs: the order of rounds, and ratios with confidence intervals. No I/O.
 
-Rounds are interleaved, so that drift of the machine hits every program alike. Within a round all programs get the same
-arrival times and the same lengths, with different words: request i of one program is paired with request i of the
-other.
+Rounds are interleaved, so that a drift of the machine affects every program equally. Within a round, all programs get
+the same arrival times and the same lengths, with different words: request i of one program is paired with request i of
+the other.
 
 The interval is that of a percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 8
 and 13) in two stages: rounds are drawn with replacement, then pairs of requests within each. Requests of a round share
-its queues and are not independent; the first stage is what accounts for that, so few rounds give wide intervals, and a
-single round gives one that is too narrow.
+its queues and are not independent. The first stage accounts for that, so few rounds give wide intervals; the interval
+of a single round is too narrow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Interval:
-    """The statistic of two samples, their ratio, and the bounds of its confidence interval."""
+    """A statistic of two samples, with the ratio and the bounds of the ratio's confidence interval."""
 
     value: float
     baseline: float
@@ -48,9 +48,9 @@ class Interval:
 
 
 def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
-    """The ratios of every label to the baseline, per load, metric and statistic; rounds that both finished count.
+    """Return the ratios of every label to the baseline, per load, metric and statistic.
 
-    There is none of a percentile for which there are too few requests.
+    Only rounds that both finished count. A percentile with too few requests has no ratio.
     """
     whole = [point for point in points if not point.partial]
     labels = [*config.program, *config.also]
@@ -80,7 +80,10 @@ def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
 
 
 def turns_of(labels: Sequence[str], rounds: int, seed: int) -> list[tuple[int, str]]:
-    """``(round, label)`` in the order of measuring: every label once a round, at each position about equally often."""
+    """Return pairs ``(round, label)`` in the order of measurement.
+
+    Every label is measured once per round, and about equally often at each position of a round.
+    """
     found: list[tuple[int, str]] = []
     order = list(labels)
     chance = Random(f"{seed}/order")
@@ -100,10 +103,10 @@ def ratio_interval(
     confidence: float,
     seed: int,
 ) -> Interval | None:
-    """The ratio ``statistic(rounds) / statistic(baseline)`` with its interval; None where there is none.
+    """Return the ratio ``statistic(rounds) / statistic(baseline)`` with its interval, or None if it is not defined.
 
-    Both have one array per round, with the same requests at the same places; NaN stands for a request without a value,
-    and is left out on its side only.
+    ``rounds`` and ``baseline`` have one array per round, with the same requests at the same indices. NaN means that a
+    request has no value; it is left out on its side only.
     """
     pairs = [_paired(ours, theirs) for ours, theirs in zip(rounds, baseline, strict=True)]
     pairs = [pair for pair in pairs if pair[0].size]
@@ -145,7 +148,7 @@ def _intervals(
 
 
 def _paired(ours: Floats, theirs: Floats) -> tuple[Floats, Floats]:
-    """Both cut to the requests that both have; an interrupted round may be shorter on one side."""
+    """Return both arrays, cut to their common length: an interrupted round may be shorter on one side."""
     common = min(ours.size, theirs.size)
     return ours[:common], theirs[:common]
 

@@ -1,4 +1,4 @@
-"""Turns planned conversations into requests that are ready to send. No I/O."""
+"""The conversion of planned conversations to requests that are ready to send. No I/O."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tercet.lab.bench.workloads import Conversation, ConversationTurn, Vocabular
 
 @dataclass(frozen=True)
 class Style:
-    """How requests are sent: server, model, and form.
+    """The server, the model and the form of requests.
 
-    ``overhead`` is the number of tokens that a chat template adds to a message; it is subtracted from generated
-    messages, so that the prompt has the planned length for the model, and is added to the plan for texts of people.
+    ``overhead`` is the number of tokens that a chat template adds to a message. It is subtracted from generated
+    messages, so that the whole prompt has the planned length, and added to the planned length of recorded texts.
     """
 
     base_url: str
@@ -32,14 +32,14 @@ class Style:
 
     @property
     def url(self) -> str:
-        """URL of the requests."""
+        """URL to which requests are sent."""
         return self.base_url.rstrip("/") + path_of(self.endpoint)
 
 
 class Composer:
-    """Writes one conversation's requests, one after the other, each with the conversation so far.
+    """The writer of one conversation's requests; each contains the conversation so far.
 
-    ``first`` is written when this is made, before the clock of the run starts.
+    ``first`` is written at creation, before the clock of the run starts.
     """
 
     def __init__(self, style: Style, conversation: Conversation, index: int, warmups: int = 0) -> None:
@@ -55,11 +55,11 @@ class Composer:
 
     @property
     def think_time(self) -> float:
-        """Seconds between the end of the last request and the next one."""
+        """Seconds between the end of the last request and the start of the next one."""
         return self._conversation.turns[self._turn].think_time
 
     def heard(self, reading: Reading) -> PreparedCall | None:
-        """Record the answer to the last request; returns the next request, None at the end."""
+        """Record the answer to the last request. Return the next request, or None at the end of the conversation."""
         self._turn += 1
         if self._turn == len(self._conversation.turns):
             return None
@@ -69,7 +69,7 @@ class Composer:
         return self._call()
 
     def unsent(self) -> Sequence[PreparedCall]:
-        """Requests after the next one, which cannot be sent without its answer; their bodies are empty."""
+        """Return the later requests, which cannot be sent because an answer is missing; their bodies are empty."""
         later = range(self._turn + 1, len(self._conversation.turns))
         return [self._describe(b"", self._conversation.turns[turn], turn, 0) for turn in later]
 
@@ -113,7 +113,7 @@ class Composer:
 
 
 def compose(style: Style, conversations: Sequence[Conversation], warmups: int = 0) -> list[Composer]:
-    """A composer per conversation, with its first request written; the first ``warmups`` requests are warm-up."""
+    """Return one composer per conversation, with its first request. The first ``warmups`` requests are warm-up."""
     found: list[Composer] = []
     index = 0
     for conversation in conversations:

@@ -1,4 +1,4 @@
-"""Formats numbers for people."""
+"""The format of numbers for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FIGURES = 3
 
 
 def three_digits(value: float | None) -> str:
-    """A number to three significant figures, without an exponent; empty for None."""
+    """Return a number with three significant figures and without an exponent; an empty text for None."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -18,5 +18,5 @@ def three_digits(value: float | None) -> str:
 
 
 def _places(value: float) -> int:
-    """Decimal places that leave three significant figures; negative for numbers that have more before the point."""
+    """Return the number of decimal places for three significant figures; it is negative for large numbers."""
     return FIGURES - 1 - math.floor(math.log10(abs(value)))

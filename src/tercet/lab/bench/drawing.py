@@ -1,4 +1,4 @@
-"""Style of all figures: one palette that is safe for colour blindness, for light pages and for dark ones.
+"""The style of all figures: a palette for light pages and one for dark pages, both safe for colour blindness.
 
 A file whose name ends with ``-dark``, such as ``rates-dark.svg``, is drawn for a dark page.
 """
@@ -20,16 +20,16 @@ DARK_SUFFIX = "-dark"
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", ":", "-.")
 DOTS_PER_INCH = 200
-# A logarithmic axis that spans less than this factor has no three round numbers.
+# A logarithmic axis that spans less than this factor may have fewer than three round numbers.
 NARROW = 6.0
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one kind of page.
+    """The colours of figures on one kind of page.
 
-    ``series`` are of Okabe and Ito's eight, which can be distinguished with all kinds of colour blindness; ``ink`` is
-    for text and for the baseline, ``faint`` for the background.
+    ``series`` are from the eight colours of Okabe and Ito, which people with any kind of colour blindness can
+    distinguish. ``ink`` is for text and the baseline, ``faint`` for frames and grids.
     """
 
     page: str
@@ -48,13 +48,13 @@ DARK = Palette(
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of matplotlib that is being drawn, and its palette."""
+    """A matplotlib figure that is being drawn, with its palette."""
 
     canvas: Any
     palette: Palette
 
     def series(self, index: int) -> dict[str, Any]:
-        """Colour, marker and dashes of the ``index``-th series; no two of the first 24 are the same."""
+        """Return colour, marker and dashes of series ``index``. The first 24 series all differ."""
         colors = self.palette.series
         return {
             "color": colors[index % len(colors)],
@@ -63,11 +63,11 @@ class Picture:
         }
 
     def baseline(self) -> dict[str, Any]:
-        """Style of the baseline."""
+        """Return the style of the baseline."""
         return {"color": self.palette.ink, "marker": "o", "linestyle": "--", "zorder": 5}
 
     def logarithmic(self, axis: Any) -> None:
-        """A logarithmic axis upwards, with plain numbers at its ticks, few enough and at least three."""
+        """Make the vertical axis logarithmic, with plain numbers at its ticks, at least three."""
         ticker: Any = import_module("matplotlib.ticker")
         axis.set_yscale("log")
         low, high = axis.get_ylim()
@@ -77,12 +77,12 @@ class Picture:
         axis.yaxis.set_minor_locator(ticker.NullLocator())
 
     def footer(self, text: str) -> None:
-        """Small print below everything."""
+        """Add small text below the figure."""
         self.canvas.supxlabel(text, fontsize=6.5, color=self.palette.faint, x=0.01, horizontalalignment="left")
 
 
 def require_drawing(file: Path, flag: str) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` when ``file`` cannot be drawn: its format, or no matplotlib."""
+    """Raise :class:`~tercet.protocol.BadRequest` if the format of ``file`` is unknown or matplotlib is missing."""
     if file.suffix.lower() not in FORMATS:
         raise BadRequest(f"{flag}: {file} must end with one of {', '.join(FORMATS)}", flag)
     import_extra("matplotlib.figure", f"{flag} {file}")
@@ -90,13 +90,13 @@ def require_drawing(file: Path, flag: str) -> None:
 
 @contextmanager
 def picture(file: Path, flag: str, width: float, height: float) -> Generator[Picture]:
-    """An empty figure of this size in inches, written to ``file`` at the end; the file's suffix decides the format.
+    """Yield an empty figure of this size in inches, and write it to ``file`` at the end.
 
-    Raises :class:`~tercet.protocol.BadRequest` that names ``flag``.
+    The file's suffix decides the format. Raise :class:`~tercet.protocol.BadRequest` that names ``flag``.
     """
     require_drawing(file, flag)
     palette = DARK if file.stem.endswith(DARK_SUFFIX) else LIGHT
-    # Optional, and only partly typed.
+    # matplotlib is optional and only partly typed.
     library: Any = import_module("matplotlib")
     with library.rc_context():
         library.rcdefaults()
@@ -131,7 +131,7 @@ def _settings(palette: Palette) -> dict[str, Any]:
         "grid.alpha": 0.25,
         "grid.linewidth": 0.5,
         "savefig.dpi": DOTS_PER_INCH,
-        # Text stays text in SVG, and equal numbers give equal files.
+        # SVG keeps text as text, and equal numbers give equal files.
         "svg.fonttype": "none",
         "svg.hashsalt": "tercet",
         "pdf.fonttype": 42,

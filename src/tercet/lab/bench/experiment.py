@@ -1,4 +1,4 @@
-"""Runs a configuration: queries the targets, draws each point's requests, sends them, and summarizes."""
+"""The run of a configuration: query the targets, plan each point's requests, send them, and summarize."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FindModel = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Contender:
-    """What is measured under one label: a server, and the program that its requests name, if any."""
+    """The measured system of one label: a server, and the program that its requests name (None: no name)."""
 
     label: str
     base_url: str
@@ -49,7 +49,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point to measure: the ``round``-th of ``rounds`` under this load."""
+    """One point to measure: round ``round`` of ``rounds`` of a contender under a load."""
 
     contender: Contender
     load: Load
@@ -65,7 +65,7 @@ OnPoint = Callable[[Cell, Point, Summary], None]
 
 @dataclass(frozen=True)
 class Bench:
-    """A configuration that is ready to run: targets by base URL, and the model's vocabulary."""
+    """A configuration that is ready to run, with its targets by base URL and the model's vocabulary."""
 
     config: BenchConfig
     targets: Mapping[str, BenchTarget]
@@ -74,7 +74,7 @@ class Bench:
     headers: Mapping[str, str]
 
     def style(self, cell: Cell, salted: bool) -> Style:
-        """How the requests of ``cell`` are sent."""
+        """Return the style of the requests of ``cell``. With ``salted``, they carry a cache salt."""
         config, contender = self.config, cell.contender
         target = self.targets[contender.base_url]
         program = {} if contender.program is None else {PROGRAM_HEADER: contender.program}
@@ -91,27 +91,27 @@ class Bench:
         )
 
     def plan(self, cell: Cell) -> list[Conversation]:
-        """The conversations of ``cell``: the same lengths for every contender of a round, different words per cell."""
+        """Return the conversations of ``cell``: equal lengths in a round, other words in each cell."""
         config = self.config
         wanted = config.requests_at(cell.load)
         lengths = f"{config.seed}/{cell.round}"
         return list(plan(config.phases, wanted, self.vocabulary, lengths, self._words(cell), config.num_warmups))
 
     def due(self, cell: Cell, conversations: Sequence[Conversation]) -> list[float] | None:
-        """When each conversation begins; None in a closed loop."""
+        """Return the time at which each conversation begins, in seconds; None for a closed loop."""
         config, rate = self.config, cell.load.request_rate
         if config.arrival == "closed":
             return None
         if config.arrival == "trace":
             return replayed([conversation.offset or 0.0 for conversation in conversations], rate)
         requests = sum(conversation.requests for conversation in conversations)
-        # The rate counts requests: conversations of several turns begin less often.
+        # The rate counts requests, so conversations of several turns begin less often.
         starts = (rate or math.inf) * len(conversations) / max(1, requests)
         chance = Random(f"{config.seed}/{cell.round}/arrivals")
         return arrival_times(len(conversations), starts, burstiness_of(config.arrival, config.burstiness), chance)
 
     def salted(self, cells: int) -> bool:
-        """Whether requests carry a salt: texts from a file are the same at every point, and would match otherwise."""
+        """True if requests carry a cache salt: texts from a file are the same at every point, and would match."""
         if self.config.cache_salt != "auto":
             return self.config.cache_salt == "always"
         fixed = any(isinstance(kind, ShareGPT) for phase in self.config.phases for kind in phase.mix)
@@ -122,9 +122,10 @@ class Bench:
 
 
 async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_model: FindModel) -> Bench:
-    """Query every target, and load the tokenizer; ``find_model`` turns a model's name into its checkpoint or hub id.
+    """Query every target and load the tokenizer. Return the configuration, ready to run.
 
-    Raises :class:`~tercet.protocol.TercetError` for targets that cannot be measured.
+    ``find_model`` maps a model's name to its checkpoint or hub id. Raise :class:`~tercet.protocol.TercetError` if a
+    target cannot be measured.
     """
     headers = dict(config.header)
     if (key := os.environ.get(OPENAI_KEY_VARIABLE)) and not any(name.lower() == "authorization" for name in headers):
@@ -141,7 +142,7 @@ async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_mod
 
 
 class Experiment:
-    """Measures cells one after the other. :meth:`interrupt` ends it early, with the results so far."""
+    """The measurement of cells, one after the other. :meth:`interrupt` ends it early and keeps the results so far."""
 
     def __init__(self, bench: Bench, cells: Sequence[Cell], on_point: OnPoint) -> None:
         self._bench = bench
@@ -151,13 +152,13 @@ class Experiment:
         self.interrupted = False
 
     def interrupt(self) -> None:
-        """Stop; may be called from a signal handler of the event loop."""
+        """Stop the experiment. A signal handler of the event loop may call this."""
         self.interrupted = True
         if self._traffic is not None:
             self._traffic.interrupt()
 
     async def run(self) -> list[Point]:
-        """One point per cell, in order; the last one partial and the rest missing after :meth:`interrupt`."""
+        """Measure and return one point per cell, in order. After :meth:`interrupt`, the last point is partial."""
         points: list[Point] = []
         for number, cell in enumerate(self._cells, start=1):
             if self.interrupted:
@@ -207,7 +208,7 @@ class Experiment:
 
 
 class _Lag:
-    """Delay of the event loop's wake-ups: an upper bound on the error of the recorded times."""
+    """A monitor of the event loop's late wake-ups: an upper bound on the error of the recorded times."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -228,14 +229,14 @@ class _Lag:
             self._late.append(Clock() - before - LAG_SECONDS)
 
     def flat(self) -> dict[str, float]:
-        """``mean_loop_lag_ms``, ``p99_loop_lag_ms`` and ``max_loop_lag_ms``; nothing for very short runs."""
+        """Return ``mean_loop_lag_ms``, ``p99_loop_lag_ms`` and ``max_loop_lag_ms``; empty for very short runs."""
         found = Distribution.of(np.asarray(self._late))
         flat = {} if found is None else found.flat("loop_lag")
         return {key: value for key, value in flat.items() if key.split("_")[0] in ("mean", "p99", "max")}
 
 
 class _Frozen:
-    """Hides the plan from the garbage collector while requests are timed."""
+    """A context in which the garbage collector ignores the plan, while requests are timed."""
 
     def __enter__(self) -> None:
         gc.collect()

@@ -1,6 +1,6 @@
-"""Groups points into the lines of a report, and names the lines: a program, and its differences from others.
+"""The lines of a report: groups of points, named by their program and by their differences from other lines.
 
-Points are pooled if their files agree on everything that could change a number (:mod:`tercet.lab.bench.run_facts`).
+Points are pooled if their files agree on all facts that could change a number (:mod:`tercet.lab.bench.run_facts`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPEN_LOOP, CLOSED_LOOP = "requests/s", "requests at once"
 
 @dataclass(frozen=True)
 class LinePoint:
-    """A line at one load; ``ratios`` are those to the baseline, by the name of the metric, such as ``mean TTFT``."""
+    """One point of a line, at load ``x``. ``ratios`` to the baseline are by metric, such as ``mean TTFT``."""
 
     x: float
     metrics: Metrics
@@ -31,7 +31,7 @@ class LinePoint:
 
 @dataclass(frozen=True)
 class FigureLine:
-    """Points that were measured alike, by x. ``differs`` are the facts in which the line differs from others."""
+    """One line of a report: points with the same facts, by load. ``differs`` has the facts in which lines differ."""
 
     label: str
     points: tuple[LinePoint, ...]
@@ -42,7 +42,10 @@ class FigureLine:
 
 @dataclass(frozen=True)
 class Figure:
-    """All lines, the meaning of x, the facts common to all, and the days of the measurements, if known."""
+    """The content of a report: all lines, the label of the x axis, facts common to all lines, and days of measurement.
+
+    ``days`` is empty for simulations.
+    """
 
     x_label: str
     lines: tuple[FigureLine, ...]
@@ -51,7 +54,7 @@ class Figure:
 
     @property
     def requests(self) -> tuple[int, int]:
-        """The smallest and the largest number of requests of a point."""
+        """Smallest and largest number of completed requests of a point."""
         counts = [int(point.metrics.get("completed") or 0) for line in self.lines for point in line.points]
         return min(counts), max(counts)
 
@@ -78,20 +81,20 @@ class _Measured:
 
 
 def figure_of(results: Sequence[BenchResult]) -> Figure:
-    """A line for all points that were measured alike; several of one load are pooled.
+    """Return the figure of results: one line for all points with the same facts. Points of one load are pooled.
 
-    Raises :class:`~tercet.protocol.BadRequest` for files that do not go into one figure.
+    Raise :class:`~tercet.protocol.BadRequest` for files that cannot be in one figure.
     """
     points = [_Measured(point, result, facts_of(result, point)) for result in results for point in result.points]
     if not points:
-        raise BadRequest("report: there is no point in these files", "file")
+        raise BadRequest("report: these files have no points; give files of finished runs", "file")
     if len({msgspec.json.encode(result, order="deterministic") for result in results}) < len(results):
-        raise BadRequest("report: two of these files are the same run, which would count twice", "file")
+        raise BadRequest("report: two of these files have the same run, which would count twice; leave one out", "file")
     kinds = {_axis(each.point) for each in points}
     if len(kinds) > 1:
         raise BadRequest(
-            "report: the files differ in their arrivals: open-loop and closed-loop points do not go into one figure; "
-            "report them apart",
+            "report: the files have open-loop and closed-loop points, which cannot be in one figure; "
+            "make a report of each kind",
             "file",
         )
     groups: dict[tuple[str, tuple[str | None, ...]], list[_Measured]] = {}
@@ -130,13 +133,13 @@ def _points(group: Sequence[_Measured]) -> Iterator[LinePoint]:
 
 
 def _varying(facts: Sequence[Facts]) -> list[str]:
-    """The facts that are not the same for all; a missing fact differs from a given one."""
+    """Return the names of facts that differ. A missing fact differs from a given one."""
     names = dict.fromkeys(name for of in facts for name in of)
     return [name for name in names if len({of.get(name) for of in facts}) > 1]
 
 
 def _labels(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
-    """Unique labels: the base, the foremost differences, and further ones if needed."""
+    """Return unique labels: the base, the most important differences, and further ones if needed."""
     shown = [name for name in FOREMOST if len({of.get(name) for of in facts} - {None}) > 1]
     labels = [
         ", ".join([base, *(value for name in shown if (value := of.get(name)) is not None)])
@@ -146,7 +149,7 @@ def _labels(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
 
 
 def _programs(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
-    """Each line's label; with the program, if a label has several."""
+    """Return each line's label. If lines of one label have several programs, it contains the program."""
     found: list[str] = []
     for base, of in zip(bases, facts, strict=True):
         program = of.get(PROGRAM)
@@ -170,15 +173,19 @@ def _told_apart(label: str, of: Facts, alike: Sequence[Facts]) -> str:
 
 
 def pooled(points: Sequence[Point]) -> Metrics:
-    """The metrics of several rounds as one: latencies of all their requests, throughput over their summed durations.
+    """Return the metrics of several rounds as one point.
 
-    ``achieved_throughput`` and ``achieved_goodput`` are means over rounds: :func:`~tercet.lab.bench.summary.achieved`.
+    Latencies are over the requests of all rounds, throughput is over their summed durations. ``achieved_throughput``
+    and ``achieved_goodput`` are means over rounds (:func:`~tercet.lab.bench.summary.achieved`).
     """
     if len(points) == 1:
         return {**points[0].metrics, **_achieved(points)}
     if not all(point.records for point in points):
         name = f"{points[0].label} at {_x(points[0]):g}"
-        raise BadRequest(f"report: {name} was measured several times without records, which cannot be pooled", "file")
+        raise BadRequest(
+            f"report: {name} has several points without records, which cannot be pooled; measure with --save-detailed",
+            "file",
+        )
     samples = [Samples.of(point.records) for point in points]
     found: dict[str, float | int | None] = {}
     for name in ("ttft", "tpot", "e2el", "ttft_scheduled", "e2el_scheduled"):

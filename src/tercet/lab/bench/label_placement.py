@@ -1,4 +1,7 @@
-"""Places labels of points, so that none lies on another one or on a point. No I/O, any unit of length."""
+"""The placement of labels next to points, so that no label covers another one or a point.
+
+It uses no I/O, and any unit of length.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 DISTANCES = (1.0, 1.8, 3.0, 4.5, 6.5)
-# Next to a point first, where a reader looks: to the right, to the left, above, below, then diagonally.
+# Degrees. A reader looks next to a point first: right, left, above, below, then diagonally.
 ANGLES = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 293, 113, 247)
 
 
@@ -20,13 +23,13 @@ class Box(NamedTuple):
     top: float
 
     def overlaps(self, other: Box) -> bool:
-        """Whether they have more than an edge in common."""
+        """True if this box and ``other`` have more than an edge in common."""
         return (
             self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
         )
 
     def within(self, other: Box) -> bool:
-        """Whether it lies inside."""
+        """True if this box is inside ``other``."""
         return (
             self.left >= other.left
             and self.bottom >= other.bottom
@@ -35,12 +38,12 @@ class Box(NamedTuple):
         )
 
     def distance(self, x: float, y: float) -> float:
-        """Distance from a point to the box; 0 inside."""
+        """Return the distance from a point to the box; 0 for a point inside it."""
         return math.hypot(max(self.left - x, 0.0, x - self.right), max(self.bottom - y, 0.0, y - self.top))
 
     @staticmethod
     def around(x: float, y: float, width: float, height: float) -> Box:
-        """The box with this middle."""
+        """Return the box with this center."""
         return Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
 
 
@@ -48,9 +51,10 @@ def place(
     points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], taken: Sequence[Box], frame: Box,
     gap: float,
 ) -> list[Box | None]:  # fmt: skip
-    """Boxes for the points' labels, in order: inside the frame, on no other and on nothing taken.
+    """Return a box for each point's label, in order, or None if there is no room near the point.
 
-    ``gap`` is the least distance of a label from its point. None if there is no room nearby.
+    The boxes are inside the frame, and overlap neither each other nor the boxes ``taken``. ``gap`` is the least
+    distance of a label from its point.
     """
     placed: list[Box | None] = []
     occupied = list(taken)

@@ -1,4 +1,4 @@
-"""The streaming client of the two OpenAI endpoints: sends one request, and makes a record of any result."""
+"""The streaming client of the two OpenAI endpoints. It sends one request and makes a record of any result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tercet.wire.client.connection_errors import reason_of
 Endpoint = Literal["completions", "chat"]
 PromptAs = Literal["tokens", "text"]
 Message = dict[str, str]
-# Below the 5 s after which servers commonly close idle connections: a close just when we send is not their failure.
+# Less than the 5 s after which servers commonly close idle connections: a close during a send would look like a
+# failure of the server.
 KEEPALIVE_SECONDS = 2.0
 READ_BUFFER = 1 << 20
 ERROR_LENGTH = 300
@@ -29,7 +30,7 @@ Clock = time.perf_counter
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that are sent with every request; ``extra`` is added to the body unchanged."""
+    """The sampling parameters of every request. ``extra`` is added to the body unchanged."""
 
     temperature: float = 0.0
     top_p: float | None = None
@@ -38,7 +39,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def path_of(endpoint: Endpoint) -> str:
-    """Path under the server's base URL."""
+    """Return the path of an endpoint under the server's base URL."""
     return "/v1/chat/completions" if endpoint == "chat" else "/v1/completions"
 
 
@@ -52,10 +53,10 @@ def body_of(
     token_ids: bool = False,
     cache_salt: str | None = None,
 ) -> bytes:
-    """The JSON body of a streamed request.
+    """Return the JSON body of a streamed request.
 
-    ``token_ids`` asks for the ids of the answer (vLLM). ``cache_salt`` keeps the request's prefix from matching those
-    of other salts (vLLM). ``ignore_eos`` is vLLM's as well, and left out when it is not wanted.
+    ``token_ids`` requests the token ids of the answer. ``cache_salt`` keeps the request's prefix from matching those
+    of other salts. Both are vLLM's, as is ``ignore_eos``, which is left out if it is false.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -78,7 +79,7 @@ def body_of(
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A request that is ready to send, with data for its record."""
+    """A request that is ready to send, with the data for its record."""
 
     index: int
     url: str
@@ -93,14 +94,14 @@ class PreparedCall:
 
 @dataclass(frozen=True)
 class CallResult:
-    """A request's record, and its answer, for continuing the conversation."""
+    """The record of a request and its answer, which continues the conversation."""
 
     record: RequestRecord
     reading: Reading
 
 
 class Client:
-    """Sends calls; one connection pool without a limit. ``origin`` is the time from which records count."""
+    """A client with one connection pool without a limit. Times in records are seconds since ``origin``."""
 
     def __init__(self, origin: float, request_timeout: float) -> None:
         self.origin = origin
@@ -124,13 +125,13 @@ class Client:
             await self._session.close()
 
     def now(self) -> float:
-        """Seconds since the origin."""
+        """Return the seconds since the origin."""
         return Clock() - self.origin
 
     async def send(self, call: PreparedCall, scheduled: float) -> CallResult:
-        """Send ``call`` and read its answer to the end. Never raises for failures of the target.
+        """Send ``call`` and read its answer to the end. A failure of the target is in the record, and raises no error.
 
-        Cancelling it ends the request and returns a record of that.
+        A cancellation ends the request and returns a record of the interruption.
         """
         sent = self.now()
         reader = StreamReader()
@@ -144,7 +145,7 @@ class Client:
             failure, error = failed.failure, failed.message
             status = failed.status if isinstance(failed, _HTTPFailed) else status
         except TimeoutError:
-            failure, error = "timeout", f"no end after {self._timeout:g} s"
+            failure, error = "timeout", f"the answer did not end within {self._timeout:g} s"
         except (aiohttp.ClientError, HttpProcessingError, OSError) as problem:
             failure = "refused" if isinstance(problem, aiohttp.ClientConnectorError) else "disconnected"
             error = reason_of(problem)
@@ -154,14 +155,14 @@ class Client:
         return CallResult(record, reader.reading)
 
     def never_sent(self, call: PreparedCall, scheduled: float) -> CallResult:
-        """Record of a request that was due and still waited for a slot when the run was interrupted."""
+        """Return the record of a request that still waited for a slot when the run was interrupted."""
         reading = Reading()
         why = "the run was interrupted before it was sent"
         return CallResult(self._record(call, scheduled, self.now(), reading, "interrupted", why, None), reading)
 
     async def _read(self, call: PreparedCall, reader: StreamReader) -> int:
         if self._session is None:
-            raise RuntimeError("Client is used outside its async context")
+            raise RuntimeError("the client is used outside its async context; enter it first")
         async with self._session.post(call.url, data=call.body, headers=call.headers) as response:
             if response.status != 200:
                 raise _HTTPFailed(response.status, await _complaint(response))
@@ -200,7 +201,7 @@ class Client:
 
 
 class _HTTPFailed(StreamFailed):
-    """An answer with another status than 200."""
+    """The failure of an answer whose status is not 200."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__("http", f"HTTP {status}: {message}")
@@ -208,7 +209,7 @@ class _HTTPFailed(StreamFailed):
 
 
 async def _complaint(response: aiohttp.ClientResponse) -> str:
-    """The server's explanation: the message of an OpenAI error, or the beginning of the text."""
+    """Return the server's explanation: the message of an OpenAI error, or the text of the answer."""
     body = await response.read()
     text = body.decode(errors="replace").strip()
     try:
@@ -221,5 +222,5 @@ async def _complaint(response: aiohttp.ClientResponse) -> str:
 
 
 def _one_line(text: str | None) -> str | None:
-    """The text on one line, as a file needs it: some of it comes from the server, such as the reason of a status."""
+    """Return the text on one line, limited in length: parts of it come from the server."""
     return None if text is None else " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]

@@ -1,4 +1,4 @@
-"""Prefix tokens that a router's picks predicted and its engines found during a run, from its ``/metrics``."""
+"""The prefix tokens that a router's picks predicted and that its engines found in a run, from its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ COUNTERS = {f"tercet_prefix_{what}_tokens_total": what for what in ("predicted",
 
 
 async def prefix_counts(base_url: str) -> dict[str, int]:
-    """The router's counters over all programs and engines; empty for a server that has none, or does not answer."""
+    """Return the router's counters, summed over programs and engines.
+
+    The dict is empty if the server does not have them or does not answer.
+    """
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
     try:
         async with (
@@ -27,13 +30,13 @@ async def prefix_counts(base_url: str) -> dict[str, int]:
 
 
 def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What was counted in between; empty if nothing was, or the router was restarted."""
+    """Return the growth of the counters between two reads; empty if nothing grew or the router was restarted."""
     grown = {what: tokens - before.get(what, 0) for what, tokens in after.items()}
     return grown if any(grown.values()) and min(grown.values()) >= 0 else {}
 
 
 def words(counts: Mapping[str, int]) -> str:
-    """The counts of a point as one sentence."""
+    """Return the counts of a point as one sentence."""
     predicted, delivered, missing = (counts.get(what, 0) for what in COUNTERS.values())
     lacking = f", {missing} of the predicted ({missing / predicted:.0%}) were missing" if predicted else ""
     return f"picks predicted {predicted} prefix tokens in caches, engines found {delivered}{lacking}"

@@ -1,4 +1,4 @@
-"""The figure of results: load against latencies and rates, with a line for each program."""
+"""The figure of results: latencies and rates over the load, with a line for each program."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TAILS = ("p99", "p90")
 WIDTH, HEIGHT = 7.0, 8.4
 Unit = Literal["ms", "s"]
 PER_MS: Mapping[Unit, float] = {"ms": 1.0, "s": 0.001}
-# From here on seconds are easier to read.
+# From this value on, seconds are easier to read than milliseconds.
 MANY_MS = 1000.0
 HEADROOM = 1.04
-# Part of a panel's width.
+# Distance of lines with error bars, as a part of a panel's width.
 APART = 0.008
-# For a single load: the width of panels to both sides of it, and the distance of lines.
+# For a single load, as parts of it: the extent of panels to both sides, and the distance of lines.
 BESIDE, APART_ALONE = 0.5, 0.1
-# About the number of characters that fit on one line above the panels.
+# Approximate number of characters that fit on one line above the panels.
 LEGEND_WIDTH = 110
 
 
 def draw(figure: Figure, file: Path, title: str | None = None, *, log: bool = False) -> None:
-    """Write the figure; the file's suffix decides the format, and ``log`` the axes of latencies.
+    """Write the figure to ``file``, whose suffix decides the format. ``log`` makes the axes of latencies logarithmic.
 
-    Raises :class:`~tercet.protocol.BadRequest`.
+    Raise :class:`~tercet.protocol.BadRequest` if the file cannot be written.
     """
     with picture(file, "--figure", WIDTH, HEIGHT) as drawn:
         axes: Any = drawn.canvas.subplots(len(LATENCIES) + 1, 2, sharex=True, squeeze=False)
@@ -54,7 +54,7 @@ def draw(figure: Figure, file: Path, title: str | None = None, *, log: bool = Fa
 
 
 def _tail(figure: Figure) -> str:
-    """The highest percentile for which all points have enough requests; the lowest, if there is none."""
+    """Return the highest percentile for which all points have enough requests, or else the lowest percentile."""
     fewest, _ = figure.requests
     return next((statistic for statistic in TAILS if enough(fewest, statistic)), TAILS[-1])
 
@@ -70,7 +70,7 @@ def _looks(drawn: Picture, figure: Figure) -> Iterator[tuple[FigureLine, dict[st
 
 
 def _latencies(drawn: Picture, axis: Any, figure: Figure, key: str, unit: Unit) -> None:
-    """A line for each program, in this unit, with the intervals that were computed."""
+    """Draw a line for each program, in ``unit``, with the computed intervals as error bars."""
     statistic, metric, _ = key.split("_")
     in_unit = PER_MS[unit]
     for shift, (line, looks) in zip(_shifts(figure), _looks(drawn, figure), strict=True):
@@ -85,9 +85,9 @@ def _loads(figure: Figure) -> list[float]:
 
 
 def _shifts(figure: Figure) -> list[float]:
-    """Shifts of lines with error bars, so that bars of one load do not overlap.
+    """Return the shift of each line along x, so that error bars of one load do not overlap.
 
-    With a single load, no line joins the marks: then all of them stand side by side.
+    With a single load, lines have one mark each: all marks are drawn side by side.
     """
     loads, count = _loads(figure), len(figure.lines)
     if len(loads) == 1:
@@ -101,7 +101,7 @@ def _line(
     axis: Any, x: Sequence[float], y: Sequence[float], bars: Sequence[tuple[float, float] | None],
     looks: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """A line, with the intervals that its points have."""
+    """Draw one line, with the intervals of its points as error bars."""
     if not any(bars):
         axis.plot(x, y, **looks)
         return
@@ -111,7 +111,7 @@ def _line(
 
 
 def _bars(ratio: Ratio | None, scale: float) -> tuple[float, float] | None:
-    """The interval of a ratio, times what it is a ratio to; ``scale`` is from seconds to the axis' unit."""
+    """Return the interval of a ratio times the baseline's value. ``scale`` converts seconds to the axis' unit."""
     return (ratio.low * ratio.baseline_value * scale, ratio.high * ratio.baseline_value * scale) if ratio else None
 
 
@@ -120,7 +120,7 @@ def _is_drawn(point: LinePoint, key: str, statistic: str) -> bool:
 
 
 def _all_drawn(figure: Figure, metric: str, statistics: Sequence[str]) -> Iterator[float]:
-    """In milliseconds."""
+    """Yield all drawn values of a metric, in milliseconds."""
     for statistic in statistics:
         key = f"{statistic}_{metric}_ms"
         points = (point for line in figure.lines for point in line.points)
@@ -168,7 +168,7 @@ def _rates(drawn: Picture, axes: Sequence[Any], figure: Figure) -> None:
 
 
 def _offered(drawn: Picture, axis: Any, figure: Figure) -> None:
-    """The line on which the whole offered load is achieved."""
+    """Draw the line on which the achieved rate equals the offered load."""
     loads = _loads(figure)
     ends = [loads[0], loads[-1]]
     at = [loads[0] * (1 - BESIDE), loads[0] * (1 + BESIDE)] if len(loads) == 1 else ends
@@ -178,7 +178,7 @@ def _offered(drawn: Picture, axis: Any, figure: Figure) -> None:
 
 
 def _legend(drawn: Picture, axis: Any, labels: Sequence[str], title: str) -> None:
-    """In the order of the lines; matplotlib's own has those with bars after the others."""
+    """Draw the legend in the order of the lines; matplotlib's order puts lines with error bars last."""
     handles, drawn_labels = axis.get_legend_handles_labels()
     found = dict(zip(drawn_labels, handles, strict=True))
     longest = max(len(label) for label in labels) + 6
@@ -206,7 +206,7 @@ def _footer(figure: Figure, tail: str) -> Iterator[str]:
     needed = [f"{each.upper()} needs {REQUESTS_NEEDED[each]}" for each in TAILS[: TAILS.index(tail) + 1]
               if not enough(fewest, each)]  # fmt: skip
     if needed:
-        yield f"{' and '.join(needed)} requests per point; what has fewer is not drawn."
+        yield f"{' and '.join(needed)} requests per point; points with fewer are not drawn."
     if one := next(_ratios(figure), None):
         yield (
             f"Bars: {one.confidence:.0%} bootstrap intervals of the ratio to {one.baseline} over {one.rounds} rounds, "

@@ -1,4 +1,4 @@
-"""Results for people: text for a terminal, and a Markdown table."""
+"""The results as text: a table for a terminal, and a Markdown table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATE_LOOP_MS = 20.0
 
 
 def point_text(point: Point, summary: Summary) -> str:
-    """One point as a small table for a terminal, with warnings below."""
+    """Return one point as a small table for a terminal, with warnings below."""
     head = f"{summary.completed} completed, {summary.failed} failed, {three_digits(summary.duration)} s"
     rates = (
         f"{three_digits(achieved(point.metrics, 'throughput') or 0.0)} requests/s, "
@@ -44,39 +44,39 @@ def point_text(point: Point, summary: Summary) -> str:
 
 
 def remarks(point: Point, summary: Summary) -> list[str]:
-    """Facts that a reader must know before using the numbers of a point."""
+    """Return the warnings and facts that a reader needs before using the numbers of a point."""
     found = [f"{count} x {kind}: {_example(point.records, kind)}" for kind, count in summary.errors.items()]
     measured = [record for record in point.records if record.ok and not record.warmup]
     short = sum(record.output_tokens < record.planned_output for record in measured)
     off = sum(record.input_tokens != record.planned_input for record in measured)
     merged = sum(len(record.token_times) < record.output_tokens for record in measured)
     if short:
-        found.append(f"{short} answers are shorter than asked for")
+        found.append(f"{short} answers are shorter than requested")
     if off:
-        found.append(f"{off} prompts have another length on the server than was planned")
+        found.append(f"{off} prompts have a different length at the server than planned")
     if merged:
-        found.append(f"{merged} answers came in fewer events than tokens: ITL is between events")
+        found.append(f"{merged} answers have fewer events than tokens: ITL is the gap between events")
     delay = summary.send_delay
     if delay and summary.ttft and delay.p99 > max(LATE_SENDS * summary.ttft.mean, LATE_SENDS_SECONDS):
-        found.append(f"requests left up to {delay.max * 1000:.0f} ms late: see the scheduled latencies")
+        found.append(f"requests were sent up to {delay.max * 1000:.0f} ms late: use the scheduled latencies")
     if point.client.get("p99_loop_lag_ms", 0) > LATE_LOOP_MS:
-        found.append(f"this client was slow: P99 of its lag {point.client['p99_loop_lag_ms']:.0f} ms")
+        found.append(f"this client was slow: the P99 of its event-loop lag is {point.client['p99_loop_lag_ms']:.0f} ms")
     if point.prefix:
         found.append(words(point.prefix))
     if point.partial:
-        found.append("interrupted: these are the requests that were over by then")
+        found.append("interrupted: the numbers are of the requests that had ended by then")
     return found
 
 
 def markdown(results: Sequence[BenchResult]) -> str:
-    """The numbers of a figure as a table, with its lines' differences, the ratios of comparisons, and origins."""
+    """Return the numbers of a figure as Markdown: a table, the lines' differences, ratios, and sources."""
     figure = figure_of(results)
     columns = [column for column in TABLE if any(_has(line, column[1]) for line in figure.lines)]
     header = ["", figure.x_label, "completed", "failed", *(title for title, _ in columns)]
     names = [name for _, name in columns]
     rows = [_row(line.label, point, names) for line in figure.lines for point in line.points]
     metrics = [point.metrics for line in figure.lines for point in line.points]
-    notes = ["Latencies are from the send.", *(f"{note[:1].upper()}{note[1:]}." for note in _needed(metrics))]
+    notes = ["Latencies count from the send.", *(f"{note[:1].upper()}{note[1:]}." for note in _needed(metrics))]
     parts = [_table(header, rows), " ".join(notes), *_alike_and_not(figure)]
     compared = [point for result in results for point in result.points if point.prefix]
     if compared:
@@ -88,13 +88,13 @@ def markdown(results: Sequence[BenchResult]) -> str:
 
 
 def _place(point: Point) -> str:
-    """A point's line and load."""
+    """Return the line and the load of a point, as text."""
     load = f"{point.request_rate:g} requests/s" if point.request_rate is not None else f"{point.concurrency} users"
     return f"{point.label}, {load}"
 
 
 def _alike_and_not(figure: Figure) -> Iterator[str]:
-    """Facts common to all lines, and a list of each line's differences."""
+    """Yield the facts common to all lines, and a list of each line's differences."""
     told = [f"{name} {value}" for name in FOREMOST if (value := figure.common.get(name)) is not None]
     if told:
         yield f"All lines: {'; '.join(told)}."
@@ -104,7 +104,7 @@ def _alike_and_not(figure: Figure) -> Iterator[str]:
 
 
 def _differences(line: FigureLine, lines: Sequence[FigureLine]) -> str:
-    """Differences of a line from others; between files of two kinds, only facts that both kinds have."""
+    """Return a line's differences from others. Between real and simulated runs, only facts of both kinds count."""
     one_kind = SOURCE not in line.differs
     told = [name for name in line.differs if one_kind or all(each.differs[name] is not None for each in lines)]
     facts = ((name, line.differs[name]) for name in told)
@@ -114,7 +114,7 @@ def _differences(line: FigureLine, lines: Sequence[FigureLine]) -> str:
 
 
 def ratio_table(ratios: Sequence[Ratio]) -> str:
-    """Ratios with their intervals, one row per program and load."""
+    """Return a Markdown table of ratios with their intervals, one row per program and load."""
     names = list(dict.fromkeys(ratio.metric for ratio in ratios))
     keys = list(dict.fromkeys((ratio.label, ratio.baseline, ratio.request_rate, ratio.concurrency) for ratio in ratios))
     found = {(r.label, r.baseline, r.request_rate, r.concurrency, r.metric): r for r in ratios}
@@ -144,7 +144,7 @@ def _row(label: str, point: LinePoint, names: Sequence[str]) -> list[str]:
 
 
 def _cell(metrics: Metrics, name: str) -> str:
-    """A number, empty if there is none; a percentile of too few requests is not shown."""
+    """Return a metric as text: empty for None, :data:`TOO_FEW` for a percentile of too few requests."""
     value = metrics.get(name)
     told = value is None or enough(int(metrics.get("completed") or 0), name.partition("_")[0])
     return three_digits(value) if told else TOO_FEW
@@ -176,5 +176,5 @@ def _origin(result: BenchResult) -> str:
     where = f"{facts.get(SOURCE)}, model {facts.get(MODEL) or 'unknown'}"
     if result.source == "bench":
         where = f"{result.created}: {where}, measured from {facts.get(MACHINE) or 'an unknown machine'}"
-    partial = " It was interrupted: its last point has the requests that were over by then." if result.partial else ""
+    partial = " It was interrupted: its last point has the requests that had ended by then." if result.partial else ""
     return f"{where}, Tercet {result.versions.get('tercet', 'unknown')}, seed {result.seed}.{partial}"

@@ -1,6 +1,6 @@
-"""Results of a run: a record of each request, and one JSON file with the measured system and settings.
+"""The results of a run: a record of each request, and one JSON file with the measured system and settings.
 
-Every time of a record is in seconds since the run's origin, the moment at which its schedule starts; a simulator fills
+All times of a record are in seconds since the run's origin, the moment at which its schedule starts. A simulator fills
 the same records.
 """
 
@@ -27,21 +27,21 @@ PACKAGES = ("aiohttp", "msgspec", "numpy", "uvloop", "tokenizers", "transformers
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request, from the moment it should have been sent to its last token.
+    """The record of one request, from its scheduled time to its last token.
 
-    - ``scheduled``: when it should have been sent. A later turn of a session is due when its predecessor has ended and
-      the think time is over; in a closed loop a request is due when a slot is free.
-    - ``sent``: when the client began to send it.
-    - ``end``: its last token, or the moment at which it was known to have failed.
-    - ``token_times``: arrival of each event of the stream that carried tokens; ``token_counts``: how many tokens each
-      of them carried, where the server said so; empty means one each, or not known.
-    - ``first_token``: the first of ``token_times``; a simulator may give it and keep no others.
-    - ``input_tokens`` and ``output_tokens`` as counted by the server, if it did; ``planned_input`` and
-      ``planned_output``: as the workload asked for.
+    - ``scheduled``: time at which the request was due. A later turn of a session is due when the turn before has ended
+      and the think time is over; in a closed loop a request is due when a user is free.
+    - ``sent``: time at which the client began to send it.
+    - ``end``: time of its last token, or time at which it failed.
+    - ``token_times``: arrival of each event of the stream that had tokens; ``token_counts``: number of tokens in each
+      of them, if the server says so; empty means one each, or unknown.
+    - ``first_token``: the first of ``token_times``; a simulator may store it without the others.
+    - ``input_tokens`` and ``output_tokens``: counts of the server, if it sends them; ``planned_input`` and
+      ``planned_output``: lengths that the workload planned.
     - ``failure``: the kind of failure, with ``error`` as one line of explanation; None for success. ``unsent`` is a
-      turn whose session broke before it.
-    - ``warmup``: sent to warm the target up, left out of every summary.
-    - ``group``: the session or the shared prefix that it belongs to; ``phase``: index of the workload's phase.
+      turn after a failed turn of its session.
+    - ``warmup``: True for requests that warm up the target; they are in no summary.
+    - ``group``: the session or the shared prefix of the request; ``phase``: index of the workload's phase.
     """
 
     index: int
@@ -65,24 +65,24 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def ok(self) -> bool:
-        """Whether it succeeded, with at least one token."""
+        """True if the request succeeded with at least one token."""
         return self.failure is None and self.first_token is not None
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token, from the send (seconds)."""
+        """Time from the send to the first token, in seconds; None without a token."""
         return None if self.first_token is None else self.first_token - self.sent
 
     @property
     def e2el(self) -> float:
-        """End-to-end latency, the job completion time, from the send (seconds)."""
+        """End-to-end latency (job completion time), from the send, in seconds."""
         return self.end - self.sent
 
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first: (end-to-end - TTFT) / (output tokens - 1), in seconds.
 
-        None for answers of fewer than two tokens, which ``vllm bench serve`` leaves out as well.
+        None for answers of fewer than two tokens; ``vllm bench serve`` leaves them out too.
         """
         if self.first_token is None or self.output_tokens < 2:
             return None
@@ -90,19 +90,19 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Inter-token latencies: gaps between successive events that carried tokens (seconds)."""
+        """Inter-token latencies: gaps between successive events with tokens, in seconds."""
         return tuple(later - earlier for earlier, later in pairwise(self.token_times))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measurement: a program under one load.
+    """The measurement of one program under one load.
 
-    ``label`` names the line that it belongs to in a figure. ``request_rate`` is in requests per second, None in a
-    closed loop or for a trace as it was recorded; ``concurrency`` is the number of users, or the cap on requests in
-    flight. ``metrics`` are :meth:`~tercet.lab.bench.summary.Summary.flat`. ``client`` has the measuring client's CPU
-    seconds and its event loop's delays. ``prefix`` has the prompt tokens that the router's picks ``predicted`` in
-    caches, that engines ``delivered``, and the predicted that were ``missing``; empty without predictions.
-    ``partial``: the run was interrupted during this point.
+    ``label`` is the name of its line in a figure. ``request_rate`` is in requests per second, or None for a closed loop
+    or a trace with its recorded times; ``concurrency`` is the number of users, or the cap on requests in flight.
+    ``metrics`` are those of :meth:`~tercet.lab.bench.summary.Summary.flat`. ``client`` has the measuring client's CPU
+    seconds and the delays of its event loop. ``prefix`` has numbers of prompt tokens: those that the router's picks
+    ``predicted`` in caches, those that engines ``delivered``, and predicted ones that were ``missing``; it is empty
+    without predictions. ``partial`` is True if the run was interrupted during this point.
     """
 
     label: str
@@ -119,7 +119,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A statistic of one program over the baseline's, with the bounds of a bootstrap confidence interval."""
+    """The ratio of a program's statistic to the baseline's, with the bounds of a bootstrap confidence interval."""
 
     label: str
     baseline: str
@@ -136,9 +136,10 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of ``tercet bench``. ``source`` distinguishes real engines from simulated ones.
+    """The content of a result file of ``tercet bench``.
 
-    ``timelines`` are recorded simulated runs by name, for the page (:mod:`tercet.router.page.records`).
+    ``source`` distinguishes measurements from simulations. ``timelines`` are recorded simulated runs by name, for the
+    web page (:mod:`tercet.router.page.records`).
     """
 
     format: int = FORMAT
@@ -157,9 +158,12 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def save_result(result: BenchResult, file: Path) -> None:
-    """Write ``result`` as JSON; times are rounded to a microsecond. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Write ``result`` as JSON, with times rounded to a microsecond.
+
+    Raise :class:`~tercet.protocol.BadRequest` if the file cannot be written.
+    """
     data = msgspec.json.format(msgspec.json.encode(_rounded(msgspec.to_builtins(result))), indent=1)
-    # Arrays of numbers on one line: people do not read a record's token times.
+    # Write arrays of numbers on one line: people do not read a record's token times.
     text = re.sub(rb"\[[\s\d.,eE+-]+\]", lambda found: re.sub(rb"\s+", b"", found[0]), data)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +175,7 @@ def save_result(result: BenchResult, file: Path) -> None:
 
 
 def load_result(file: Path) -> BenchResult:
-    """Read a file; raises :class:`~tercet.protocol.BadRequest` that explains an error in it."""
+    """Read a result file. Raise :class:`~tercet.protocol.BadRequest` that explains what is wrong with it."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -179,14 +183,14 @@ def load_result(file: Path) -> BenchResult:
     try:
         result = msgspec.json.decode(data, type=BenchResult)
     except UNREADABLE as error:
-        raise BadRequest(f"{file}: it is not a result of tercet bench: {error}", "file") from error
+        raise BadRequest(f"{file}: is not a result file of tercet bench: {error}", "file") from error
     if result.format != FORMAT:
-        raise BadRequest(f"{file}: its format is {result.format}, this version reads {FORMAT}", "file")
+        raise BadRequest(f"{file}: has format {result.format}, and this version reads format {FORMAT}", "file")
     return result
 
 
 def load_results(files: Sequence[Path]) -> list[BenchResult]:
-    """Read files in order."""
+    """Read result files in order, as :func:`load_result` does."""
     return [load_result(file) for file in files]
 
 
@@ -201,7 +205,7 @@ def _rounded(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Tercet, Python and the libraries that take part in a measurement."""
+    """Return the versions of Tercet, Python and the libraries that affect a measurement."""
     found = {"tercet": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -212,7 +216,7 @@ def versions() -> dict[str, str]:
 
 
 def command_line(argv: Sequence[str], secret: Sequence[str]) -> tuple[str, ...]:
-    """``argv`` with the values of ``secret`` headers left out."""
+    """Return ``argv`` with the values of ``secret`` headers replaced by ``...``."""
     found: list[str] = []
     for word in argv:
         flag = "--header=" if word.startswith("--header=") else ""
@@ -222,7 +226,7 @@ def command_line(argv: Sequence[str], secret: Sequence[str]) -> tuple[str, ...]:
 
 
 def machine() -> dict[str, Any]:
-    """The measuring machine: CPU, cores, memory (GiB), system and how loaded it was (1-minute average)."""
+    """Return facts about this machine: CPU, cores, memory (GiB), system, and load average over 1 minute."""
     # Imported here: commands without a measurement start faster.
     import psutil
 
@@ -237,18 +241,18 @@ def machine() -> dict[str, Any]:
 
 
 def where_and_when() -> str:
-    """The measuring machine and the date, for figures."""
+    """Return this machine and the date as one text, for figures."""
     on = machine()
     return f"{on['cpu']}, {on['cores']} cores, {now()[:10]}"
 
 
 def now() -> str:
-    """The time of day, UTC, to the second."""
+    """Return the date and time in UTC, to the second, in ISO format."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _cpu_model() -> str | None:
-    """Linux's name of the processor, which psutil does not have."""
+    """Return Linux's name of the processor, which psutil does not know, or None on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Facts about the system and settings of a point, from its file, as text: points that differ in one are other lines.
+"""The facts about the system and the settings of a point, from its file, as text. Points of one line have equal facts.
 
-Requests per second, users and the round distinguish the points of a line, and rounds may differ in their seeds; these
-are not facts.
+Requests per second, the number of users and the round distinguish the points of a line, and rounds may differ in their
+seeds; these are not facts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Facts = Mapping[str, str | None]
 PROGRAM, SOURCE, MODEL, FLEET, WORKLOAD, ARRIVALS, MACHINE = (
     "program", "source", "model", "fleet", "workload", "arrivals", "machine",
 )  # fmt: skip
-# A reader's first questions: lines that differ in these have them in their labels.
+# The most important facts: lines that differ in them have them in their labels.
 FOREMOST = (SOURCE, MODEL, FLEET, WORKLOAD, ARRIVALS, MACHINE)
 REAL, VIRTUAL, REAL_TIME = "real", "simulated", "simulated in real time"
 SIMULATED_ENGINE = re.compile(r"\bsimulated (\S+)")
 GROUP = re.compile(r"(prefill|decode|both)=(\d+)")
-# Keys of a configuration that are expressed otherwise, or that change no number.
+# Keys of a configuration that other facts contain, or that change no number.
 SAID = {
     "workload", "arrival", "burstiness", "max-concurrency", "program", "fleet", "profile", "program_args", "rate",
     "request-rate", "concurrency", "seed", "base-url", "model", "label", "also", "baseline", "rounds", "confidence",
@@ -31,7 +31,7 @@ SAID = {
 
 
 def facts_of(result: BenchResult, point: Point) -> Facts:
-    """All facts of a point, the foremost first; None for missing ones."""
+    """Return all facts of a point, the most important first; None for a missing fact."""
     found = _simulated(result, point) if result.source == "sim" else _measured(result, point)
     versions = {"tercet": result.versions.get("tercet")}
     return {**found, **versions, **dict(_settings(result.config))}
@@ -67,7 +67,7 @@ def _simulated(result: BenchResult, point: Point) -> Facts:
         WORKLOAD: _phases(work.get("workload")) if "workload" in work else _lengths(work),
         ARRIVALS: _arrivals(work.get("arrivals"), work.get("burstiness"), point),
         MACHINE: None,
-        # Two seeds of a simulation are two results: there are no requests to pool.
+        # Two seeds of a simulation are two results: a simulation stores no requests that could be pooled.
         "seed": str(result.seed),
         "requests": _text(work.get("requests")),
         "warm-up": _text(work.get("warm_up")),
@@ -75,7 +75,7 @@ def _simulated(result: BenchResult, point: Point) -> Facts:
 
 
 def _target_of(result: BenchResult, point: Point) -> Mapping[str, Any]:
-    """The point's server: that of the configuration, or another one in ``also``."""
+    """Return the facts of the point's server: the configured server, or another one in ``also``."""
     url = _mapping(result.config.get("also")).get(point.label) if point.program is None else None
     others: list[Mapping[str, Any]] = result.target.get("others") or []
     found = (other for other in others if url is not None and other.get("base_url") == str(url).rstrip("/"))
@@ -90,7 +90,7 @@ def _program_at(target: Mapping[str, Any], asked: str | None) -> str | None:
 
 
 def program_served(target: Mapping[str, Any]) -> str | None:
-    """The router's program for requests that name none; None for another kind of server."""
+    """Return the router's program for requests that name no program, or None for another kind of server."""
     plan = _mapping(target.get("program"))
     if shares := plan.get("split"):
         return " + ".join(f"{_called(_name(each), each.get('args') or {})} {each['weight']:g}" for each in shares)
@@ -98,7 +98,7 @@ def program_served(target: Mapping[str, Any]) -> str | None:
 
 
 def _name(arm: Mapping[str, Any]) -> str:
-    """The router's name of a program of its plan."""
+    """Return the name of a program in the router's plan."""
     return str(arm.get("name") or arm.get("program"))
 
 
@@ -112,7 +112,7 @@ def _fleet_at(target: Mapping[str, Any]) -> str | None:
 
 
 def _fleet(text: str) -> str | None:
-    """A fleet in its shortest form: ``1P1D``, ``both=2``, or as it was given."""
+    """Return a fleet in its shortest form: ``1P1D``, ``both=2``, or the given text."""
     groups = [GROUP.fullmatch(part) for part in text.split(",")]
     roles = [group[1] for group in groups if group]
     if len(roles) == len(groups) and roles == ["prefill", "decode"]:
@@ -156,7 +156,7 @@ def _machine(machine: Mapping[str, Any]) -> str | None:
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Other settings, as text; None or empty means not set."""
+    """Yield the other settings that are set, as text."""
     for key, value in config.items():
         if key not in SAID and value is not None and value != {} and value != []:
             yield "SLO" if key in ("goodput", "slo") else key, _words(value)

@@ -1,7 +1,7 @@
-"""One streamed answer as a machine without I/O: bytes and their times go in, a reading comes out.
+"""The parser of one streamed answer, without I/O: its input is bytes with their times, its output a reading.
 
-An event carries tokens when it has a choice with content. Not counted: the opening of a chat, which only names the
-role, and an empty closing event when the server's count of tokens shows that it had none.
+An event has tokens if it has a choice with content. Two events do not count: the first event of a chat, which only
+names the role, and an empty last event if the server's token count shows that it has no token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tercet.protocol.sse import DONE, EventReader, EventTooLong
 from tercet.protocol.wire import UNREADABLE
 
 BROKEN_OFF = ("abort", "error")
-"""Finish reasons of an answer that the server has ended too early."""
+"""Finish reasons of an answer that the server ended too early."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -55,7 +55,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class StreamFailed(Exception):
-    """The answer is invalid; ``failure`` is the kind for its record."""
+    """The failure of an answer. ``failure`` is its kind, for the record."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class StreamFailed(Exception):
 
 @dataclass
 class Reading:
-    """The answer so far. ``times`` has the time of each event that carried tokens, by the caller's clock."""
+    """The answer so far. ``times`` has the time of each event with tokens, in seconds of the caller's clock."""
 
     times: list[float] = field(default_factory=list[float])
     counts: list[int] = field(default_factory=list[int])
@@ -79,12 +79,12 @@ class Reading:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer: the server's count, else those that events listed, else one per event."""
+        """Number of tokens of the answer: the server's count, else the sum over events, else one per event."""
         return self.completion_tokens or sum(self.counts) or len(self.times)
 
 
 class StreamReader:
-    """Fills a :class:`Reading`; raises :class:`StreamFailed` for an invalid answer."""
+    """A parser that fills a :class:`Reading`. It raises :class:`StreamFailed` for an invalid answer."""
 
     def __init__(self) -> None:
         self.reading = Reading()
@@ -92,7 +92,7 @@ class StreamReader:
         self._events = EventReader()
 
     def feed(self, data: bytes, now: float) -> None:
-        """``data`` arrived at ``now``."""
+        """Parse ``data``, which arrived at ``now`` (seconds). Raise :class:`StreamFailed` if it is invalid."""
         try:
             payloads = self._events.read(data)
         except EventTooLong as error:
@@ -104,13 +104,13 @@ class StreamReader:
                 self._event(payload, now)
 
     def end(self) -> Reading:
-        """End the stream; raises :class:`StreamFailed` if it ended too early or was empty."""
+        """End the stream and return the reading. Raise :class:`StreamFailed` if it ended too early or was empty."""
         reading = self.reading
         if self._broken_off is not None:
-            raise StreamFailed("server", f"the server broke the answer off: finish_reason {self._broken_off}")
+            raise StreamFailed("server", f"the server aborted the answer: finish_reason {self._broken_off}")
         if not reading.done and reading.finish_reason is None:
             raise StreamFailed("disconnected", f"the stream ended after {len(reading.times)} events without [DONE]")
-        # The closing event of some servers is empty; others put the last token there.
+        # The last event of some servers is empty; others put the last token there.
         known = reading.completion_tokens
         if reading.last_is_silent and (not known or len(reading.times) > known) and not reading.counts:
             reading.times.pop()
@@ -121,11 +121,11 @@ class StreamReader:
     def _event(self, payload: bytes, now: float) -> None:
         try:
             if not payload.isascii():
-                payload.decode()  # in fields that are not read the decoder accepts any bytes
+                payload.decode()  # the decoder accepts any bytes in fields that it does not read
             event = _EVENT.decode(payload)
             complaint = None if event.error is None else _message_of(event.error)
         except UNREADABLE as error:
-            raise StreamFailed("protocol", f"an event is not what the API describes: {error}") from error
+            raise StreamFailed("protocol", f"an event does not match the API: {error}") from error
         if complaint is not None:
             raise StreamFailed("server", complaint)
         if event.usage is not None:

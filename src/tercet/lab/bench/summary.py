@@ -1,11 +1,11 @@
-"""Computes numbers from records: latencies, throughput and goodput. No I/O.
+"""The metrics of records: latencies, throughput and goodput. No I/O.
 
-Names are those of ``vllm bench serve``: TTFT, TPOT, ITL and E2EL (end-to-end latency; elsewhere job completion time,
-JCT), all from the moment a request was sent; percentiles interpolate linearly, as its percentiles do. In addition there
-are the same latencies from the moment at which a request was *scheduled*. They contain the client's own delay and the
-wait for a free slot, so a target that stalls cannot hide the requests that it kept from being sent.
+Names are those of ``vllm bench serve``: TTFT, TPOT, ITL and E2EL (end-to-end latency, also called job completion time,
+JCT). They count from the moment at which a request was sent; percentiles interpolate linearly, as in vLLM. The same
+latencies are also computed from the moment at which a request was *scheduled*. They include the client's delay and the
+wait for a free slot, so a target that stalls cannot hide the requests that were sent late because of it.
 
-Failed requests have no latency: they count in ``failed``, in ``errors``, and against goodput.
+Failed requests have no latency: they count in ``failed`` and ``errors``, and reduce goodput.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ Floats = NDArray[np.float64]
 Limit = Annotated[float, msgspec.Meta(gt=0)]
 MS = 1000.0
 INTERRUPTED = "interrupted"
-# Requests of which one is expected beyond the percentile; with fewer it is only the maximum.
+# With this number of requests, one is expected above the percentile; with fewer, the percentile is only the maximum.
 REQUESTS_NEEDED = {"p90": 10, "p99": 100}
-# A rate of fewer requests is not reliable.
+# A rate over fewer requests is not reliable.
 ENDS_NEEDED = 10
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of a good request, in milliseconds; None means no limit.
+    """The limits of a good request, in milliseconds; None means no limit.
 
-    ``ttft`` and ``e2el`` are compared with the latencies from the scheduled arrival. Answers of one token meet any
-    ``tpot``.
+    ``ttft`` and ``e2el`` limit the latencies from the scheduled arrival. An answer of one token meets any ``tpot``.
     """
 
     ttft: Limit | None = None
@@ -45,7 +44,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A latency over ``count`` observations, in seconds; ``std`` is that of the population."""
+    """The distribution of a latency over ``count`` observations, in seconds. ``std`` is of the population."""
 
     count: int
     mean: float
@@ -57,7 +56,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(values: ArrayLike) -> Distribution | None:
-        """The distribution of all values that are not NaN, None if there are none."""
+        """Return the distribution of all values that are not NaN, or None without such values."""
         found: Floats = np.asarray(values, dtype=np.float64)
         found = found[~np.isnan(found)]
         if not found.size:
@@ -68,7 +67,7 @@ class Distribution(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def flat(self, name: str) -> dict[str, float]:
-        """``{"mean_ttft_ms": ..., "median_ttft_ms": ..., "p99_ttft_ms": ...}``, in milliseconds."""
+        """Return ``{"mean_ttft_ms": ..., "median_ttft_ms": ..., "p99_ttft_ms": ...}`` for ``ttft``, in milliseconds."""
         values = {
             "mean": self.mean,
             "std": self.std,
@@ -82,10 +81,10 @@ class Distribution(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Samples:
-    """A run as columns, one entry per request, times in seconds; ``first`` and ``last`` are NaN for failed ones.
+    """The requests of a run as columns, one entry per request, with times in seconds.
 
-    ``itl`` holds the gaps of all successful requests, one after the other. ``failures`` counts failed requests by
-    kind; their ``ok`` is false. Large simulations fill these columns directly.
+    ``first`` and ``last`` are NaN for failed requests, and ``ok`` is false; ``failures`` counts them by kind. ``itl``
+    has the gaps of all successful requests, one after the other. Large simulations fill these columns directly.
     """
 
     scheduled: Floats
@@ -101,7 +100,7 @@ class Samples:
 
     @staticmethod
     def of(records: Iterable[RequestRecord]) -> Samples:
-        """The columns of all records except warm-up, in order."""
+        """Return the columns of all records except warm-up, in order."""
         kept = [record for record in records if not record.warmup]
         nan = float("nan")
         gaps = [np.diff(np.asarray(record.token_times, dtype=np.float64)) for record in kept if record.ok]
@@ -122,35 +121,35 @@ class Samples:
 
     @property
     def ttft(self) -> Floats:
-        """Time to first token from the send, per request."""
+        """Time from the send to the first token, per request, in seconds."""
         return self.first - self.sent
 
     @property
     def e2el(self) -> Floats:
-        """End-to-end latency from the send, per request."""
+        """End-to-end latency from the send, per request, in seconds."""
         return self.last - self.sent
 
     @property
     def tpot(self) -> Floats:
-        """(E2EL - TTFT) / (output tokens - 1), per request; NaN for answers of fewer than two tokens."""
+        """(E2EL - TTFT) / (output tokens - 1) per request, in seconds; NaN for answers of fewer than two tokens."""
         steps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
         return (self.last - self.first) / steps
 
     @property
     def ttft_scheduled(self) -> Floats:
-        """Time to first token from the scheduled arrival, per request."""
+        """Time from the scheduled arrival to the first token, per request, in seconds."""
         return self.first - self.scheduled
 
     @property
     def e2el_scheduled(self) -> Floats:
-        """End-to-end latency from the scheduled arrival, per request."""
+        """End-to-end latency from the scheduled arrival, per request, in seconds."""
         return self.last - self.scheduled
 
     @property
     def steady_window(self) -> tuple[float, float] | None:
-        """From the first request that ended until the last one was due: the target neither fills nor drains in it.
+        """Time from the first end of a request to the last scheduled arrival, as (begin, end) in seconds.
 
-        None if fewer than :data:`ENDS_NEEDED` requests ended in it.
+        In this window the target neither fills nor drains. None if fewer than :data:`ENDS_NEEDED` requests ended in it.
         """
         if not self.ended.size:
             return None
@@ -159,7 +158,7 @@ class Samples:
         return (begin, end) if int(within.sum()) >= ENDS_NEEDED else None
 
     def steady_rate(self, which: NDArray[np.bool_]) -> float | None:
-        """How many of these requests ended per second of :attr:`steady_window`."""
+        """Return the number of these requests that ended per second of :attr:`steady_window`; None without a window."""
         window = self.steady_window
         if window is None:
             return None
@@ -167,7 +166,7 @@ class Samples:
         return int((which & (self.ended > begin) & (self.ended <= end)).sum()) / (end - begin)
 
     def meets(self, slo: Slo) -> NDArray[np.bool_]:
-        """Which requests succeeded within every limit of ``slo``."""
+        """Return, for each request, True if it succeeded within every limit of ``slo``."""
         limits = ((slo.ttft, self.ttft_scheduled), (slo.e2el, self.e2el_scheduled), (slo.tpot, self.tpot))
         good = self.ok.copy()
         for limit, values in limits:
@@ -177,15 +176,15 @@ class Samples:
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in numbers; throughput per second, latencies in seconds, None where no request had one.
+    """The summary of one run: throughput per second, and latencies in seconds (None if no request has one).
 
-    ``duration`` runs from the first scheduled arrival to the end of the last request. ``request_goodput`` counts
-    requests per second that kept the SLO; None without one. Both rates of ``vllm bench serve`` count the drain at the
-    end as well; ``steady_throughput`` and ``steady_goodput`` count in :attr:`Samples.steady_window` alone, and are None
-    if that has too few requests. ``attainment`` is the share of all requests that kept the SLO. ``failed`` counts what
-    the target failed; requests that were under way when the run was interrupted are in ``interrupted`` instead.
-    ``itl`` is between events of a stream:
-    one that carries several tokens makes one gap, as in ``vllm bench serve``.
+    ``duration`` is the time from the first scheduled arrival to the end of the last request. ``request_goodput`` is the
+    number of requests per second that met the SLO; None without an SLO. These two rates of ``vllm bench serve``,
+    ``request_throughput`` and ``request_goodput``, include the drain at the end. ``steady_throughput`` and
+    ``steady_goodput`` count in :attr:`Samples.steady_window` only, and are None if it has too few requests.
+    ``attainment`` is the share of all requests that met the SLO. ``failed`` counts failures of the target; requests in
+    flight when the run was interrupted are in ``interrupted`` instead. ``itl`` is the gap between events of a stream:
+    an event with several tokens makes one gap, as in ``vllm bench serve``.
     """
 
     completed: int
@@ -212,11 +211,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     send_delay: Distribution | None
 
     def flat(self) -> dict[str, float | int | None]:
-        """All values under the flat names that ``vllm bench serve`` writes, latencies in milliseconds.
+        """Return all values under the flat names of ``vllm bench serve``, latencies in milliseconds.
 
-        In addition to its names: ``interrupted``, ``steady_throughput``, ``steady_goodput``, ``*_ttft_scheduled_ms``,
-        ``*_e2el_scheduled_ms`` (from the scheduled arrival) and ``*_send_delay_ms`` (from the scheduled arrival to the
-        send).
+        Names that vLLM does not have: ``interrupted``, ``steady_throughput``, ``steady_goodput``, ``attainment``,
+        ``*_ttft_scheduled_ms`` and ``*_e2el_scheduled_ms`` (from the scheduled arrival), and ``*_send_delay_ms`` (from
+        the scheduled arrival to the send).
         """
         found: dict[str, float | int | None] = {}
         for name in self.__struct_fields__:
@@ -229,7 +228,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def achieved(metrics: Mapping[str, float | int | None], name: str) -> float | None:
-    """The rate ``throughput`` or ``goodput`` of :meth:`Summary.flat`: in the steady window, or of the whole run."""
+    """Return the rate ``throughput`` or ``goodput`` in the steady window, or of the whole run without a window.
+
+    ``metrics`` are those of :meth:`Summary.flat`. None if they do not have the rate.
+    """
     if metrics.get(f"request_{name}") is None:
         return None
     steady = metrics.get(f"steady_{name}")
@@ -237,7 +239,7 @@ def achieved(metrics: Mapping[str, float | int | None], name: str) -> float | No
 
 
 def enough(requests: int, statistic: str) -> bool:
-    """Whether this number of requests is enough for the statistic, such as ``p99``."""
+    """True if this number of requests is enough for the statistic, such as ``p99``."""
     return requests >= REQUESTS_NEEDED.get(statistic, 1)
 
 
@@ -245,7 +247,7 @@ _DISTRIBUTIONS = ("ttft", "tpot", "itl", "e2el", "ttft_scheduled", "e2el_schedul
 
 
 def summarize(run: Samples | Iterable[RequestRecord], slo: Slo | None = None) -> Summary:
-    """The summary of a run."""
+    """Return the summary of a run; ``slo`` (None: no limits) defines goodput."""
     samples = run if isinstance(run, Samples) else Samples.of(run)
     done = samples.ok
     duration = float(samples.ended.max() - samples.scheduled.min()) if done.size else 0.0
@@ -279,12 +281,12 @@ def summarize(run: Samples | Iterable[RequestRecord], slo: Slo | None = None) ->
 
 
 def most_at_once(begins: Floats, ends: Floats) -> int:
-    """The largest number of half-open intervals ``[begin, end)`` that overlap anywhere."""
+    """Return the largest number of half-open intervals ``[begin, end)`` that overlap at one moment."""
     if not begins.size:
         return 0
     times = np.concatenate([ends, begins])
     steps = np.concatenate([np.full(ends.size, -1), np.full(begins.size, 1)])
-    # A stable sort keeps ends before beginnings of the same moment.
+    # A stable sort puts ends before beginnings of the same moment.
     return max(0, int(np.cumsum(steps[np.argsort(times, kind="stable")]).max()))
 
 

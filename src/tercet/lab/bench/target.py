@@ -1,4 +1,4 @@
-"""The measured server: its identity, and its model's tokenizer as a workload's vocabulary."""
+"""The measured server: its identity, and its model's tokenizer as the vocabulary of workloads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tercet.wire.client.connection_errors import reason_of
 
 ASK_SECONDS = 10.0
 DEEPEST = 32
-# Further information of Tercet's router and vLLM; other servers answer 404, which is fine.
+# Further information from Tercet's router and vLLM; other servers answer 404, which is accepted.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
 LISTED = ("root", "max_model_len")
 
 
 @dataclass(frozen=True)
 class BenchTarget:
-    """A server that answers. ``root`` is its model's source, if it reports it."""
+    """A server that answers. ``root`` is the source of its model (None: not reported)."""
 
     base_url: str
     model: str
@@ -36,15 +36,15 @@ class BenchTarget:
 
     @property
     def tokenizer(self) -> str:
-        """Probable place of the model's tokenizer: its checkpoint if it is on this machine, else its name."""
+        """Probable place of the model's tokenizer: the checkpoint if this machine has it, else the model's name."""
         return self.root if self.root and Path(self.root).is_dir() else self.model
 
 
 async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str]) -> BenchTarget:
     """Query the server at ``base_url`` for its models and further information.
 
-    ``model`` is the one to use, by default the first one. Raises :class:`~tercet.protocol.EngineUnreachable` without an
-    answer, and :class:`~tercet.protocol.BadRequest` when it does not serve the model.
+    ``model`` is the model to use (None: the first one listed). Raise :class:`~tercet.protocol.EngineUnreachable`
+    without an answer, and :class:`~tercet.protocol.BadRequest` if the server does not serve the model.
     """
     url = base_url.rstrip("/")
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -56,7 +56,7 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
             raise EngineUnreachable(f"{url} does not answer as an OpenAI server: {reason}", "base-url") from error
         names = [str(entry.get("id")) for entry in listed]
         if model is None and not names:
-            raise BadRequest(f"model: {url} lists none, and --model names none", "model")
+            raise BadRequest(f"model: {url} does not list any model; give --model", "model")
         if model is not None and names and model not in names:
             raise BadRequest(f"model: {url} does not serve {model}; it serves {', '.join(names)}", "model")
         chosen = model or names[0]
@@ -70,9 +70,9 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
 
 
 async def require_programs(base_url: str, programs: Sequence[str], headers: Mapping[str, str]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for the first program that the router there does not know.
+    """Raise :class:`~tercet.protocol.BadRequest` for the first program that the router at ``base_url`` does not know.
 
-    A router checks the name in the header of every request, also of one that generates nothing.
+    A router checks the program's name in the header of every request, also of requests without generation.
     """
     url = f"{base_url.rstrip('/')}/v1/models"
     timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
@@ -82,15 +82,13 @@ async def require_programs(base_url: str, programs: Sequence[str], headers: Mapp
                 async with session.get(url, headers={PROGRAM_HEADER: program}) as response:
                     refusal = await _refusal(response) if response.status == 400 else None
             except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
-                raise EngineUnreachable(
-                    f"{url} does not say whether it has program {program}: {reason_of(error)}"
-                ) from error
+                raise EngineUnreachable(f"cannot check program {program} at {url}: {reason_of(error)}") from error
             if refusal is not None:
                 raise BadRequest(f"--program: {refusal.removeprefix(f'{PROGRAM_HEADER}: ')}", "program")
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """The message of an error in OpenAI's form; raises one of ``UNREADABLE`` for another answer."""
+    """Return the message of an error in OpenAI's form. Raise one of ``UNREADABLE`` for any other answer."""
     return msgspec.json.decode(await response.read(), type=_Refused).error.message
 
 
@@ -103,12 +101,12 @@ class _Refused(msgspec.Struct):
 
 
 async def _engine_versions(engines: Any) -> list[str]:
-    """Versions of the engines behind a router, each once; those that do not answer are left out."""
+    """Return the distinct versions of a router's engines. Engines that do not answer are left out."""
     if not isinstance(engines, list):
         return []
     listed = [cast("dict[str, Any]", engine) for engine in cast("list[object]", engines) if isinstance(engine, dict)]
     urls = [url for engine in listed if (url := str(engine.get("url"))).startswith("http")]
-    # Not with the router's session and headers: others must not get its key.
+    # A new session without the router's headers: other servers must not get its key.
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
         told = await asyncio.gather(*(_ask(session, f"{url}/version") for url in urls))
     answers = [cast("dict[str, Any]", each) for each in told if isinstance(each, dict)]
@@ -122,7 +120,7 @@ async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, An
         body = _readable(await response.read())
     data: Any = body.get("data") if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(data, list):
-        raise ValueError(f"{url} is not a list of models")
+        raise ValueError(f"{url} does not return a list of models")
     return [entry for entry in data if isinstance(entry, dict)]  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -135,9 +133,9 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 def _readable(body: bytes) -> Any:
-    """Decode JSON for a result file; raises one of ``UNREADABLE``, also for values that are nested too deeply.
+    """Decode JSON for a result file. Raise one of ``UNREADABLE`` if it is invalid or nested too deeply.
 
-    :mod:`json` would accept invalid Unicode text and numbers.
+    (:mod:`json` would accept invalid Unicode text and invalid numbers.)
     """
     found = msgspec.json.decode(body)
     _require_flat(found, DEEPEST)
@@ -146,14 +144,17 @@ def _readable(body: bytes) -> Any:
 
 def _require_flat(found: Any, levels: int) -> None:
     if not levels:
-        raise RecursionError(f"it is nested more than {DEEPEST} deep")
+        raise RecursionError(f"the JSON has more than {DEEPEST} levels")
     inner: Any = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()  # pyright: ignore
     for each in inner:
         _require_flat(each, levels - 1)
 
 
 class ModelVocabulary:
-    """The tokenizer of a checkpoint's directory or of a hub id. Raises :class:`~tercet.protocol.BadRequest`."""
+    """The tokenizer of a checkpoint's directory or of a hub id.
+
+    Raise :class:`~tercet.protocol.BadRequest` if it cannot be loaded.
+    """
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -179,7 +180,10 @@ class ModelVocabulary:
 
 
 def chat_overhead(model: str, vocabulary: Vocabulary) -> int:
-    """Tokens that the model's chat template puts around a single message of a user."""
+    """Return the number of tokens that the model's chat template adds to a single user message.
+
+    Raise :class:`~tercet.protocol.BadRequest` if the template cannot be loaded or used.
+    """
     from transformers import AutoTokenizer
 
     sample = "one two three"
@@ -190,15 +194,17 @@ def chat_overhead(model: str, vocabulary: Vocabulary) -> int:
             [{"role": "user", "content": sample}], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template or a tokenizer may raise anything
-        raise BadRequest(f"tokenizer: no chat template of {model}: {_first_line(error)}", "tokenizer") from error
+        raise BadRequest(
+            f"tokenizer: cannot use the chat template of {model}: {_first_line(error)}", "tokenizer"
+        ) from error
     return len(vocabulary.encode(str(text))) - len(vocabulary.encode(sample))
 
 
 def fit_text(vocabulary: Vocabulary, tokens: Sequence[int], length: int) -> str:
-    """Text of exactly ``length`` tokens, as near to ``tokens`` as can be.
+    """Return a text of ``length`` tokens that begins as ``tokens`` do.
 
-    Text and tokens do not map one to one: decoding and encoding again may change the count. It is corrected at the end
-    of the text, by dropping or adding tokens until the count is right.
+    Text and tokens do not map one to one: decoding and encoding again may change the count. The end of the text is
+    therefore shortened or extended until the count is right, in at most eight tries.
     """
     text, kept = "", length
     for _ in range(8):

@@ -1,7 +1,7 @@
-"""Sends a plan's requests when they are due, or as fast as slots become free; and shows the progress.
+"""The sending of a plan's requests, each when it is due or when a user is free, and the display of progress.
 
-Progress is one line that is rewritten on a terminal, plain lines elsewhere. It is written without a library, since
-every millisecond that it takes is an error of a token's time.
+On a terminal, progress is one line that is rewritten; elsewhere, plain lines. It is written without a library, since
+every millisecond that it takes is an error in the time of a token.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tercet.lab.bench.stream_reader import Reading
 
 
 class TrafficObserver(Protocol):
-    """Observes the progress of a run."""
+    """An observer of the progress of a run."""
 
     def due(self) -> None:
-        """A request is due."""
+        """Record that a request is due."""
         ...
 
     def ended(self, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
         ...
 
 
 class Traffic:
-    """One run of a plan against a target. Every request that was due has a record at the end, with any result.
+    """One run of a plan against a target. At the end, every request that was due has a record, also after a failure.
 
-    - With ``due``, conversation ``i`` begins at ``due[i]`` seconds after the client's origin, however slow the target
-      is; ``concurrency`` caps requests in flight, and those that wait for a slot were scheduled all the same.
-    - Without it, ``concurrency`` users each hold one conversation after the other.
+    - With ``due``, conversation ``i`` begins at ``due[i]`` seconds after the client's origin, at any speed of the
+      target. ``concurrency`` limits the requests in flight; the scheduled time of a request includes no wait for that.
+    - Without ``due``, each of ``concurrency`` users holds one conversation after the other.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Traffic:
         self.interrupted = False
 
     def interrupt(self) -> None:
-        """Send nothing more, and end running requests; :meth:`run` returns with the results so far."""
+        """Send no more requests, and end those in flight. :meth:`run` then returns the results so far."""
         self.interrupted = True
-        # Not at once: a task that is cancelled before its first step never runs, and its request would have no record.
+        # Not immediately: a task that is cancelled before its first step never runs, and would leave no record.
         asyncio.get_running_loop().call_soon(self._tasks.cancel)
 
     async def run(self) -> list[RequestRecord]:
-        """Send everything; returns the records by index when all requests have ended."""
+        """Send all requests. Return the records, sorted by index, when all requests have ended."""
         if self.interrupted:
             return []
         if self._due is None:
@@ -80,7 +80,7 @@ class Traffic:
             self._start(self._dispatch(self._due))
         try:
             while not await self._tasks.wait():
-                pass  # running ones have started others
+                pass  # running tasks have started others
         finally:
             self._tasks.cancel()
         if self._broken is not None:
@@ -92,7 +92,7 @@ class Traffic:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken = error  # a bug in this code: failures of the target end in records
+            self._broken = error  # a bug in this code: failures of the target are in records
             self.interrupt()
 
     async def _dispatch(self, due: Sequence[float]) -> None:
@@ -129,7 +129,7 @@ class Traffic:
         return answer.reading, answer.record
 
     def _give_up(self, composer: Composer, failed: RequestRecord) -> None:
-        """The turns after a failed one: they were due as well, and count as separate failures."""
+        """Record the turns after a failed turn: they were due too, and count as separate failures."""
         for call in () if failed.failure == "interrupted" else composer.unsent():
             self._note(
                 RequestRecord(
@@ -155,7 +155,7 @@ RECENT = 50
 
 
 class LiveProgress:
-    """Live numbers of one point; an observer of its traffic. Use as a context manager around the point."""
+    """The live display of one point: an observer of its traffic, and an async context manager around the point."""
 
     def __init__(self, title: str, total: int, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
@@ -179,11 +179,11 @@ class LiveProgress:
             self._write("\r\x1b[K")
 
     def due(self) -> None:
-        """A request is due."""
+        """Record that a request is due."""
         self._due += 1
 
     def ended(self, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
         self._over += 1
         self._failed += not record.ok
         self._tokens += record.output_tokens
@@ -193,7 +193,7 @@ class LiveProgress:
             self._tpot.append(record.tpot)
 
     def line(self) -> str:
-        """The state in one line; latencies are means of the last requests."""
+        """Return the state in one line. Latencies are means over the last requests."""
         seconds = time.monotonic() - self._began
         parts = [f"{self._over}/{self._total}", f"{max(0, self._due - self._over)} in flight"]
         parts += [f"{self._failed} failed"] if self._failed else []

@@ -1,6 +1,6 @@
-"""Deliberate faults: fleets under load whose processes, networks and disks fail, and the invariants afterwards.
+"""Fault injection: fleets under load whose processes, networks and disks fail, and checks of invariants afterwards.
 
-``fault_schedule`` and ``client_load`` decide what happens, from a seed; ``invariants`` judge the observations; none of
-them does I/O. Two arenas carry it out: ``simulated_arena`` in virtual time, over the production code from the router
-'s service to the engine's sockets, and ``real_arena`` with processes of this machine.
+``fault_schedule`` and ``client_load`` plan a run from a seed, and ``invariants`` checks its records; these modules do
+no I/O. Two arenas carry out a run: ``simulated_arena`` in virtual time, with the production code from the router's
+service to the engine's sockets, and ``real_arena`` with processes on this machine.
 """

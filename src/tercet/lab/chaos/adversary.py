@@ -1,7 +1,7 @@
-"""A hostile client: it plays its tricks over raw connections, and checks that the router ends each of them.
+"""A hostile client, which plays tricks over raw connections and checks that the router ends each of them.
 
-The router must refuse, answer, or cut off each trick within a time limit. This module does not check other clients:
-the arena's other checks do.
+The router must refuse, answer or cut off each trick within a time limit. The arena's other checks cover the effects on
+other clients.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tercet.lab.chaos.hostile_bodies import FULL_OF_SEQUENCES, LONG, ODD, POISON
 from tercet.lab.chaos.tricks import PlannedTrick, PlayedTrick, TrickKind
 
 REFUSED_SECONDS = 30.0
-"""Time limit for refusing a request, or for closing a connection that sends too little."""
+"""Time limit, in seconds, for refusing a request, or for closing a connection that sends too little."""
 ANSWERED_SECONDS = 180.0
-"""Time limit for the answer to a long body, which may be served."""
+"""Time limit, in seconds, for the answer to a long body, which may be served."""
 LONG_HEAD = 2**20
 WRITTEN_AT_ONCE = 64 * 1024
 DRIP_SECONDS = 1.0
-# Bytes of buffers in which the answer to a slow reader waits.
+# Size, in bytes, of the buffers of a slow reader.
 LITTLE = 1024
 NOT_THE_CLIENTS = 500
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Number of items of a long body, and the number and size in bytes of unfinished ``bodies`` at the same time."""
+    """The sizes of tricks: ``items`` of a long body; ``bodies`` unfinished bodies of ``body`` bytes at one time."""
 
     items: int
     body: int
@@ -39,27 +39,27 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class WrongAnswerToTrick(Exception):
-    """The router gave a wrong answer to a trick."""
+    """The error of a trick that the router answered wrongly."""
 
 
 class RawConnection:
-    """One connection for raw bytes."""
+    """A connection for raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
-        """Send bytes, as far as the other side reads them."""
+        """Send bytes, until all are sent or the router closes the connection."""
         try:
             for begin in range(0, len(data), WRITTEN_AT_ONCE):
                 self._writer.write(data[begin : begin + WRITTEN_AT_ONCE])
                 await self._writer.drain()
         except ConnectionError:
-            return  # it has answered, perhaps
+            return  # the router may have answered before
 
     async def status(self) -> int:
-        """Status of the complete answer; 0 if the connection ends without one."""
+        """Read the complete answer. Return its status, or 0 if the connection ends without an answer."""
         try:
             line = await self._reader.readline()
             while await self._reader.read(WRITTEN_AT_ONCE):
@@ -70,7 +70,7 @@ class RawConnection:
         return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
 
     async def ended(self, seconds: float) -> bool:
-        """Whether the other side closes the connection, or answers, within ``seconds``."""
+        """Return True if the router closes the connection, or answers, within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 await self._reader.read(1)
@@ -81,17 +81,17 @@ class RawConnection:
         return True
 
     async def first_bytes(self) -> None:
-        """Return when an answer has begun, or cannot begin any more."""
+        """Return when an answer has begun, or when the connection has ended."""
         with suppress(ConnectionError):
             await self._reader.read(1)
 
     def leave(self) -> None:
-        """Close the connection at once."""
+        """Abort the connection."""
         self._writer.transport.abort()
 
 
 class Adversary:
-    """A client that plays tricks on the router at an address with this model name; ``played`` are the finished ones."""
+    """A client that plays tricks on the router at ``host`` and ``port``. ``played`` has the finished tricks."""
 
     def __init__(
         self, host: str, port: int, model: str, seed: int, sizes: Sizes, clock: Callable[[], float]
@@ -115,7 +115,7 @@ class Adversary:
         await self._tasks.wait(ANSWERED_SECONDS + REFUSED_SECONDS)
 
     async def play(self, planned: PlannedTrick) -> None:
-        """One trick and its result."""
+        """Play one trick, and add its result to ``played``."""
         trick = Trick(self._where, self._model, random.Random(f"{self._seed} trick {planned.number}"), self._sizes)
         began, wrong = self._clock(), ""
         limit = ANSWERED_SECONDS if planned.kind == "long_bodies" else REFUSED_SECONDS
@@ -123,11 +123,11 @@ class Adversary:
             async with asyncio.timeout(limit):
                 await PLAYS[planned.kind](trick)
         except TimeoutError:
-            wrong = f"{trick.what}: neither answered nor cut off for {limit:g} s"
+            wrong = f"{trick.what}: the router neither answered nor closed the connection within {limit:g} s"
         except WrongAnswerToTrick as error:
             wrong = str(error)
         except OSError as error:
-            wrong = f"{trick.what}: no connection to the router: {error!r}"
+            wrong = f"{trick.what}: cannot connect to the router: {error!r}"
         finally:
             trick.leave()
         self.played.append(
@@ -138,7 +138,7 @@ class Adversary:
 
 
 class Trick:
-    """One trick while it is played; ``what`` is its variant."""
+    """A trick that is being played. ``what`` describes its variant."""
 
     def __init__(self, where: tuple[str, int], model: str, chance: random.Random, sizes: Sizes) -> None:
         self.statuses: list[int] = []
@@ -151,7 +151,7 @@ class Trick:
         self._open: list[RawConnection] = []
 
     async def connect(self, limit: int = 64 * 1024) -> RawConnection:
-        """Open one more connection, which buffers about ``limit`` bytes."""
+        """Open one more connection, with a read buffer of about ``limit`` bytes."""
         connection = RawConnection(*await asyncio.open_connection(*self._where, limit=limit))
         self._open.append(connection)
         return connection
@@ -162,18 +162,18 @@ class Trick:
             connection.leave()
 
     def head(self, path: str, length: int) -> bytes:
-        """Head of a request with a body."""
+        """Return the head of a request with a body of ``length`` bytes."""
         return (
             f"POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\nconnection: close\r\n"
             f"x-request-id: {self._name}\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
 
     def encoded(self, fields: Mapping[str, Any]) -> bytes:
-        """JSON of a body."""
+        """Return a body as JSON, with the model's name."""
         return msgspec.json.encode({"model": self._model, **fields})
 
     async def ask(self, path: str, body: bytes) -> int:
-        """Send a complete request; return the status of its answer."""
+        """Send a complete request. Return the status of its answer, or 0 without an answer."""
         connection = await self.connect()
         await connection.send(self.head(path, len(body)) + body)
         status = await connection.status()
@@ -181,17 +181,17 @@ class Trick:
         return status
 
     async def must_be(self, allowed: Iterable[int], path: str, body: bytes) -> None:
-        """Raises :class:`WrongAnswerToTrick` for another answer."""
+        """Send a request. Raise :class:`WrongAnswerToTrick` if the status of its answer is not in ``allowed``."""
         status = await self.ask(path, body)
         if status not in allowed:
             raise WrongAnswerToTrick(f"{self.what}: answered with {status}")
 
     def stream(self) -> bytes:
-        """A body that asks for a stream of some length."""
+        """Return a body that requests a stream of 16 to 64 tokens."""
         return self.encoded({"prompt": "the same again", "max_tokens": self.chance.randint(16, 64), "stream": True})
 
 
-# ---- what is played ------------------------------------------------------------------------------------------
+# ---- the tricks ----------------------------------------------------------------------------------------------
 
 
 async def _many_sequences(trick: Trick) -> None:
@@ -267,7 +267,7 @@ async def _leaving(trick: Trick) -> None:
     body = trick.stream()
     head = trick.head("/v1/completions", len(body))
     part = trick.chance.choice(("head", "body", "wait", "answer"))
-    trick.what, connection = f"it leaves in the {part}", await trick.connect()
+    trick.what, connection = f"a client that leaves in the {part}", await trick.connect()
     await connection.send({"head": head[:40], "body": head + body[:20]}.get(part, head + body))
     if part == "answer":
         await connection.first_bytes()

@@ -1,4 +1,4 @@
-"""One run, for any kind of fleet: questions without faults, then load and faults, then a check of what is left."""
+"""One run for any kind of fleet: questions without faults, load with faults, and a check of leftover resources."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from tercet.router.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 
 Holdings = Counter[tuple[str, str]]
-"""Numbers of all resources that must be given back, by holder and kind."""
+"""Numbers of all resources that must be released, by holder and kind."""
 Note = Callable[[str], object]
 PROGRESS_SECONDS = 15.0
 RETRY_DELAY_S = 0.2
 MEMORY_SECONDS = 0.5
 RETRIES = "tercet_retries_total"
-# For a schedule with more faults, only their number is logged.
+# If a schedule has more faults, only their number is logged.
 MOST_TOLD = 200
 MOST_RESERVATIONS = 1000
 
 
 class BreakableEngine(Protocol):
-    """One engine's place in a fleet, and the process that runs there now. ``is_up`` while that is the engine itself."""
+    """The place of one engine in a fleet. ``is_up`` is True while the engine itself runs there, and no impostor."""
 
     name: str
     url: str
     is_up: bool
 
     def has(self, process: ProcessKind) -> bool:
-        """Whether it has processes of that kind."""
+        """True if the engine has processes of this kind."""
         ...
 
     async def start(self, is_impostor: bool = False) -> None:
-        """Start it, or an engine with another model in its place; returns when that answers."""
+        """Start the engine, or an engine with another model in its place. Return when it answers."""
 
     async def terminate(self) -> Sequence[str]:
-        """Send SIGTERM; returns after its end, with the processes that did not end and had to be killed."""
+        """Send SIGTERM and wait for the end. Return the processes that did not end and were killed."""
         ...
 
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
-        """Send SIGKILL; returns the processes that should have ended with it, and still live."""
+        """Send SIGKILL. Return the processes that should have ended too, and still run."""
         ...
 
     def freeze(self, process: ProcessKind) -> None:
@@ -64,16 +64,17 @@ class BreakableEngine(Protocol):
         """Send SIGCONT to stopped processes."""
 
     def cut_off(self, is_cut: bool) -> None:
-        """Drop all packets between it and the router, or pass them again."""
+        """Drop all packets between the engine and the router, or pass them again."""
 
     def step_clock(self, seconds: float) -> None:
-        """Set its wall clock ahead of the machine's."""
+        """Set the engine's wall clock ``seconds`` ahead of the machine's."""
 
 
 class Arena(ABC):
-    """A fleet, its clients, and its faults. ``now`` returns seconds; those of the run begin with its load.
+    """A fleet with its clients and faults.
 
-    ``leftover_seconds`` is the time limit for giving resources back. ``adversary`` plays ``tricks``.
+    ``now`` is a clock in seconds; times of the run count from the begin of its load. ``leftover_seconds`` is the time
+    limit for the release of resources. ``adversary`` plays ``tricks``.
     """
 
     leftover_seconds: float
@@ -109,55 +110,55 @@ class Arena(ABC):
 
     @abstractmethod
     async def _generated_by(self, engine: str) -> tuple[str, ...]:
-        """The names of the requests that the engine generates now."""
+        """Return the names of the requests that the engine generates now."""
 
     @abstractmethod
     async def _holdings(self) -> Holdings:
-        """The resources in use now."""
+        """Return the resources in use now."""
 
     @abstractmethod
     async def _at_rest(self) -> Holdings:
-        """The resources in use before the load, once the first questions have ended."""
+        """Return the resources in use before the load, after the first questions have ended."""
 
     @abstractmethod
     async def _move(self, name: str, destination: str) -> None:
-        """Let the router move the sequence of this name; failures are ignored."""
+        """Let the router move the sequence of this name. Ignore failures."""
 
     @abstractmethod
     async def _moves_since(self, number: int) -> Sequence[MoveRecord]:
-        """The router's moves after that one, including running ones."""
+        """Return the router's moves after move ``number``, also those in progress."""
 
     @abstractmethod
     async def _drain(self, engine: str, draining: bool) -> None:
-        """Let the router empty an engine, or pick it again."""
+        """Let the router drain an engine, or use it again."""
 
     @abstractmethod
     async def _program(self) -> str:
-        """The program in use, and its version: what clients send does not change it."""
+        """Return the program in use and its version, which no client may change."""
 
     @abstractmethod
     async def _retries(self) -> int:
-        """How often a sequence was tried again."""
+        """Return the number of retries of sequences."""
 
     @abstractmethod
     async def _look_at_memory(self) -> None:
-        """Note how much the router keeps, and complain if that is too much."""
+        """Record the router's memory, and add a complaint if it is too much."""
 
     async def _play_tricks(self) -> None:
-        """Returns when the hostile client has begun its last trick."""
+        """Play the hostile client's tricks. Return when the last one has begun."""
         await self._adversary.run(self._tricks, self._sleep_until)
 
     def _slow_disk(self) -> AbstractAsyncContextManager[None]:
-        """Make disks slow while entered."""
-        raise ValueError("this fleet has no disk")
+        """Make the disk slow while the context is open."""
+        raise ValueError("a simulated fleet has no disk; leave out the fault slow_disk")
 
     async def play(self, patience: float) -> ChaosResult:
-        """Run. ``patience`` is the longest allowed silence for a client, in seconds."""
+        """Run, and return the result. ``patience`` is the longest time, in seconds, that a client may wait."""
         began, schedule, clients = time.perf_counter(), self._schedule, self._clients
         questions = questions_of(self._load, schedule.seed)
         calm = await clients.ask_all(questions, "data_parallel")
         before = await self._at_rest()
-        self._note(f"{len(questions)} questions answered; {len(schedule.faults)} faults follow")
+        self._note(f"{len(questions)} questions answered without faults; {len(schedule.faults)} faults follow")
         self._zero, program, retries = self._now(), await self._program(), await self._retries()
         meanwhile = [
             asyncio.create_task(each) for each in (self._tell_progress(), self._note_moves(), self._watch_memory())
@@ -166,8 +167,8 @@ class Arena(ABC):
             group.create_task(self._inject_all())
             group.create_task(self._play_tricks())
             await clients.run(arrivals(self._load, questions, schedule.seed, schedule.seconds), self._sleep_until)
-        # No engine has a fault any more. A client that still waits may take as long as any timeout.
-        self._note(f"all faults have ended; {clients.under_way} requests under way")
+        # All faults have ended. A client that still waits may take as long as the longest timeout.
+        self._note(f"all faults have ended; {clients.under_way} requests still running")
         await clients.settle(patience + self.leftover_seconds)
         await self._adversary.settle()
         for task in meanwhile:
@@ -175,7 +176,7 @@ class Arena(ABC):
         left = await self._settled(before) - before
         await self._take_moves()
         if (now := await self._program()) != program:
-            self.complaints.append(f"the program in use was {program}, and is {now}, though no client may change it")
+            self.complaints.append(f"the program in use changed from {program} to {now}, and no client may change it")
         return ChaosResult(
             seed=schedule.seed,
             seconds=schedule.seconds,
@@ -193,7 +194,7 @@ class Arena(ABC):
         )
 
     async def _settled(self, before: Holdings) -> Holdings:
-        """The resources in use, once they are no more than before, or at the time limit."""
+        """Return the resources in use when they are no more than ``before``, or at the time limit."""
         found = await self._holdings()
         for _ in range(int(self.leftover_seconds)):
             if not found - before:
@@ -209,7 +210,7 @@ class Arena(ABC):
         await asyncio.sleep(max(0.0, when - self._clock()))
 
     async def _note_moves(self) -> None:
-        """Record moves: the router forgets the oldest ones."""
+        """Record moves at intervals, since the router drops the oldest ones."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             await self._take_moves()
@@ -229,7 +230,7 @@ class Arena(ABC):
             await asyncio.sleep(PROGRESS_SECONDS)
             known, clients = sum(fault.began is not None for fault in self._outcomes), self._clients
             self._note(
-                f"{self._clock():.0f} s: {known} faults, {len(clients.records)} requests, {clients.under_way} under way"
+                f"{self._clock():.0f} s: {known} faults, {len(clients.records)} requests, {clients.under_way} running"
             )
 
     # ---- faults ----------------------------------------------------------------------------------------------
@@ -257,15 +258,15 @@ class Arena(ABC):
         self._outcomes.append(InjectedFault(planned=fault, began=began, ended=self._clock(), why=why, hit=hit))
 
     def _why_not(self, fault: PlannedFault, engine: BreakableEngine) -> str:
-        """Why it cannot happen now; empty if it can."""
+        """Return the reason why a fault cannot be injected now; empty if it can."""
         if not engine.is_up or not any(other.is_up for other in self._engines.values() if other is not engine):
-            return "an engine was starting, which may take longer than a schedule can know"
+            return "an engine was still starting"
         if fault.kind in ON_PROCESSES and not engine.has(fault.process):
-            return f"it has no process of the kind {fault.process}"
+            return f"the engine has no process of kind {fault.process}"
         return ""
 
     async def _happen(self, fault: PlannedFault, engine: BreakableEngine) -> str:
-        """Inject the fault; returns a note when it has ended."""
+        """Inject the fault. Return a note when it has ended."""
         match fault.kind:
             case "kill":
                 await self._kill(engine, fault, fault.process)
@@ -311,12 +312,12 @@ class Arena(ABC):
         return ""
 
     async def _kill(self, engine: BreakableEngine, fault: PlannedFault, process: ProcessKind = "engine") -> None:
-        """Kill an engine's processes. An engine that loses one must end, so that its supervisor restarts it."""
+        """Kill an engine's processes. An engine that loses one must end, so that its supervisor restarts the engine."""
         self._note_left(engine, fault, await engine.kill(process))
 
     def _note_left(self, engine: BreakableEngine, fault: PlannedFault, lives_on: Sequence[str]) -> None:
         for what in lives_on:
-            self._left.append(Leftover(engine.name, f"{what} lives on after {fault.kind} {fault.process}", 1))
+            self._left.append(Leftover(engine.name, f"{what} still runs after {fault.kind} {fault.process}", 1))
 
     async def _move_away(self, engine: BreakableEngine, fault: PlannedFault) -> None:
         chance, until = random.Random(fault.at), self._clock() + fault.seconds
@@ -332,15 +333,15 @@ class Arena(ABC):
 
 
 def retries_in(metrics: str) -> int:
-    """Further attempts of sequences, by a router's metrics page."""
+    """Return the number of retries of sequences, from a router's metrics page."""
     families = text_string_to_metric_families(metrics)
     return round(sum(each.value for family in families for each in family.samples if each.name == RETRIES))
 
 
 async def fill_cache(engine: Engine, seconds: float, seed: int) -> int:
-    """Reserve all blocks that the engine lends, for ``seconds``; returns the number of reservations.
+    """Reserve all blocks that the engine lends, for ``seconds``. Return the number of reservations.
 
-    An engine that disconnects in the meantime ends it.
+    Return earlier if the engine fails.
     """
     chance, held = random.Random(seed), 0
     async with AsyncExitStack() as stack:

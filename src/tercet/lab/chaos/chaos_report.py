@@ -1,4 +1,4 @@
-"""Results of a run, as numbers and tables."""
+"""The results of a run, as numbers and tables."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ ORPHANS = "orphan generations"
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault and its result: ``began`` and ``ended`` are seconds of the run, None if it was never injected.
+    """A fault and its result.
 
-    ``why`` is the reason for that, or an error. ``hit`` are the requests that the engine generated then.
+    ``began`` and ``ended`` are seconds of the run, or None if the fault was not injected; ``why`` is the reason for
+    that, or an error. ``hit`` are the requests that the engine generated when the fault began.
     """
 
     planned: PlannedFault
@@ -34,12 +35,12 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of an arena.
+    """The result of one run of an arena.
 
-    ``patience`` is the longest allowed silence for a client, in seconds. ``complaints`` are unhandled failures, as far
-    as the arena received them. ``moves`` are the router's, ``tricks`` those of a hostile client, and ``retries`` counts
-    further attempts of sequences. ``memory`` is the largest growth of the router in bytes, in a simulated fleet that of
-    clients' bodies.
+    ``calm`` has the answers without faults, by question. ``patience`` is the longest time, in seconds, that a client
+    may wait for an event. ``complaints`` are the unhandled failures that the arena found. ``moves`` are the router's,
+    ``tricks`` those of the hostile client; ``retries`` counts further attempts of sequences. ``memory`` is the largest
+    growth of the router, in bytes; in a simulated fleet, it is the size of the clients' bodies only.
     """
 
     seed: int
@@ -58,7 +59,7 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def orphans(self) -> int:
-        """Sequences that engines still ran at the end, although no router had them."""
+        """Number of sequences that engines still ran at the end, although the router did not have them."""
         return round(sum(each.count for each in self.left if each.what == ORPHANS))
 
     @property
@@ -69,14 +70,14 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
         return [*found, *hostile(self.tricks), *self._blamed(), *unhandled]
 
     def _blamed(self) -> list[Violation]:
-        """Without a fault, nothing that clients send makes a sequence fail on an engine."""
+        """Return a violation if sequences were retried in a run without faults: no request may make an engine fail."""
         if self.faults or not self.retries:
             return []
         return [Violation("no engine is blamed for what clients send", "the run", f"{self.retries} further attempts")]
 
 
 def fault_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each kind of fault and process: numbers, and the results of the affected requests."""
+    """Return one row for each kind of fault and process, with counts and the results of the affected requests."""
     groups: defaultdict[tuple[str, str], list[InjectedFault]] = defaultdict(list)
     for fault in result.faults:
         groups[fault.planned.kind, fault.planned.process].append(fault)
@@ -93,7 +94,7 @@ def fault_rows(result: ChaosResult) -> list[list[str]]:
 
 
 def move_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each reason and outcome of a move: numbers, recomputed tokens, and the clients' pauses."""
+    """Return one row for each reason and outcome of moves: their number, KV, recomputed tokens, and clients' pauses."""
     groups: defaultdict[tuple[str, str], list[MoveRecord]] = defaultdict(list)
     for move in result.moves:
         groups[move.reason, move.outcome].append(move)
@@ -107,7 +108,7 @@ def move_rows(result: ChaosResult) -> list[list[str]]:
 
 
 def trick_rows(result: ChaosResult) -> list[list[str]]:
-    """One row for each kind of trick: how many, with which statuses, and how long the longest went on."""
+    """Return one row for each kind of trick: their number, the statuses of answers, and the longest duration."""
     rows: list[list[str]] = []
     for kind in TRICKS:
         played = [trick for trick in result.tricks if trick.planned.kind == kind]
@@ -120,7 +121,7 @@ def trick_rows(result: ChaosResult) -> list[list[str]]:
 
 
 def figures(result: ChaosResult) -> list[str]:
-    """The lines below the table."""
+    """Return the lines below the tables."""
     outcomes = Counter(record.outcome for record in result.records)
     errors = Counter(record.error for record in result.records if record.outcome == "failed")
     gaps = max(((record.longest_gap, record.name) for record in result.records), default=(0.0, "none"))
@@ -133,17 +134,17 @@ def figures(result: ChaosResult) -> list[str]:
     return [
         f"{result.seconds:.0f} s of load in {result.wall_seconds:.0f} s; {injected} faults ({per_minute:.0f} a minute)",
         f"{len(result.records)} requests, {tokens} pieces: {outcomes['answered']} answered, {outcomes['left']} left by "
-        f"their clients, {outcomes['failed']} failed{failed}, {outcomes['pending']} never ended",
+        f"their clients, {outcomes['failed']} failed{failed}, {outcomes['pending']} without an end",
         f"longest gap in a stream {gaps[0]:.2f} s ({gaps[1]})",
         f"longest wait for a first token {ttfts[0]:.2f} s ({ttfts[1]})",
-        f"{sum(move.outcome == 'moved' for move in result.moves)} of {len(result.moves)} moves went through, "
-        f"{result.orphans} {ORPHANS}, {result.retries} further attempts of sequences",
-        f"the router kept {result.memory / 2**20:.0f} MiB more at most",
+        f"{sum(move.outcome == 'moved' for move in result.moves)} of {len(result.moves)} moves succeeded, "
+        f"{result.orphans} {ORPHANS}, {result.retries} retries of sequences",
+        f"the router's memory grew by at most {result.memory / 2**20:.0f} MiB",
     ]
 
 
 def violation_lines(violations: Sequence[Violation], seed: int, replay: str) -> list[str]:
-    """Violations by rule, the first of each in full, with the command that repeats them."""
+    """Return the violations by rule, the first ones of each rule in full, and the command that repeats the run."""
     if not violations:
         return ["no violations"]
     lines = [f"{len(violations)} violations with seed {seed}; again: {replay}"]

@@ -1,4 +1,4 @@
-"""Clients that ask a fleet the same questions again and again, and record all answers."""
+"""Clients that send the same questions to a fleet repeatedly, and record all answers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tercet.lab.chaos.invariants import ClientRecord, Piece
 from tercet.protocol import TercetError
 
 VOCABULARY = 30_000
-# Common beginnings of questions, like system prompts.
+# Number of prefixes that questions share, like system prompts.
 SHARED_PREFIXES = 4
 
 
 class AnswerBrokenOff(TercetError):
-    """The answer ended too early, without a reason."""
+    """The error of an answer that ended too early, without a reason."""
 
     code = "answer_broken_off"
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A prompt, as token ids, and the number of requested tokens."""
+    """A prompt as token ids, with the number of requested tokens."""
 
     number: int
     prompt: tuple[int, ...]
@@ -34,7 +34,10 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of the load: requests per second, number of different questions, length, and share that leaves early."""
+    """The shape of the load: ``rate`` in requests per second, ``questions`` different questions, lengths in tokens.
+
+    ``leaving`` is the share of clients that leave before the end of their answers.
+    """
 
     rate: float
     questions: int
@@ -48,7 +51,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request: its time, question and program, and the number of events after which its client leaves, or None."""
+    """One request, at a time in seconds. Its client leaves after ``leaves_after`` events (None: it does not leave)."""
 
     at: float
     name: str
@@ -58,7 +61,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 def questions_of(shape: LoadShape, seed: int) -> list[Question]:
-    """The questions of clients; half of the prompts share their beginnings with others."""
+    """Return the questions of clients. Half of the prompts share prefixes with others."""
     chance = random.Random(f"{seed} questions")
     length = shape.shortest_prompt // 2
     prefixes = [_tokens(chance, shape, length) for _ in range(SHARED_PREFIXES)]
@@ -76,7 +79,7 @@ def _tokens(chance: random.Random, shape: LoadShape, count: int) -> tuple[int, .
 
 
 def arrivals(shape: LoadShape, questions: Sequence[Question], seed: int, seconds: float) -> Iterator[Arrival]:
-    """Requests in order of their times, which are those of a Poisson process."""
+    """Yield requests in the order of their times, which are those of a Poisson process."""
     chance, now, number = random.Random(f"{seed} arrivals"), 0.0, 0
     while (now := now + chance.expovariate(shape.rate)) < seconds:
         question, program = chance.choice(questions), chance.choice(shape.programs)
@@ -86,11 +89,11 @@ def arrivals(shape: LoadShape, questions: Sequence[Question], seed: int, seconds
 
 
 Ask = Callable[[Arrival], AsyncIterator[Sequence[Piece]]]
-"""Asks the fleet; yields the pieces of each event, and raises :class:`~tercet.protocol.TercetError`."""
+"""A function that sends a request. It yields the pieces of each event, and raises ``TercetError`` for a failure."""
 
 
 class ClientLoad:
-    """Runs clients and keeps their records. ``clock`` is in seconds from the beginning of the run."""
+    """The clients of a run, with their records. ``clock`` is in seconds from the beginning of the run."""
 
     def __init__(self, ask: Ask, clock: Callable[[], float], on_error: Callable[[str], object]) -> None:
         self.records: list[ClientRecord] = []
@@ -101,22 +104,25 @@ class ClientLoad:
 
     @property
     def under_way(self) -> int:
-        """Requests without an end."""
+        """Number of requests that have not ended."""
         return len(self._tasks)
 
     async def run(self, wanted: Iterator[Arrival], sleep_until: Callable[[float], Awaitable[object]]) -> None:
-        """Send every request at its time; returns when the last one is sent."""
+        """Send every request at its time. Return when the last one is sent."""
         for arrival in wanted:
             await sleep_until(arrival.at)
             self._tasks.spawn(self._client(arrival))
 
     async def settle(self, seconds: float) -> None:
-        """Wait for every answer, for at most ``seconds``; unfinished ones stay without an end."""
+        """Wait for every answer, for at most ``seconds``. The records of unfinished answers stay ``pending``."""
         if not await self._tasks.wait(seconds):
             await self._tasks.close(seconds)
 
     async def ask_all(self, questions: Sequence[Question], program: str) -> dict[int, tuple[Piece, ...]]:
-        """Ask every question once, one after the other; raises the first :class:`~tercet.protocol.TercetError`."""
+        """Send every question once, one after the other, and return the answers by question.
+
+        Raise the first :class:`~tercet.protocol.TercetError`.
+        """
         found: dict[int, tuple[Piece, ...]] = {}
         for question in questions:
             arrival = Arrival(0.0, f"calm-{question.number}", question, program, None)
@@ -142,7 +148,7 @@ class ClientLoad:
         except TercetError as error:
             record.outcome, record.error, record.message = "failed", error.code, error.message
         except asyncio.CancelledError:
-            raise  # it is not awaited any more, and has no end
+            raise  # the run no longer waits for it: the record stays pending
         except Exception as error:
             record.outcome, record.error, record.message = "failed", "unhandled", repr(error)
             self._on_error(f"a client of {record.name} got {error!r}")

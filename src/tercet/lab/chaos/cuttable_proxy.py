@@ -11,10 +11,10 @@ CHUNK = 64 * 1024
 
 
 class CuttableProxy:
-    """Passes connections on to ``host:target_port``, while entered, from :attr:`port`, which is any free one if 0.
+    """A proxy from :attr:`port` (0: any free port) to ``host:target_port``. Use as an async context manager.
 
-    The first of ``told`` is replaced by the second, of the same length, in all data: so an engine gets another proxy's
-    address to connect back to. It must not be longer than one write.
+    In all data, the first text of ``told`` is replaced by the second one, which has the same length: an engine thereby
+    gets another proxy's address to connect back to. The text must be within one write.
     """
 
     def __init__(self, host: str, target_port: int, told: tuple[bytes, bytes], port: int = 0) -> None:
@@ -38,11 +38,11 @@ class CuttableProxy:
         await self._connections.close()
 
     def cut(self) -> None:
-        """Stop passing data, in both directions; no connection is closed, and new ones get no answer."""
+        """Stop passing data in both directions. Connections stay open, and new ones get no answer."""
         self._passing.clear()
 
     def heal(self) -> None:
-        """Pass data again, delayed data first."""
+        """Pass data again, the delayed data first."""
         self._passing.set()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +53,7 @@ class CuttableProxy:
             await self._passing.wait()
             far_reader, far_writer = await asyncio.open_connection(self._host, self._target_port)
         except OSError:
-            writer.transport.abort()  # the closest that a proxy can come to a refused connection
+            writer.transport.abort()  # a proxy cannot refuse a connection that it has accepted: reset it
             return
         except asyncio.CancelledError:
             writer.transport.abort()

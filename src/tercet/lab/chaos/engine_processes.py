@@ -1,4 +1,4 @@
-"""Finds the processes of an engine, by their parents and command lines, and sends signals to them."""
+"""The search for an engine's processes, by their parents and command lines, and the sending of signals to them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tercet.lab.chaos.fault_schedule import ProcessKind
 
 AGENT_MODULE = "tercet.transport.agent"
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
-# Below the server, which is the first.
+# Kind of process by its depth below the server, which has depth 0.
 BY_DEPTH: tuple[ProcessKind, ...] = ("api", "core", "worker", "agent")
 
 
 class RunningProcess(NamedTuple):
-    """One process of a tree."""
+    """A process of a tree."""
 
     pid: int
     parent: int
@@ -28,10 +28,10 @@ class RunningProcess(NamedTuple):
 
 
 def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind, Sequence[int]]:
-    """The process ids of an engine by kind; ``server`` is its API server's.
+    """Return the process ids of an engine by kind. ``server`` is the id of its API server.
 
-    The server starts the core, the core starts the workers, and each worker an agent. Python's own helper processes are
-    siblings of them and not parts of the engine.
+    The server starts the core, the core starts the workers, and each worker starts an agent. Python's helper processes
+    are siblings of them and do not belong to the engine.
     """
     parents = {
         each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)
@@ -49,10 +49,10 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
 
 
 def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
-    """The processes of an engine that runs under the guard process, whose group they are; none if it has ended.
+    """Return the process ids, by kind, of the engine in the process group of ``guard``; empty if it has ended.
 
-    The server's parent is the guard, or the process that forked it, which is not in the group. The guard's watcher is
-    in the group and no part of the engine.
+    The server's parent is the guard, or the process that forked the server, which is not in the group. The guard's
+    watcher is in the group and does not belong to the engine.
     """
     tree: list[RunningProcess] = []
     for process in psutil.process_iter():
@@ -67,7 +67,7 @@ def processes_of(guard: int) -> Mapping[ProcessKind, Sequence[int]]:
 
 
 def send_signal(pids: Sequence[int], number: int) -> int:
-    """Signal each; returns how many still existed."""
+    """Send a signal to each process. Return the number of processes that still existed."""
     reached = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -77,7 +77,7 @@ def send_signal(pids: Sequence[int], number: int) -> int:
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those that have not ended; a zombie has."""
+    """Return the processes that have not ended. A zombie has ended."""
     return [pid for pid in pids if psutil.pid_exists(pid) and _runs(pid)]
 
 

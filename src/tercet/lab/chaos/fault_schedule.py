@@ -1,4 +1,4 @@
-"""Faults of a fleet and their times: a pure function of a seed and the fleet's shape, or read from a file."""
+"""The faults of a fleet and their times, computed from a seed and the fleet's shape, or read from a file."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ FaultKind = Literal[
     "kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move", "slow_disk", "clock"
 ]  # fmt: skip
 """- ``kill``: SIGKILL; a supervisor restarts the engine after the fault's seconds.
-- ``stop``: SIGSTOP, and SIGCONT after that.
-- ``hang``: SIGSTOP for ever; after the fault's seconds a supervisor kills and restarts it.
-- ``cut``: no packet between the engine and its router passes; connections survive, as with a lost route.
-- ``impostor``: the engine is killed, and an engine with another model listens at its address until it comes back.
+- ``stop``: SIGSTOP, and SIGCONT after the fault's seconds.
+- ``hang``: SIGSTOP; after the fault's seconds a supervisor kills and restarts the engine.
+- ``cut``: all packets between the engine and its router are dropped; connections survive, as with a lost route.
+- ``impostor``: the engine is killed, and an engine with another model listens at its address until it restarts.
 - ``full_kv``: reservations of another client pin all blocks that the engine lends.
-- ``drain``: not a fault: the router empties the engine, and picks it again after that.
-- ``restart``: no fault either: SIGTERM, and when it has ended the engine is restarted at once, with a new incarnation.
-- ``move``: not a fault: all sequences that the engine generates during the fault's seconds are moved elsewhere.
-- ``slow_disk``: a process writes and syncs without end on the disk of the fleet's files.
-- ``clock``: the engine's wall clock is wrong, by up to an hour, and then right again.
+- ``drain``: an operation, not a fault: the router drains the engine, and uses it again after the fault's seconds.
+- ``restart``: an operation: SIGTERM; when the engine has ended, it is restarted, with a new incarnation.
+- ``move``: an operation: all sequences that the engine generates during the fault's seconds are moved away.
+- ``slow_disk``: a process writes and syncs continuously on the disk of the fleet's files.
+- ``clock``: the engine's wall clock is wrong by up to an hour during the fault's seconds.
 """
 ProcessKind = Literal["engine", "api", "core", "worker", "agent"]
-"""``engine`` is all processes of one engine at once."""
+"""The kind of process that a fault affects. ``engine`` is all processes of one engine."""
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 ON_PROCESSES: frozenset[FaultKind] = frozenset({"kill", "stop", "hang"})
 CLOCK_STEP_SECONDS = 3600.0
 
 
 class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """From second ``at`` on, for ``seconds``, to one ``engine``, or to one kind of ``process`` of it.
+    """A fault of one ``engine``, or of its processes of one kind, from second ``at`` on, for ``seconds``.
 
-    ``step`` is the error of a clock in seconds.
+    ``step`` is the error of a clock, in seconds.
     """
 
     at: float
@@ -54,11 +54,11 @@ class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a fleet that can fail.
+    """The parts of a fleet that can fail, and the limits of faults.
 
-    Faults last from ``shortest`` to ``longest`` seconds, with equal probability on a logarithmic scale; a hang lasts
-    ``hang_seconds``, for a tenth of the engines at most, or one. For ``recovery`` seconds after a fault its engine gets
-    no other. ``spare`` engines are always without one.
+    A fault lasts from ``shortest`` to ``longest`` seconds, with equal probability on a logarithmic scale. A hang lasts
+    ``hang_seconds``; at most a tenth of the engines, but at least one, may hang at the same time. For ``recovery``
+    seconds after a fault, its engine gets no other fault. At any time, ``spare`` engines have no fault.
     """
 
     engines: tuple[str, ...]
@@ -72,14 +72,14 @@ class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every fault of a run of ``seconds``, in order."""
+    """All faults of a run of ``seconds``, in order."""
 
     seed: int
     seconds: float
     faults: tuple[PlannedFault, ...]
 
     def to_json(self) -> bytes:
-        """In the format of :func:`load_schedule`; one fault per line."""
+        """Return the schedule in the format of :func:`load_schedule`, with one fault per line."""
         lines = ",\n  ".join(msgspec.json.encode(fault).decode() for fault in self.faults)
         return f'{{"seed": {self.seed}, "seconds": {self.seconds}, "faults": [\n  {lines}\n]}}\n'.encode()
 
@@ -87,19 +87,21 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def plan_faults(
     seed: int, shape: FleetShape, minutes: float, per_minute: float, kinds: Sequence[FaultKind] | None = None
 ) -> FaultSchedule:
-    """Faults at random times, ``per_minute`` on average while enough engines are without one; equal for a seed.
+    """Return faults at random times, ``per_minute`` on average while enough engines are without a fault.
 
-    ``kinds`` are those of the shape if not given. Raises :class:`~tercet.protocol.BadRequest` for one that the shape
-    does not have, and for a fleet without an engine to spare.
+    Equal seeds give equal faults. ``kinds`` are the kinds of faults (None: those of the shape). Raise
+    :class:`~tercet.protocol.BadRequest` for a kind that the shape does not have, and for a fleet without spare engines.
     """
     chosen = tuple(kinds) if kinds is not None else shape.kinds
     for kind in chosen:
         if kind not in shape.kinds:
-            raise BadRequest(f"faults: {kind} cannot happen here; choose of {', '.join(shape.kinds)}", "faults")
+            raise BadRequest(
+                f"faults: this fleet does not support {kind}; choose from {', '.join(shape.kinds)}", "faults"
+            )
     if len(shape.engines) <= shape.spare:
-        raise BadRequest(f"fleet: {shape.spare} engines are spared, so it needs {shape.spare + 1} at least", "fleet")
+        raise BadRequest(f"fleet: has {len(shape.engines)} engines, and needs at least {shape.spare + 1}", "fleet")
     if not chosen or not per_minute > 0 or not minutes > 0:
-        raise BadRequest("faults: minutes, rate and the number of kinds must be positive", "faults")
+        raise BadRequest("faults: minutes and rate must be positive, with at least one kind", "faults")
     chance, seconds, now = random.Random(f"{seed} faults"), minutes * 60, 0.0
     free_at = dict.fromkeys(shape.engines, 0.0)
     hung: list[float] = []
@@ -128,7 +130,7 @@ def _fault(chance: random.Random, shape: FleetShape, at: float, kind: FaultKind,
 
 
 def load_schedule(path: Path) -> FaultSchedule:
-    """Load a schedule from a file; raises :class:`~tercet.protocol.BadRequest` that explains an error in it."""
+    """Load a schedule from a file. Raise :class:`~tercet.protocol.BadRequest` that explains an error in the file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -142,10 +144,10 @@ def load_schedule(path: Path) -> FaultSchedule:
 
 
 def parse_kinds(given: str) -> tuple[FaultKind, ...]:
-    """``KIND[,KIND...]``; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the kinds of a text ``KIND[,KIND...]``. Raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
     names = [name.strip().replace("-", "_") for name in given.split(",")]
     found: tuple[FaultKind, ...] = tuple(kind for kind in KINDS if kind in names)
     wrong = [name for name in names if name not in KINDS]
     if wrong:
-        raise BadRequest(f"--faults: there is no {wrong[0]!r}; choose of {', '.join(KINDS)}", "faults")
+        raise BadRequest(f"--faults: {wrong[0]!r} is not a kind of fault; choose from {', '.join(KINDS)}", "faults")
     return found

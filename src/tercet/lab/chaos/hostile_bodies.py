@@ -1,4 +1,4 @@
-"""Bodies of a hostile client, of each kind with which one client could stop all others."""
+"""The request bodies of a hostile client. Each kind could let one client stop all others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FULL_OF_SEQUENCES: tuple[tuple[str, str, Fields], ...] = (
     ("4,096 prompts", COMPLETIONS, {"prompt": ["x"] * 4096, **LAST}),
     ("4,096 prompts of token ids", COMPLETIONS, {"prompt": [[5]] * 4096, **LAST}),
 )
-"""Name, route and body of each."""
+"""Bodies with too many sequences: name, route and body."""
 
 LONG: tuple[tuple[str, str, Callable[[int], Fields]], ...] = (
     ("token ids", COMPLETIONS, lambda count: {"prompt": [5] * count, **LAST}),
@@ -52,18 +52,18 @@ LONG: tuple[tuple[str, str, Callable[[int], Fields]], ...] = (
     ("text to tokenize", TOKENIZE, lambda count: {"prompt": "a b " * count}),
     ("fields that have no meaning", COMPLETIONS, lambda count: {"prompt": "x", **dict.fromkeys(_words(count), 1)}),
 )  # fmt: skip
-"""Long fields: the name of the item, the route, and the body with a given number of items."""
+"""Bodies with long fields: name of the items, route, and a function that returns the body for a number of items."""
 
 ODD: tuple[tuple[str, bytes], ...] = (
     ("half of a surrogate pair as request_id", rb'{"prompt": "x", "request_id": "\ud83d"}'),
     ("half of a surrogate pair in a prompt", rb'{"prompt": "\udc00"}'),
     ("half of a surrogate pair as a name", rb'{"prompt": "x", "\ud83d": 1}'),
-    ("a number that JSON lacks", b'{"prompt": "x", "temperature": NaN}'),
-    ("no JSON", b'{"prompt": "x"'),
+    ("a number that is not in JSON", b'{"prompt": "x", "temperature": NaN}'),
+    ("incomplete JSON", b'{"prompt": "x"'),
     ("bytes that are not text", b'{"prompt": "\xff\xfe"}'),
     ("lists in lists", b'{"prompt": "x", "stop": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
 )
-"""What it is, and the body."""
+"""Invalid bodies: name and body."""
 
 POISONOUS: tuple[tuple[str, Fields], ...] = (
     ("a regex of 30,000 characters", {"regex": "(a|b.c)*" * 3750}),
@@ -71,8 +71,8 @@ POISONOUS: tuple[tuple[str, Fields], ...] = (
     ("minLength 1e8", {"json": {"type": "string", "minLength": 100_000_000}}),
     ("100,000 choices", {"choice": _words(100_000)}),
     ("a rule that begins with itself", {"grammar": 'root ::= root "a"'}),
-    ("rules that begin with one another", {"grammar": 'root ::= x\nx ::= y "b"\ny ::= x'}),
+    ("rules that begin with each other", {"grammar": 'root ::= x\nx ::= y "b"\ny ::= x'}),
     ("an unknown rule", {"grammar": "root ::= other"}),
     ("a regex without an end", {"regex": "(a"}),
 )
-"""What it is, and ``structured_outputs``."""
+"""Structures that are expensive or invalid: name, and the value of ``structured_outputs``."""

@@ -1,4 +1,4 @@
-"""Clients of a real router: streams of its OpenAI API, as pieces of text."""
+"""The clients of a real router. They read streams of its OpenAI API as pieces of text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tercet.protocol.wire import UNREADABLE
 
 
 class OpenAIClients:
-    """Asks the router at ``url``; time limits of answers are checked later, in the records."""
+    """The clients of the router at ``url``. Time limits of answers are checked later, in the records."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session = session
@@ -24,7 +24,7 @@ class OpenAIClients:
         self._model = model
 
     async def ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
-        """Yield the text of each event; raises :class:`~tercet.protocol.TercetError` for every failure."""
+        """Send a request and yield the text of each event. Raise :class:`~tercet.protocol.TercetError` if it fails."""
         question = arrival.question
         body = {
             "model": self._model, "prompt": list(question.prompt), "max_tokens": question.max_tokens, "stream": True,
@@ -52,9 +52,9 @@ class OpenAIClients:
                 if not whole:
                     raise AnswerBrokenOff("the answer ended without a finish reason")
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnreachable(f"the router broke off: {error!r}") from error
+            raise EngineUnreachable(f"the connection to the router failed: {error!r}") from error
         except UNREADABLE as error:
-            raise AnswerBrokenOff(f"the answer is not what the API describes: {error}") from error
+            raise AnswerBrokenOff(f"the answer does not match the API: {error}") from error
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

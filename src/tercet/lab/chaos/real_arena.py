@@ -1,4 +1,4 @@
-"""Real processes on this machine under faults: vLLM engines or simulated ones, behind a real router."""
+"""The arena of real processes on this machine: vLLM engines or simulated ones, behind a real router."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from tercet.protocol import EngineUnreachable, SequenceReport
 from tercet.router.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 
-# Above the number at the start: connections that are kept, logs, and files that libraries open at first use.
+# Allowed growth of the number at the start: idle connections, logs, and files that libraries open at first use.
 SPARE_DESCRIPTORS = 32
-# A server closes connections that were idle for 5 s, perhaps just when the next request is sent.
+# Servers close connections that were idle for 5 s, which may be the moment of the next request.
 IDLE_SECONDS = 2.0
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 NAME = re.compile(r"(?:^|-)((?:r|calm-)\d+)(?:-|$)")
-# These do not mean that work is still running.
+# Resources that exist also without running work.
 DESCRIPTORS = "file descriptors"
 LASTING = re.compile(rf".*processes|{DESCRIPTORS}.*")
 
-# Eight of these bodies are more than the router keeps at once.
+# Eight of these bodies are more than the router keeps at the same time.
 HOSTILE_SIZES = Sizes(items=40_000, body=48 * 2**20, bodies=8)
 MOST_MEMORY = 512 * 2**20
-"""Bytes by which the router may grow: all bodies together have 256 MiB, and long ones are read several times."""
+"""Largest allowed growth of the router, in bytes. All bodies together have 256 MiB; long ones are parsed repeatedly."""
 
 REAL_LOAD = LoadShape(
     rate=0.6, questions=8, shortest_prompt=40, longest_prompt=300, shortest_answer=16, longest_answer=100,
@@ -54,7 +54,7 @@ REAL_LOAD = LoadShape(
 
 
 def real_shape(config: UpConfig) -> FleetShape:
-    """Possible faults for a fleet of this machine: a wrong clock if there is a C compiler."""
+    """Return the possible faults of a fleet on this machine. A wrong clock needs a C compiler."""
     kinds: tuple[FaultKind, ...] = (
         "kill",
         "stop",
@@ -87,9 +87,9 @@ def run_real(
     note: Note = lambda _: None,
     tricks: Sequence[PlannedTrick] = (),
 ) -> ChaosResult:
-    """One run on a fleet that ``config`` describes, with the checkpoint at ``model``; ``patience`` is in seconds.
+    """Run once on a fleet that ``config`` describes, with the checkpoint at ``model``. Return the result.
 
-    Raises :class:`~tercet.cluster.child_process.StartFailed` if the fleet does not start.
+    ``patience`` is in seconds. Raise :class:`~tercet.cluster.child_process.StartFailed` if the fleet does not start.
     """
     with TemporaryDirectory(prefix="tercet-chaos-") as temporary:
         log_dir = Path(config.log_dir).expanduser() if config.log_dir else Path(temporary)
@@ -120,7 +120,7 @@ async def _run(
 
 
 class RealArena(Arena):
-    """Processes that get signals, behind proxies that can be cut, and clients of the router's OpenAI API."""
+    """An arena of processes that receive signals, proxies that can be cut, and clients of the router's OpenAI API."""
 
     leftover_seconds = 90.0
 
@@ -171,7 +171,7 @@ class RealArena(Arena):
         method = "POST" if draining else "DELETE"
         async with self._session.request(method, f"{self._fleet.url}/tercet/v1/engines/{engine}/drain") as response:
             if response.status != 200:
-                self.complaints.append(f"{method} of {engine}'s drain: {response.status}")
+                self.complaints.append(f"{method} of the drain of {engine} was answered with {response.status}")
 
     async def _program(self) -> str:
         found = await self._ask_router("program")
@@ -191,7 +191,7 @@ class RealArena(Arena):
         async with self._session.get(f"{self._fleet.url}/tercet/v1/{what}") as response:
             return msgspec.json.decode(await response.read())
 
-    # ---- what is left ----------------------------------------------------------------------------------------
+    # ---- resources in use ------------------------------------------------------------------------------------
 
     async def _at_rest(self) -> Holdings:
         lasting = Holdings({key: 2**31 for key in await self._holdings() if LASTING.fullmatch(key[1])})
@@ -232,12 +232,12 @@ class RealArena(Arena):
 
 
 def is_owned(report: SequenceReport, owned: Sequence[str]) -> bool:
-    """Whether it is one of these, by the router's first id, or one after a retry or a move."""
+    """True if the sequence has one of the ``owned`` ids, or an id that a retry or a move made from one of them."""
     return any(report.seq_id == seq_id or report.seq_id.startswith(f"{seq_id}.") for seq_id in owned)
 
 
 def _memory(pid: int | None) -> int:
-    """Bytes of the router's processes."""
+    """Return the resident memory of the router's processes, in bytes."""
     total = 0
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
@@ -246,7 +246,7 @@ def _memory(pid: int | None) -> int:
 
 
 def _descriptors(pids: Sequence[int]) -> int:
-    """Open files of processes."""
+    """Return the number of open file descriptors of processes."""
     total = 0
     for pid in pids:
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Engines and a router as processes of this machine, each engine behind a proxy, to be broken and restarted."""
+"""A fleet of processes on this machine: a router, and engines behind proxies that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tercet.lab.chaos.wrong_clock import WrongClock, build, can_be_built
 from tercet.protocol import Role
 from tercet.settings import EngineAddress
 
-# Grace period of the guard: a fleet that is broken on purpose gets little time to end by itself.
+# Grace period of the guard: in a run with faults, processes get little time to end.
 GRACE_SECONDS = 5.0
 GONE_SECONDS = 30.0
-# An engine may empty itself before it ends.
+# An engine may drain itself before it ends.
 TERMINATED_SECONDS = 90.0
 POLL_INTERVAL_S = 0.2
 IMPOSTOR_PROFILE = "qwen3-32b-h100-tp2"
 
 
 class RealEngine:
-    """Implements :class:`~tercet.lab.chaos.arena.BreakableEngine`: a command, its proxies, and its present process.
+    """An engine as :class:`~tercet.lab.chaos.arena.BreakableEngine`: a command, its proxies and its present process.
 
-    The router knows it by its first proxy's address. ``seen`` are the ids of all processes that ran there.
+    The router reaches it at the address of its first proxy. ``seen`` has the ids of all its processes so far.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RealEngine:
         self._frozen: Sequence[int] = ()
 
     def processes(self) -> Mapping[ProcessKind, Sequence[int]]:
-        """The processes that run there now."""
+        """Return the ids of the processes that run now, by kind."""
         guard = self._process.pid if self._process is not None else None
         found: Mapping[ProcessKind, Sequence[int]] = {} if guard is None else processes_of(guard)
         self.seen.update(found.get("engine", ()))
@@ -67,7 +67,7 @@ class RealEngine:
         return bool(self.processes().get(process))
 
     async def launch(self, spec: EngineSpec | None = None) -> Process:
-        """Start it, or an engine with another model in its place, and return at once."""
+        """Start the engine, or another one in its place, without waiting until it is ready. Return its process."""
         self._starts += 1
         chosen = spec or self._spec
         env: dict[str, str | None] = {**engine_env(chosen), **(self._clock.env if self._clock is not None else {})}
@@ -100,7 +100,7 @@ class RealEngine:
         return [f"process {pid}" for pid in still]
 
     async def stop(self) -> None:
-        """End all processes there."""
+        """End all processes of the engine."""
         process, self._process, self.is_up = self._process, None, False
         if process is not None:
             await process.stop()
@@ -122,7 +122,7 @@ class RealEngine:
 
 
 async def _ended(pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int]:
-    """Wait until all these processes have ended; returns those that have not in time."""
+    """Wait until all these processes have ended. Return those that still run after ``seconds``."""
     for _ in range(round(seconds / POLL_INTERVAL_S)):
         if not alive(pids):
             break
@@ -131,7 +131,7 @@ async def _ended(pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int
 
 
 class RealFleet:
-    """A fleet that answers at ``url``; every engine is reached through its own proxies."""
+    """A fleet with a router at ``url``. Every engine is reached through its proxies."""
 
     def __init__(self, url: str, engines: Mapping[str, RealEngine], router: Process, log_dir: Path) -> None:
         self.url = url
@@ -144,9 +144,9 @@ class RealFleet:
 async def running_fleet(
     config: UpConfig, model: str, log_dir: Path, note: Callable[[str], object]
 ) -> AsyncGenerator[RealFleet]:
-    """Start the fleet, and stop all of it on exit.
+    """Start the fleet, and stop it at the end of the context.
 
-    Raises :class:`~tercet.cluster.child_process.StartFailed` when a process does not become ready.
+    Raise :class:`~tercet.cluster.child_process.StartFailed` if a process does not become ready.
     """
 
     def tell(name: str, state: str) -> None:
@@ -190,7 +190,7 @@ async def running_fleet(
 
 @asynccontextmanager
 async def slow_disk(directory: Path) -> AsyncGenerator[None]:
-    """Write and sync there without end, in a process, while entered."""
+    """Run a process that writes and syncs in ``directory`` continuously, while the context is open."""
     file = directory / "written-without-end"
     process = await asyncio.create_subprocess_exec(
         "dd", "if=/dev/zero", f"of={file}", "bs=4M", "count=100000", "oflag=dsync", "conv=notrunc",

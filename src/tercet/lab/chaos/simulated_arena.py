@@ -1,8 +1,7 @@
-"""A fleet in virtual time: the service, its clients of engines and their servers are real, the sockets virtual.
+"""The arena in virtual time: the router's service and the engines' servers are real; sockets and engines are not.
 
-Only vLLM is missing: engines are simulated, and clients call the router's service and not its HTTP port. One engine
-is one process here, with a server (``api``) and a core that can be frozen apart; nothing has a disk or reads the wall
-clock.
+Engines are simulated, and clients call the router's service, not its HTTP port. One engine is one process here, with a
+server (``api``) and a core that can be frozen separately. The fleet has no disk and does not read the wall clock.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ from tercet.wire.streams import StreamListener
 
 ROUTER, STRANGER, HOSTILE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 PORT = 8000
-# Of a body at the router's HTTP port: little, so that the bound of all bodies together is met.
+# Maximum of a body at the router's HTTP port: small, so that a run reaches the limit of all bodies together.
 MOST_BYTES = 2**20
 HOSTILE_SIZES = Sizes(items=20_000, body=900 * 1024)
 PROFILE = "llama-3.1-8b-h100-tp1"
 MODEL = "simulated"
 START_SECONDS = 10.0
 REST_SECONDS = 12
-# Idle HTTP connections that a client keeps for later do not count; one of them is used every few seconds.
+# Number of idle HTTP connections that a client may keep for later; one of them is used every few seconds.
 POOLED = 8
 PROGRAMS = ("disaggregated", "balanced", "data_parallel")
 
 
 class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines by role, behind a router with default settings.
+    """The shape of a simulated fleet: numbers of engines by role, behind a router with default settings.
 
-    ``blocks`` is the size of each one's KV cache, small enough to be full at times.
+    ``blocks`` is the size of each KV cache, in blocks; it is small enough to be full at times.
     """
 
     prefill: int = 40
@@ -68,12 +67,12 @@ class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """The role of each engine by its name."""
+        """Role of each engine, by its name."""
         counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode)]
         return {f"{role}-{index}": role for role, count in counts for index in range(count)}
 
     def shape(self) -> FleetShape:
-        """Its possible faults."""
+        """Return the possible faults of the fleet."""
         return FleetShape(
             engines=tuple(self.roles),
             kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move"),
@@ -98,7 +97,7 @@ def run_simulated(
     note: Note = lambda _: None,
     tricks: Sequence[PlannedTrick] = (),
 ) -> ChaosResult:
-    """One run, which follows from its arguments; ``patience`` and all times are virtual seconds."""
+    """Run once and return the result, which depends only on the arguments. All times are in virtual seconds."""
     loop = NetworkedLoop()
     with _virtual_clocks(loop), _own_metrics() as metrics:
         arena = SimulatedArena(loop, fleet, schedule, load, metrics, note, tricks)
@@ -112,7 +111,7 @@ def run_simulated(
 
 
 def _end_all(loop: NetworkedLoop) -> None:
-    """Cancel everything of a run that failed."""
+    """Cancel all tasks of a run that failed, and close the loop."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -123,7 +122,7 @@ def _end_all(loop: NetworkedLoop) -> None:
 
 @contextmanager
 def _virtual_clocks(loop: NetworkedLoop) -> Generator[None]:
-    """Let code that uses the system's monotonic clock, as nearly all does, use virtual time while entered."""
+    """Replace the system's monotonic clock, which nearly all code uses, by virtual time while the context is open."""
     real: Any = time.monotonic
     connector: Any = aiohttp.connector
     time.monotonic = connector.monotonic = loop.time
@@ -135,7 +134,7 @@ def _virtual_clocks(loop: NetworkedLoop) -> Generator[None]:
 
 @contextmanager
 def _own_metrics() -> Generator[Metrics]:
-    """The service's metrics; they are unregistered afterwards, so that another run can register its own."""
+    """Yield metrics for the service, and unregister them at the end, so that another run can register its metrics."""
     registered: dict[Any, Any] = REGISTRY._collector_to_names  # pyright: ignore[reportPrivateUsage]
     before = set(registered)
     metrics = Metrics()
@@ -147,7 +146,7 @@ def _own_metrics() -> Generator[Metrics]:
 
 
 class _FailureLog(logging.Handler):
-    """Collects log records with an exception: unexpected failures."""
+    """A log handler that collects the records with an exception, which are unexpected failures."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -159,7 +158,7 @@ class _FailureLog(logging.Handler):
 
 
 class SimulatedArena(Arena):
-    """Engines, router and clients as virtual processes of one event loop."""
+    """An arena of engines, a router and clients that are virtual processes of one event loop."""
 
     leftover_seconds = 120.0
 
@@ -191,7 +190,7 @@ class SimulatedArena(Arena):
         )
 
     async def run(self, patience: float) -> ChaosResult:
-        """The whole run, from the fleet's start to its end."""
+        """Start the fleet, run, and stop the fleet. Return the result."""
         with self._router.enter():
             async with self._serving():
                 return await self.play(patience)
@@ -265,12 +264,12 @@ class SimulatedArena(Arena):
     async def _look_at_memory(self) -> None:
         self._most_memory = max(self._most_memory, self._door.bytes_kept)
         if self._door.bytes_kept > LARGEST_AT_ONCE * MOST_BYTES:
-            self.complaints.append(f"the router keeps {self._door.bytes_kept} bytes of bodies")
+            self.complaints.append(f"the router keeps {self._door.bytes_kept} bytes of bodies, more than its limit")
 
     async def _at_rest(self) -> Holdings:
-        await asyncio.sleep(self.leftover_seconds)  # unused connections are closed by then
-        # Each engine is polled every few seconds, all of them at one time here, by a connection that is kept for a part
-        # of that: their number depends on the moment.
+        await asyncio.sleep(self.leftover_seconds)  # idle connections are closed by then
+        # Each engine is polled every few seconds, by a connection that stays open for a part of that time: the number
+        # of connections depends on the moment.
         most = Holdings()
         for _ in range(REST_SECONDS):
             most |= await self._holdings()

@@ -1,4 +1,4 @@
-"""One simulated engine's place in virtual time, with a server process that can be frozen, killed and restarted."""
+"""The place of one simulated engine in virtual time: a server process that can be frozen, killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from tercet.lab.sim import SimEngine
 from tercet.lab.sim.prompts import VOCABULARY, Prompt
 from tercet.lab.sim.sim_server import ServerConfig, serving
 
-# Virtual seconds for clean-up code of killed processes, which real ones do not run: it delays nothing.
+# Virtual seconds for the clean-up code of killed processes. (Real killed processes do not run any.)
 ENDS_WITHIN = 60.0
 
 
 class OtherPrompt(Prompt):
-    """A prompt that another model answers."""
+    """A prompt with the answer of another model."""
 
     __slots__ = ()
 
     def output(self, begin: int, end: int) -> tuple[int, ...]:
-        """See :meth:`tercet.lab.sim.prompts.Prompt.output`; no token is the same."""
+        """Do as :meth:`tercet.lab.sim.prompts.Prompt.output`; every token differs."""
         return tuple((token + 1) % VOCABULARY for token in super().output(begin, end))
 
 
 class SimulatedEngine:
-    """Implements :class:`~tercet.lab.chaos.arena.BreakableEngine`.
+    """A simulated engine as :class:`~tercet.lab.chaos.arena.BreakableEngine`.
 
-    ``process`` and ``engine`` are those of the last start. One engine is one process, whose core can be frozen apart.
+    ``process`` and ``engine`` are those of the last start. One engine is one process, whose core can be frozen
+    separately.
     """
 
     process: VirtualProcess
@@ -89,10 +90,10 @@ class SimulatedEngine:
         self.process.cut_off(is_cut)
 
     def step_clock(self, seconds: float) -> None:
-        raise ValueError("nothing reads a wall clock here")
+        raise ValueError("a simulated fleet does not read the wall clock; leave out the fault clock")
 
     async def ended(self) -> None:
-        """Return when no code of killed processes runs any more; for others they ended long before."""
+        """Return when the clean-up code of killed processes has ended. Other processes saw their end long before."""
         await self._serving.wait(ENDS_WITHIN)
 
 

@@ -1,4 +1,4 @@
-"""The tricks of a hostile client and their times: a pure function of a seed. :mod:`.adversary` plays them."""
+"""The tricks of a hostile client and their times, computed from a seed. :mod:`.adversary` plays them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ TrickKind = Literal[
     "long_heads", "silence", "slow_reading", "leaving",
 ]  # fmt: skip
 """
-- ``many_sequences``: prompts and choices of one request by the thousand.
-- ``long_bodies``: tens of thousands of one thing: messages, parts, tools, choices, stop strings, token ids, letters.
-- ``odd_text``: JSON that is none, half of a surrogate pair, numbers without an end, lists in lists in lists.
-- ``poisonous_grammars``: structures that take an engine's core seconds to compile, or have no end.
-- ``unfinished_bodies``: several large bodies at once that do not end.
-- ``unfinished_heads``: heads that do not end.
-- ``long_heads``: heads of a megabyte.
-- ``silence``: connections that say nothing.
+- ``many_sequences``: one request with thousands of prompts or choices.
+- ``long_bodies``: tens of thousands of items of one kind: messages, parts, tools, choices, stop strings, token ids,
+  letters.
+- ``odd_text``: invalid JSON, half of a surrogate pair, numbers that are not in JSON, deeply nested lists.
+- ``poisonous_grammars``: structures that take an engine's core seconds to compile, or that are infinite.
+- ``unfinished_bodies``: several large bodies at the same time that do not end.
+- ``unfinished_heads``: request heads that do not end.
+- ``long_heads``: request heads of a megabyte.
+- ``silence``: connections that send nothing.
 - ``slow_reading``: a stream that its client does not read.
-- ``leaving``: a client that leaves in the middle: of its head, its body, the wait for the answer, the answer.
+- ``leaving``: a client that leaves in the middle of its head, its body, the wait for the answer, or the answer.
 """
 TRICKS: tuple[TrickKind, ...] = get_args(TrickKind)
 NO_TRICKS = "none"
 
 
 class PlannedTrick(msgspec.Struct, frozen=True):
-    """A trick that begins at second ``at``; the run's seed and ``number`` determine its bodies."""
+    """A trick that begins at second ``at``. The run's seed and ``number`` determine its bodies."""
 
     at: float
     kind: TrickKind
@@ -42,9 +43,9 @@ class PlannedTrick(msgspec.Struct, frozen=True):
 
 
 class PlayedTrick(msgspec.Struct, frozen=True, kw_only=True):
-    """A trick and its result: the statuses of its answers, 0 for a connection that was closed without one.
+    """A trick and its result. ``statuses`` are those of its answers, 0 for a connection that was closed without one.
 
-    ``wrong`` is the fault of the router; empty if there was none.
+    ``wrong`` describes the router's error; it is empty if the router behaved correctly.
     """
 
     planned: PlannedTrick
@@ -55,7 +56,7 @@ class PlayedTrick(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_tricks(seed: int, seconds: float, per_minute: float, kinds: Sequence[TrickKind]) -> tuple[PlannedTrick, ...]:
-    """Tricks at random times, each kind as often as the others; the same for a seed."""
+    """Return tricks at random times, with all kinds equally often. Equal seeds give equal tricks."""
     chance, now, found = random.Random(f"{seed} tricks"), 0.0, list[PlannedTrick]()
     turn: list[TrickKind] = []
     while kinds and (now := now + chance.expovariate(per_minute / 60)) < seconds:
@@ -65,11 +66,13 @@ def plan_tricks(seed: int, seconds: float, per_minute: float, kinds: Sequence[Tr
 
 
 def parse_tricks(given: str) -> tuple[TrickKind, ...]:
-    """``KIND[,KIND...]``, or ``none``; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the kinds of a text ``KIND[,KIND...]`` or ``none``. Raise ``BadRequest`` for an unknown kind."""
     names = [name.strip().replace("-", "_") for name in given.split(",")]
     if names == [NO_TRICKS]:
         return ()
     wrong = [name for name in names if name not in TRICKS]
     if wrong:
-        raise BadRequest(f"--adversary: there is no {wrong[0]!r}; choose of {', '.join(TRICKS)}, or none", "adversary")
+        raise BadRequest(
+            f"--adversary: {wrong[0]!r} is not a trick; choose from {', '.join(TRICKS)}, or none", "adversary"
+        )
     return tuple(kind for kind in TRICKS if kind in names)

@@ -1,9 +1,9 @@
-"""TCP in virtual time: production code that uses sockets uses this in a simulated run.
+"""TCP in virtual time, for production code that uses sockets in a simulated run.
 
-A :class:`VirtualProcess` represents a server process at a separate address. All code that runs in its context
+A :class:`VirtualProcess` represents a server process at its own address. All code that runs in its context
 (:meth:`VirtualProcess.enter`), with all tasks that it starts, listens and connects as that process. Processes are
-frozen, cut off and killed as real ones are: data for a frozen or unreachable one waits, as in a kernel's buffers and
-its retransmissions, and the peers of a killed one get a reset, once it can reach them.
+frozen, cut off and killed like real ones: data for a frozen or unreachable process waits, as in a kernel's buffers and
+retransmissions. The peers of a killed process get a reset as soon as packets can reach them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from tercet.lab.sim.clock import VirtualLoop
 
 LATENCY_SECONDS = 0.0002
-# Bytes that the kernels on both ends accept before a writer has to wait.
+# Bytes that the kernels of both ends accept before a writer has to wait.
 KERNEL_BYTES = 512 * 1024
 HIGH_WATER = 64 * 1024
 FIRST_FREE_PORT = 40_000
@@ -31,7 +31,7 @@ _running_in: ContextVar[VirtualProcess] = ContextVar("_running_in")
 
 
 class VirtualProcess:
-    """One process and its address; a restart makes a new one at the same address."""
+    """A process with its address. A restart creates a new one at the same address."""
 
     def __init__(self, network: NetworkedLoop, address: str) -> None:
         self.address = address
@@ -43,7 +43,7 @@ class VirtualProcess:
 
     @contextmanager
     def enter(self) -> Generator[None]:
-        """Run code in this process while entered."""
+        """Run code in this process while the context is open."""
         token = _running_in.set(self)
         try:
             yield
@@ -51,17 +51,17 @@ class VirtualProcess:
             _running_in.reset(token)
 
     def freeze(self, frozen: bool = True) -> None:
-        """SIGSTOP, or SIGCONT: nothing is read or written until then."""
+        """Stop the process as SIGSTOP does, or (False) continue it. A stopped process reads and writes nothing."""
         self.frozen = frozen
         self._network.changed()
 
     def cut_off(self, unreachable: bool = True) -> None:
-        """Drop all packets in and out, or pass them again."""
+        """Drop all packets from and to the process, or (False) pass them again."""
         self.unreachable = unreachable
         self._network.changed()
 
     def kill(self) -> None:
-        """SIGKILL: its code has no effect on others from here on."""
+        """Kill the process as SIGKILL does: from now on its code has no effect on other processes."""
         self.alive = False
         for server in list(self._network.listening.values()):
             if server.process is self:
@@ -73,7 +73,7 @@ class VirtualProcess:
 
 
 class VirtualServer:
-    """The result of ``create_server``."""
+    """A listening server, the result of ``create_server``."""
 
     def __init__(self, network: NetworkedLoop, process: VirtualProcess, port: int, factory: Factory) -> None:
         self.process = process
@@ -90,20 +90,20 @@ class VirtualServer:
         return self.process.address, self.port
 
     def is_serving(self) -> bool:
-        """Whether it accepts connections."""
+        """True if the server accepts connections."""
         return self._network.listening.get(self.getsockname()) is self
 
     def close(self) -> None:
-        """Stop listening; connections stay."""
+        """Stop listening. Connections stay open."""
         if self.is_serving():
             del self._network.listening[self.getsockname()]
 
     async def wait_closed(self) -> None:
-        """It is closed at once."""
+        """Return immediately: closing takes no time here."""
 
 
 class VirtualTransport(asyncio.Transport):
-    """One end of a connection; :meth:`begin` is called first."""
+    """One end of a connection. :meth:`begin` must be called first."""
 
     _protocol: Any
     _peer: VirtualTransport
@@ -114,32 +114,32 @@ class VirtualTransport(asyncio.Transport):
         self._network = network
         self._context = context
         self._arriving: deque[bytes | Signal] = deque()
-        self.unread = 0  # bytes that were sent here
+        self.unread = 0  # bytes that were sent to this end and not read yet
         self._timer: asyncio.TimerHandle | None = None
         self._reading = True
         self._closing = self._writer_waits = False
         process.transports[self] = None
 
     def begin(self, protocol: asyncio.BaseProtocol, peer: VirtualTransport) -> None:
-        """Set its protocol, and the other end."""
+        """Set the protocol and the other end."""
         self._protocol = protocol
         self._peer = peer
 
     def call(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call the protocol as its process."""
+        """Call a method of the protocol soon, in the context of its process."""
         self._network.call_soon(callback, *args, context=self._context)
 
-    # ---- arriving --------------------------------------------------------------------------------------------
+    # ---- incoming data ---------------------------------------------------------------------------------------
 
     def arrive(self, item: bytes | Signal) -> None:
-        """Data or a signal is on its way here."""
+        """Accept data or a signal that is on its way to this end."""
         if isinstance(item, bytes):
             self.unread += len(item)
         self._arriving.append(item)
         self.kick()
 
     def kick(self) -> None:
-        """Check soon whether waiting data can be read now."""
+        """Read waiting data soon, if it can be read by then."""
         if self._timer is None and self._arriving:
             self._timer = self._network.call_later(LATENCY_SECONDS, self._read, context=self._context)
 
@@ -152,7 +152,7 @@ class VirtualTransport(asyncio.Transport):
             elif item == "made":
                 self._protocol.connection_made(self)
             elif item == "reset":
-                self._lose(ConnectionResetError(errno.ECONNRESET, "the other side is gone"))
+                self._lose(ConnectionResetError(errno.ECONNRESET, "the other side reset the connection"))
             elif not self._protocol.eof_received():
                 self.close()
         if self._arriving:
@@ -175,28 +175,28 @@ class VirtualTransport(asyncio.Transport):
         return self._reading or self._closing
 
     def _lose(self, error: Exception | None) -> None:
-        """End the connection, and notify the protocol once."""
+        """End the connection. Notify the protocol, only once."""
         self._closing = True
         if self.process.transports.pop(self, self) is not self:
             self._arriving.clear()
             self.call(self._protocol.connection_lost, error)
 
     def die(self) -> None:
-        """Its process was killed: unsent data is lost, and its peer gets a reset."""
+        """End the connection of a killed process: unsent data is lost, and the peer gets a reset."""
         if not self._closing:
-            if self.process.frozen:  # data that was never sent does not arrive
+            if self.process.frozen:  # a frozen process did not send its data: it does not arrive
                 self._peer.forget_unread()
             self._peer.arrive("reset")
         self._lose(None)
 
     def forget_unread(self) -> None:
-        """Drop the data on its way here."""
+        """Drop the data that is on its way to this end."""
         self._arriving.clear()
         self.unread = 0
 
     @property
     def half_open(self) -> bool:
-        """Whether the other end is closed, and this one is not."""
+        """True if the other end is closed and this end is not."""
         return self._peer.is_closing() and not self._closing
 
     # ---- asyncio's transport ---------------------------------------------------------------------------------
@@ -213,17 +213,17 @@ class VirtualTransport(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def written(self) -> None:
-        """The other side has read data."""
+        """Resume writing if the other side has read enough data."""
         if self._writer_waits and self.get_write_buffer_size() <= HIGH_WATER // 4:
             self._writer_waits = False
             self.call(self._protocol.resume_writing)
 
     def get_write_buffer_size(self) -> int:
-        """Bytes beyond what the kernels hold."""
+        """Return the number of unread bytes that exceed the kernels' buffers."""
         return max(0, self._peer.unread - KERNEL_BYTES)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """The limits are fixed."""
+        """Do nothing: the limits are fixed."""
 
     def write_eof(self) -> None:
         if not self._closing:
@@ -264,7 +264,10 @@ class VirtualTransport(asyncio.Transport):
 
 
 class NetworkedLoop(VirtualLoop):
-    """Virtual time with TCP between virtual processes. Code that connects or listens runs in one of them."""
+    """An event loop in virtual time with TCP between virtual processes.
+
+    Code that connects or listens must run in one of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,17 +276,17 @@ class NetworkedLoop(VirtualLoop):
         self._addressed: dict[int, tuple[str, int]] = {}
         self._waiting: dict[asyncio.Future[None], None] = {}
         self.complaints: list[str] = []
-        # Ends with incoming data that cannot be read now. The other end may be closed, and known nowhere else.
+        # Ends with incoming data that cannot be read now. If the other end is closed, only this dict refers to them.
         self.blocked: dict[VirtualTransport, None] = {}
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Record an unhandled exception, and continue: in production the event loop would, too."""
+        """Record an unhandled exception and continue, as the event loop in production does."""
         self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     # ---- processes -------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """A process was resumed or stopped: waiting ends check again."""
+        """Let all waiting ends check again, because the state of a process has changed."""
         blocked, self.blocked = self.blocked, {}
         for transport in blocked:
             transport.kick()
@@ -301,10 +304,10 @@ class NetworkedLoop(VirtualLoop):
         return self._closed
 
     def get_task_factory(self) -> None:
-        """Tasks are asyncio's."""
+        """Return None: tasks are asyncio's."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Done at once: a thread's work takes no virtual time."""
+        """Call ``func`` now and return a finished future: the work of a thread takes no virtual time."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -315,11 +318,11 @@ class NetworkedLoop(VirtualLoop):
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
     ) -> list[Any]:
-        """Addresses are their own names here."""
+        """Return ``host`` itself as its address."""
         return [(socket.AF_INET, type or socket.SOCK_STREAM, proto, "", (str(host), int(port)))]
 
     async def sock_connect(self, sock: socket.socket, address: Any) -> None:
-        """Record the destination of ``sock``; raises ``OSError`` as the kernel would."""
+        """Record the destination of ``sock``. Raise ``OSError`` as the kernel would."""
         await self._reach((address[0], address[1]))
         self._addressed[id(sock)] = (address[0], address[1])
 
@@ -348,7 +351,7 @@ class NetworkedLoop(VirtualLoop):
             where = str(host), int(port)
         else:
             where = self._addressed.pop(id(sock))
-            sock.close()  # it was only used as a name
+            sock.close()  # the socket was only the key of its destination
         server = await self._reach(where)
         here = _running_in.get()
         self._free_port += 1
@@ -369,6 +372,6 @@ class NetworkedLoop(VirtualLoop):
         server = VirtualServer(self, process, port or self._free_port, protocol_factory)
         where = server.getsockname()
         if where in self.listening or not process.alive:
-            raise OSError(errno.EADDRINUSE, f"{where[0]}:{where[1]} is taken")
+            raise OSError(errno.EADDRINUSE, f"{where[0]}:{where[1]} is in use")
         self.listening[where] = server
         return server

@@ -1,6 +1,6 @@
-"""The router's HTTP port in virtual time: uvicorn's connection with our bounds, and the application behind it.
+"""The router's HTTP port in virtual time: uvicorn's protocol with the router's limits, and the application behind it.
 
-The API behind it is the small one; what every request passes before is the router's own.
+The application is the small OpenAI API; the layers that every request passes before it are the router's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_MODEL_LEN = 4096
 
 
 class WordTexts(PromptTexts):
-    """A token for each word, by no file."""
+    """A tokenizer with one token for each word, which needs no file."""
 
     def __init__(self) -> None:
-        """There is nothing to read."""
+        """Do nothing: there is no file to read."""
 
     def encode(self, text: str) -> list[int]:
         return [crc32(word.encode()) % VOCABULARY for word in text.split()]
@@ -48,7 +48,7 @@ class WordTexts(PromptTexts):
 async def http_port(
     loop: NetworkedLoop, service: Service[Metrics], host: str, port: int, model: str, most_bytes: int
 ) -> AsyncGenerator[RouterApp]:
-    """While entered, the current virtual process serves HTTP there, and takes bodies of at most ``most_bytes``."""
+    """Serve HTTP in the current virtual process while the context is open. Bodies have at most ``most_bytes`` bytes."""
     limits = RouterSettings().limits
     gate = Gate(limits, service.fleet, service.metrics, clock=loop.time)
     app = small_app(ServicePrograms(service), WordTexts(), [model], MAX_MODEL_LEN)

@@ -1,4 +1,4 @@
-/* Loaded before the C library: the wall clock is wrong by as many seconds as the file TERCET_CLOCK_OFFSET says. */
+/* A library to load before the C library. It adds the seconds in the file TERCET_CLOCK_OFFSET to the wall clock. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

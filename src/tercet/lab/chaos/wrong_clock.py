@@ -1,4 +1,4 @@
-"""A wrong wall clock for some processes only: a library that is loaded before the C library's functions."""
+"""A wrong wall clock for chosen processes: a library that is loaded before the C library."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ COMPILER = "cc"
 
 
 def can_be_built() -> bool:
-    """Whether this machine has a C compiler."""
+    """True if this machine has a C compiler."""
     return shutil.which(COMPILER) is not None
 
 
 def build(directory: Path) -> Path:
-    """The library, compiled; raises :class:`~tercet.protocol.EngineError`."""
+    """Compile the library into ``directory`` and return its path. Raise ``EngineError`` if that fails."""
     library = directory / "wrong_clock.so"
     command = [COMPILER, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise EngineError(f"the wrong clock cannot be compiled: {done.stderr.strip()[-400:]}")
+        raise EngineError(f"cannot compile the wrong clock: {done.stderr.strip()[-400:]}")
     return library
 
 
 class WrongClock:
-    """The offset, in whole seconds, of the processes that are started with :attr:`env`. Use as a context manager."""
+    """The clock offset, in whole seconds, of processes that are started with :attr:`env`. Use as a context manager."""
 
     def __init__(self, library: Path, file: Path) -> None:
         self._file = file
@@ -47,5 +47,5 @@ class WrongClock:
         self._page.close()
 
     def step(self, seconds: float) -> None:
-        """Set how far the clock is ahead of the machine's; 0 makes it right."""
+        """Set the clock ``seconds`` ahead of the machine's; 0 makes it right."""
         self._page[:] = struct.pack("d", seconds)

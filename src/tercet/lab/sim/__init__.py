@@ -1,4 +1,4 @@
-"""Simulated engines: the protocol of real ones, in virtual time, at the pace of a measured profile."""
+"""Simulated engines: the protocol of real engines, in virtual time, with step times from a measured profile."""
 
 from tercet.lab.sim.clock import run_virtual
 from tercet.lab.sim.engine_options import EngineOptions, options_from

@@ -1,7 +1,8 @@
-"""LoRA adapters of a simulated engine: those that its batch may use, and the cost of loading one.
+"""LoRA adapters of a simulated engine: the slots of its batch, and the cost of loading an adapter.
 
-As in vLLM, the number of adapters in a batch is limited. A sequence that needs a further one waits, and others overtake
-it. An adapter that no sequence in the batch uses keeps its slot until another one needs it.
+As in vLLM, the number of adapters in a batch is limited. A sequence that needs one adapter more waits, and other
+sequences overtake it. An adapter that no sequence in the batch uses keeps its slot until another adapter needs the
+slot.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from tercet.protocol import AdapterLoad
 
 
 class AdapterSlots:
-    """``most`` slots, each of which takes ``load_seconds`` to fill. Users are any values that distinguish sequences."""
+    """``most`` adapter slots of a batch. Filling a slot takes ``load_seconds``.
+
+    A user is any value that identifies a sequence.
+    """
 
     def __init__(self, most: int, load_seconds: float) -> None:
         self.most = most
         self.loads = 0
         self._load_seconds = load_seconds
-        self._filled: OrderedDict[str, None] = OrderedDict()  # the most recently used one is the last
+        self._filled: OrderedDict[str, None] = OrderedDict()  # the most recently used adapter is the last
         self._used: dict[Hashable, str] = {}
         self._users: Counter[str] = Counter()
         self._owed = 0.0
 
     def admits(self, adapter: str | None) -> bool:
-        """Whether a sequence with this adapter may join the batch."""
+        """True if a sequence with this adapter may join the batch."""
         return adapter is None or adapter in self._users or len(self._users) < self.most
 
     def join(self, user: Hashable, adapter: str | None) -> None:
@@ -43,7 +47,7 @@ class AdapterSlots:
         self._filled.move_to_end(adapter)
 
     def leave(self, user: Hashable) -> None:
-        """Record that a sequence left the batch; one that was not there is ignored."""
+        """Record that a sequence left the batch. Ignore a sequence that was not in it."""
         adapter = self._used.pop(user, None)
         if adapter is not None:
             self._users[adapter] -= 1
@@ -51,12 +55,15 @@ class AdapterSlots:
                 del self._users[adapter]
 
     def owed(self) -> float:
-        """Extra seconds of the next step, for adapters that are loaded first; returned once."""
+        """Return the seconds that loading adapters adds to the next step, and set them to 0."""
         owed, self._owed = self._owed, 0.0
         return owed
 
     def load(self, waiting: Iterable[str | None]) -> AdapterLoad | None:
-        """The engine's report; ``waiting`` are the adapters of its queue. None if it serves none."""
+        """Return the engine's adapter report, or None if the engine serves no adapters.
+
+        ``waiting`` are the adapters of the sequences in its queue.
+        """
         if not self.most:
             return None
         queued = tuple(sorted({adapter for adapter in waiting if adapter is not None}))

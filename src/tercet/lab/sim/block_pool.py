@@ -1,4 +1,4 @@
-"""KV blocks of a simulated engine: the free ones, and the prefix cache with the holders of its parts."""
+"""KV blocks of a simulated engine: free blocks, and the prefix cache with the holders of its blocks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from tercet.protocol import EngineLoad
 
 
 class SimObserver(Protocol):
-    """Observes one engine. Blocks are named by hashes that cover everything before them and the cache salt."""
+    """An observer of one engine. A block's hash covers the block, all tokens before it and the cache salt."""
 
     def load(self, load: EngineLoad) -> None:
-        """Its load now."""
+        """Receive the engine's present load."""
 
     def stored(self, hashes: Sequence[int]) -> None:
-        """These blocks are in its cache now."""
+        """Record that these blocks are now in the engine's cache."""
 
     def dropped(self, hashes: Sequence[int]) -> None:
-        """These blocks are no longer in its cache."""
+        """Record that these blocks are no longer in the engine's cache."""
 
     def cleared(self) -> None:
-        """Its cache is empty, or will be reported again."""
+        """Record that the engine's cache is empty; blocks that remain are reported again with :meth:`stored`."""
 
 
 class Holding(msgspec.Struct, eq=False):
-    """Blocks that one holder pins: ``cached`` ones, the last of them in ``run``, and after them ``plain`` ones."""
+    """The blocks that one holder pins: first ``cached`` blocks, which end in ``run``, then ``plain`` blocks.
+
+    Cached blocks are part of the prefix cache; plain blocks are not.
+    """
 
     run: Run | None = None
     cached: int = 0
@@ -38,15 +41,15 @@ class Holding(msgspec.Struct, eq=False):
 
     @property
     def blocks(self) -> int:
-        """All blocks held."""
+        """Number of blocks that the holder pins."""
         return self.cached + self.plain
 
 
 class BlockPool:
-    """``total`` blocks, of which ``free`` can be taken now, including cached ones that are not pinned.
+    """A pool of ``total`` KV blocks; ``free`` of them can be taken now, including cached blocks that are not pinned.
 
-    ``evicted`` counts cached blocks that were reused, ``observer`` is notified of cached ones. Without ``caching`` no
-    block is found again.
+    ``evicted`` counts cached blocks that were reused. ``observer`` is notified of changes of the cache. Without
+    ``caching``, no block is found again.
     """
 
     __slots__ = (
@@ -61,8 +64,8 @@ class BlockPool:
         self._block_size = block_size
         self._caching = caching
         self._tree = PrefixTree(block_size)
-        # Runs that are not pinned, in the order in which they were unpinned. (The first key of a plain dict that loses
-        # its first keys is found by walking over all lost ones.)
+        # Runs that are not pinned, in the order in which they were unpinned. (In a plain dict, finding the first key
+        # takes time in proportion to the number of deleted keys before it.)
         self._idle = OrderedDict[Run, None]()
         self._idle_blocks = 0
 
@@ -78,13 +81,13 @@ class BlockPool:
             observer.stored(self._tree.names(run))
 
     def match(self, prompt: Prompt, limit: int) -> Match:
-        """How many of the first ``limit`` blocks of a prompt, with its output, are cached."""
+        """Return how much of the first ``limit`` blocks of a prompt, with its output, is cached."""
         return self._tree.match(
             self._tree.root(prompt.cache_salt, prompt.adapter), 0, prompt, limit if self._caching else 0
         )
 
     def fits(self, match: Match, plain: int) -> bool:
-        """Whether the blocks of a match can be pinned and ``plain`` more taken."""
+        """True if the blocks of a match can be pinned and ``plain`` more blocks can be taken."""
         if plain + match.blocks <= self.free:
             return True
         run, part = match.run, match.part
@@ -95,12 +98,12 @@ class BlockPool:
         return plain <= self.free
 
     def pin(self, holding: Holding, match: Match) -> None:
-        """Pin the blocks of a match for a holder that has none yet."""
+        """Pin the blocks of a match for a holder without blocks."""
         holding.run, holding.cached = self._tree.cut(match), match.blocks
         self._pin(holding.run)
 
     def _pin(self, run: Run, above: Run | None = None) -> None:
-        """Count one more holder of a run and of all before it, as far as ``above``."""
+        """Count one more holder of a run and of all runs before it, up to ``above``, which is not counted."""
         while run.blocks and run is not above:
             if not run.pins:
                 self._idle.pop(run, None)  # the first part of a run is not among them
@@ -110,20 +113,23 @@ class BlockPool:
             run = run.parent
 
     def take(self, holding: Holding, count: int) -> None:
-        """Add ``count`` plain blocks to a holder; the caller knows that they are free."""
+        """Add ``count`` plain blocks to a holder. The caller has checked that they are free."""
         holding.plain += count
         self.take_plain(count)
 
     def take_plain(self, count: int) -> None:
-        """Pin ``count`` plain blocks that the caller counts itself."""
+        """Pin ``count`` plain blocks without a holder; the caller keeps the count."""
         if count > self.free:
-            raise AssertionError(f"{count} blocks were requested and {self.free} are free")
+            raise AssertionError(f"{count} blocks are needed, and {self.free} are free")
         self.free -= count
         if self._idle_blocks > self.free:
             self._evict(self._idle_blocks - self.free)
 
     def _evict(self, count: int) -> None:
-        """Reuse ``count`` blocks that are not pinned: the first unpinned first, and of a run the last ones."""
+        """Reuse ``count`` blocks that are not pinned.
+
+        The run that was unpinned first loses blocks first, from its end.
+        """
         self._idle_blocks -= count
         self.evicted += count
         while count:
@@ -137,14 +143,14 @@ class BlockPool:
             count -= gone
 
     def publish(self, holding: Holding, prompt: Prompt, blocks: int) -> None:
-        """Make the first ``blocks`` blocks of a prompt with its output available, as far as the holder has them."""
+        """Add the first ``blocks`` blocks of a prompt with its output to the prefix cache, if the holder has them."""
         begin, end = holding.cached, min(blocks, holding.blocks)
         if begin >= end or not self._caching:
             return
         run = holding.run or self._tree.root(prompt.cache_salt, prompt.adapter)
         match = self._tree.match(run, begin, prompt, end)
         if match.blocks > begin:
-            # Another holder has these blocks: they are shared from now on, and the copies given back.
+            # Another holder has these blocks: share them from now on, and give back the copies.
             above, run = run, self._tree.cut(match)
             self._pin(run, above)
             self.free += match.blocks - begin
@@ -157,7 +163,7 @@ class BlockPool:
         holding.plain -= end - begin
 
     def give_back(self, holding: Holding) -> None:
-        """Unpin all blocks of a holder; published ones stay cached until they are needed."""
+        """Unpin all blocks of a holder. Published blocks stay cached until their space is needed."""
         run, self.free = holding.run, self.free + holding.plain
         while run is not None and run.blocks:
             run.pins -= 1
@@ -169,15 +175,15 @@ class BlockPool:
         holding.run, holding.cached, holding.plain = None, 0, 0
 
     def close(self) -> None:
-        """Forget the cache, at the end of a simulation: nothing is left for the garbage collector.
+        """Empty the cache at the end of a simulation, so that no reference cycles remain for the garbage collector.
 
-        A step that ends only then still takes and gives back blocks.
+        Taking and giving back blocks still works: the last step may end later.
         """
         self._idle.clear()
         self._idle_blocks = 0
         self._tree.clear()
 
     def drop_plain(self, holding: Holding, count: int) -> None:
-        """Give back ``count`` of a holder's plain blocks."""
+        """Free ``count`` of a holder's plain blocks."""
         holding.plain -= count
         self.free += count

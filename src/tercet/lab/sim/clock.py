@@ -1,7 +1,7 @@
-"""An asyncio event loop in virtual time: when nothing is ready, the clock jumps to the next timer.
+"""An asyncio event loop in virtual time: when no callback is ready, the clock jumps to the next timer.
 
-The loop runs callbacks, timers, tasks and async generators, in an order that depends on the program only. It has no
-sockets, threads, processes or signals: they would wait for the real world, while virtual time jumps ahead.
+The loop runs callbacks, timers, tasks and async generators, in an order that depends on the program only. It does not
+support sockets, threads, processes or signals: they need real time, which virtual time does not wait for.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import msgspec
 from tercet.protocol import EngineError
 
 T = TypeVar("T")
-# Cancelled timers stay until they are due, or until there are more than this, and more than half the number of moments.
+# Cancelled timers stay until they are due, or until their number exceeds this and half the number of moments.
 FEW_TIMERS = 1024
 LONGEST_S = 1e10
-"""Virtual time up to which a float tells microseconds apart, in seconds: three centuries."""
+"""The latest virtual time, in seconds (three centuries). A float resolves microseconds up to it."""
 
 
 def _told_apart(when: float) -> float:
-    """``when``; raises :class:`~tercet.protocol.EngineError` for a time so late that steps would take none."""
+    """Return ``when``. Raise :class:`~tercet.protocol.EngineError` if it is too late for a float to resolve steps."""
     if when > LONGEST_S:
         raise EngineError(
-            f"the next thing happens at a virtual time of {when:g} s, and up to {LONGEST_S:g} s are simulated: later, "
-            "milliseconds are lost; send more requests per second"
+            f"the next event is due at a virtual time of {when:g} s, and the limit is {LONGEST_S:g} s: "
+            "later times lose milliseconds; send more requests per second"
         )
     return when
 
 
 class _Callback(msgspec.Struct, eq=False):
-    """A callback, ready now or at ``due``: an :class:`asyncio.TimerHandle` without its debugging help.
+    """A callback that is due at ``due`` (virtual seconds): an :class:`asyncio.TimerHandle` without debugging aids.
 
-    ``loop`` is set while it waits for its time.
+    ``loop`` is set while the callback waits for its time.
     """
 
     due: float
@@ -62,7 +62,7 @@ class _Callback(msgspec.Struct, eq=False):
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumping to the next timer."""
+    """An event loop whose :meth:`time` starts at 0 seconds and advances only by jumps to the next timer."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -77,11 +77,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # ---- time and callbacks ----------------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Seconds since the loop was made, in virtual time."""
+        """Return the seconds since the loop was created, in virtual time."""
         return self._now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
-        """Run a callback before time moves on, after those that are ready already."""
+        """Run a callback before time advances, after the callbacks that are already ready."""
         found = _Callback(self._now, callback, args, copy_context() if context is None else context)
         self._ready.append(found)
         return found  # pyright: ignore[reportReturnType]
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Run a callback at virtual time ``when``, seconds; among equals in the order of the calls."""
+        """Run a callback at virtual time ``when`` (seconds). Callbacks of equal times run in the order of the calls."""
         timer = _Callback(when, callback, args, copy_context() if context is None else context, self)
         beside = self._timers.get(when)
         if beside is None:
@@ -127,9 +127,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # ---- running ---------------------------------------------------------------------------------------------
 
     def run_until_complete(self, future: Any) -> Any:
-        """Run until a future or coroutine is done; returns its result or raises its exception.
+        """Run until a future or coroutine is done. Return its result or raise its exception.
 
-        Raises :class:`~tercet.protocol.EngineError` when every task waits and no timer is set.
+        Raise :class:`~tercet.protocol.EngineError` if every task waits and no timer is set.
         """
         task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
         ready, hooks = self._ready, sys.get_asyncgen_hooks()
@@ -151,20 +151,20 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task.result()
 
     def _jump(self) -> None:
-        """Advance to the next time of any timer, and make all callbacks that are due then ready."""
+        """Advance to the time of the next timer, and make all callbacks ready that are due then."""
         ready = self._ready
         while self._moments and (not ready or self._moments[0] <= self._now):
             when = heappop(self._moments)
-            # In a separate function: objects that are freed with cancelled ones may set others, before time advances.
+            # In a separate function: objects that are freed with cancelled timers may set timers before time advances.
             self._make_ready(self._timers.pop(when))
             if ready and when > self._now:
                 self._now = _told_apart(when)
         if not ready:
-            raise EngineError("every task waits and no timer is set: nothing would ever happen again")
+            raise EngineError("the simulation cannot continue: every task waits, and no timer is set")
 
     def _make_ready(self, timers: list[_Callback]) -> None:
         for timer in timers:
-            timer.loop = None  # cancelling it from now on does not count
+            timer.loop = None  # from now on, cancelling it is not counted
             if timer.is_cancelled:
                 self._cancelled_timers -= 1
             else:
@@ -175,7 +175,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.create_task(generator.aclose())
 
     def close(self) -> None:
-        """Drop what is left; the loop cannot run again."""
+        """Drop all callbacks and timers. The loop cannot run again."""
         self._closed = True
         self._ready.clear()
         self._moments.clear()
@@ -183,18 +183,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # ---- errors ----------------------------------------------------------------------------------------------
 
-    # False, as ``bool()`` is: each future and task calls it, and so no Python code runs.
+    # ``bool()`` returns False. Each future and task calls this; a built-in runs no Python code.
     get_debug = staticmethod(bool)  # pyright: ignore[reportAssignmentType]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An exception that no task awaits ends the run: a simulation that continues after it cannot be trusted."""
+        """End the run with an exception that no task awaits: results after it cannot be trusted."""
         error = context.get("exception")
         self._failure = error if isinstance(error, BaseException) else RuntimeError(str(context.get("message")))
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def refused(*_args: object, **_kwargs: object) -> NoReturn:
-        raise RuntimeError(f"{name} would wait for the real world, which virtual time cannot")
+        raise RuntimeError(f"{name} needs real time, and this event loop runs in virtual time")
 
     return refused
 
@@ -211,7 +211,10 @@ for _name in _REAL:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in virtual time from second 0; tasks that it left running are cancelled before this returns."""
+    """Run a coroutine in virtual time from second 0, and return its result.
+
+    Tasks that still run when it ends are cancelled before this function returns.
+    """
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(main)

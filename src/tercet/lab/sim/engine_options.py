@@ -1,4 +1,4 @@
-"""Options of a simulated engine's scheduling, caching and failures, and checks of its calls."""
+"""The options of a simulated engine (scheduling, caching, failures), and the checks of calls to it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tercet.settings.declaration import complaint
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine's settings, with vLLM's names where they exist.
+    """The settings of one simulated engine. Settings that vLLM also has keep vLLM's names.
 
     - ``schedule``: ``chunked`` runs decodes and chunks of prompts in one step, as vLLM does; ``prefill_first`` runs
-      steps of prompts alone while there are any, as MLC-LLM does.
-    - ``max_num_batched_tokens``: tokens of one step; ``max_num_seqs``: sequences that run at once.
-    - ``prefix_caching``: whether KV of earlier sequences is found again.
-    - ``total_blocks``: replaces the profile's.
+      steps of prompts alone while any prompt is left, as MLC-LLM does.
+    - ``max_num_batched_tokens``: maximum of tokens in one step; ``max_num_seqs``: maximum of running sequences.
+    - ``prefix_caching``: True to reuse KV of earlier sequences.
+    - ``total_blocks``: number of KV blocks, instead of the profile's.
     - ``lease_ttl`` (seconds), ``reserve_wait`` (seconds), ``max_lease_share`` (of the pool): as in the plugin's
       settings.
-    - ``stream_every``: tokens after which a stream is woken. 0 wakes a stream that a program yields for the first token
-      and for the last, and hands over what came in between at the end: first and last arrive on time, at a fraction of
-      the cost. A program that iterates over a stream itself gets each token when it comes.
-    - ``prefill_scale``, ``decode_scale``: multiply the profile's times.
+    - ``stream_every``: number of tokens after which a stream delivers. With 0, a stream that a program yields delivers
+      the first token on time, and all others with the last token: the times of the first and the last token are right,
+      at a fraction of the cost. A program that iterates over a stream itself gets each token on time.
+    - ``prefill_scale``, ``decode_scale``: factors of the profile's times.
     - ``transfer_failures``: probability that a ``remote_send`` loses its KV on the way.
-    - ``adapters``: names of the LoRA adapters that it has, with commas between; ``max_loras`` of them may be in one
-      batch, and one that is not yet there takes ``lora_load`` seconds.
+    - ``adapters``: names of the engine's LoRA adapters, separated by commas. At most ``max_loras`` of them are in one
+      batch. Loading an adapter into a batch takes ``lora_load`` seconds.
     """
 
     schedule: Literal["chunked", "prefill_first"] = "chunked"
@@ -49,10 +49,10 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     lora_load: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
         for field in ("max_num_batched_tokens", "max_num_seqs", "max_loras"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        # Every running decode has a token in each step, which keeps equal steps equal.
+        # Every running decode has a token in each step; this keeps equal steps equal.
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         _require(seqs <= tokens, "max_num_seqs", seqs, f"at most max_num_batched_tokens, {tokens}")
         _require(self.total_blocks is None or self.total_blocks >= 1, "total_blocks", self.total_blocks, "at least 1")
@@ -65,12 +65,12 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def adapter_names(self) -> list[str]:
-        """The names in ``adapters``."""
+        """Names of the adapters, from ``adapters``."""
         return [name for name in self.adapters.split(",") if name]
 
 
 def options_from(base: EngineOptions, changes: Mapping[str, Any]) -> EngineOptions:
-    """Options with some replaced; text is converted. Raises :class:`~tercet.protocol.BadRequest` naming the field."""
+    """Return ``base`` with ``changes``; values may be text. Raise ``BadRequest``, which names an invalid field."""
     merged = {**msgspec.to_builtins(base), **changes}
     try:
         return msgspec.convert(merged, EngineOptions, strict=False)
@@ -88,7 +88,7 @@ MAX_TOKENS = 16
 
 
 def max_tokens_of(request: Request) -> int:
-    """Number of requested output tokens; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the number of requested output tokens. Raise :class:`~tercet.protocol.BadRequest` if it is invalid."""
     wanted = request.sampling_params.get("max_tokens", MAX_TOKENS)
     if not isinstance(wanted, int) or wanted < 1:
         raise BadRequest(
@@ -99,40 +99,42 @@ def max_tokens_of(request: Request) -> int:
 
 
 def tokens_to_produce(request: Request, given: int, profile: Profile, total_blocks: int) -> int:
-    """Number of output tokens beyond the ``given`` ones, limited by the model's length.
+    """Return the number of output tokens to produce after the ``given`` tokens, limited by the model's length.
 
-    Raises :class:`~tercet.protocol.BadRequest` if there is no room for one, or they never fit in ``total_blocks``.
+    Raise :class:`~tercet.protocol.BadRequest` if not one more token is allowed, or if ``total_blocks`` cannot hold all.
     """
     wanted = max_tokens_of(request)
     if wanted <= given:
         raise BadRequest(
-            f"sampling_params.max_tokens: {wanted} is already reached by the {given} tokens of output",
+            f"sampling_params.max_tokens: is {wanted}, and must exceed the {given} output tokens that the call gives",
             "sampling_params.max_tokens",
         )
     room = profile.max_model_len - request.num_tokens
     if room <= given:
         raise BadRequest(
-            f"output: {request.num_tokens} + {given} tokens leave no room in {profile.max_model_len}", "output"
+            f"output: a prompt of {request.num_tokens} and an output of {given} tokens reach the model's maximum of "
+            f"{profile.max_model_len}; send fewer tokens",
+            "output",
         )
     goal = min(wanted, room) - given
     tokens = request.num_tokens + given + goal
     if -(-tokens // profile.block_size) > total_blocks:
-        raise BadRequest(f"prompt: with its output, {tokens} tokens do not fit in the whole KV cache", "prompt")
+        raise BadRequest(f"prompt: {tokens} tokens with the output do not fit in the whole KV cache", "prompt")
     return goal
 
 
 def check_prompt(request: Request, limit: int) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for a prompt without tokens, or with more than ``limit``."""
+    """Raise ``BadRequest`` for an empty prompt, one of more than ``limit`` tokens, or one with multimodal features."""
     if not request.prompt:
-        raise BadRequest("prompt: is empty", "prompt")
+        raise BadRequest("prompt: is empty; send at least one token", "prompt")
     if request.mm_features:
-        raise BadRequest("mm_features: a simulated engine takes text only", "mm_features")
+        raise BadRequest("mm_features: a simulated engine accepts text only", "mm_features")
     if request.num_tokens > limit:
         raise BadRequest(f"prompt: {request.num_tokens} tokens exceed the model's maximum of {limit}", "prompt")
 
 
 def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
-    """Raise :class:`~tercet.protocol.UnknownAdapter` unless the request's adapter is known here, if it has one."""
+    """Raise :class:`~tercet.protocol.UnknownAdapter` if the request names an adapter that is not in ``known``."""
     if request.adapter is not None and request.adapter not in known:
         said = ", ".join(known) or "none"
         raise UnknownAdapter(f"adapter: this engine has no adapter {request.adapter!r}; it has {said}", "adapter")
@@ -141,9 +143,10 @@ def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
 
 
 def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, room: int) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless the reservation has room for ``[begin, end)``.
+    """Raise :class:`~tercet.protocol.BadRequest` unless the tokens ``[begin, end)`` can be sent into the reservation.
 
-    Also unless it is for the same adapter, and this engine's whole KV cache, of ``room`` tokens, can hold ``end``.
+    The reservation must cover them and have the request's adapter. This engine's whole KV cache, ``room`` tokens, must
+    hold ``end`` tokens. With ``sample``, ``end`` must be the length of the prompt.
     """
     if end > room:
         raise BadRequest(f"prompt: {end} tokens do not fit in the whole KV cache of {room}", "prompt")
@@ -154,17 +157,20 @@ def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample:
     if end > info.end:
         raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
     if sample and end != request.num_tokens:
-        raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length", "sample")
+        raise BadRequest(f"sample: needs the whole prompt of {request.num_tokens} tokens, and end is {end}", "sample")
 
 
 def check_same(lease: Lease, request: Request, output: Sequence[int], end: int | None = None) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless the lease was taken for this sequence, and its cache salt."""
+    """Raise ``BadRequest`` unless the lease has the request's adapter, cache salt and tokens.
+
+    The tokens are those of the prompt and ``output``, up to ``end`` (None: all) or the end of the lease.
+    """
     reserved = lease.prompt.tokens
     if lease.prompt.adapter != request.adapter:
-        raise BadRequest("adapter: differs from that of prep_recv for this sequence", "adapter")
+        raise BadRequest("adapter: differs from that of prep_recv for this sequence; send the same", "adapter")
     if not lease.prompt.has_salt(request.cache_salt):
-        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence", "cache_salt")
+        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence; send the same", "cache_salt")
     if reserved is request.prompt and (end is None or end >= lease.end):
         return
     if (*request.prompt, *output)[:end][: lease.end] != reserved[: lease.end]:
-        raise BadRequest("prompt: differs from the prompt of prep_recv", "prompt")
+        raise BadRequest("prompt: differs from the prompt of prep_recv; send the same", "prompt")

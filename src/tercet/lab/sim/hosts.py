@@ -1,13 +1,13 @@
-"""Time on a machine that several engines share: while they compute together, each one's steps take longer.
+"""Time on a machine that several engines share: while they compute at the same time, the steps of each take longer.
 
-An engine's core has its own time, in which a step takes as long as on an idle machine. For a lone engine that is the
-loop's time. On a shared :class:`Host` it runs slower while others compute: a second of it takes ``1 + sum(factor - 1)``
-seconds, summed over the other engines that compute; a factor tells how much longer a kind of step takes next to one
-engine that runs another kind of step. The speed changes when an engine begins or ends to compute, so a step that
-overlaps with another for a part of its time is slowed for that part only. Engines that have just computed may linger,
-and slow the others for a while longer.
+An engine's core has its own time, in which a step takes as long as on an idle machine. For the only engine of a machine
+that is the loop's time. On a shared :class:`Host` it runs slower while other engines compute: one second of it takes
+``1 + sum(factor - 1)`` seconds, summed over the other engines that compute. A factor says how much longer a step of
+one kind takes while one other engine runs a step of another kind. The speed changes when an engine starts or stops
+computing, so a step that overlaps partly with another step is slowed for that part only. An engine that has stopped
+computing may linger, and slow the other engines for that time too.
 
-With two engines the sum is what was measured; with more it is an assumption.
+For two engines the sum was measured; for more engines it is an assumption.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from tercet.lab.sim.step_times import HostSharing, Profile
 from tercet.protocol import BadRequest
 
 Kind = Literal["prefill", "decode"]
-"""What an engine computes: steps with prompt tokens (and perhaps decodes), or steps of decodes only."""
+"""The kind of an engine's steps: ``prefill`` has prompt tokens, and perhaps decodes; ``decode`` has decodes only."""
 State = Literal["prefill", "decode", "linger"]
 
 
 class LoopTime:
-    """The time of an engine that has its machine to itself: the loop's, in seconds."""
+    """The time of an engine that does not share its machine: the loop's time, in seconds."""
 
     __slots__ = ("call_at", "time")
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        # The loop's own methods: a thousand engines without a host pay nothing for one.
+        # The loop's methods themselves, so that engines without a shared host have no overhead.
         self.time = loop.time
         self.call_at = loop.call_at
 
     on_loop = staticmethod(float)
-    """Convert to the loop's time, if no engine begins or ends to compute until then: here, the same number."""
+    """Convert a time to the loop's time: here, the same number. A shared host assumes that its speed stays the same."""
 
     def compute(self, kind: Kind | None) -> None:
-        """Record that another kind of step is computed from now on, or nothing."""
+        """Record the kind of step that the engine computes from now on; None if it computes nothing."""
 
     def end(self) -> None:
-        """Record that the engine is gone, and computes nothing."""
+        """Record that the engine has ended, and computes nothing."""
 
 
 class Host:
-    """A machine, and the engines on it."""
+    """A machine with the engines on it."""
 
     def __init__(self) -> None:
         self._times: list[SharedTime] = []
         self._engines: dict[State, int] = dict.fromkeys(get_args(State), 0)
 
     def join(self, sharing: HostSharing) -> SharedTime:
-        """Return the time of one more engine, which slows down according to ``sharing``."""
+        """Add an engine, and return its time, which slows down according to ``sharing``."""
         time = SharedTime(self, sharing)
         self._times.append(time)
         return time
 
     def change(self, before: State | None, after: State | None) -> None:
-        """Count an engine's change of state, and let all engines run at their new speeds."""
+        """Count an engine's change of state, and update the speed of all engines."""
         if before is not None:
             self._engines[before] -= 1
         if after is not None:
@@ -70,7 +70,7 @@ class Host:
 
 
 class SharedTime:
-    """The time of one engine of a host, with the methods of :class:`LoopTime`; it has one alarm at most."""
+    """The time of one engine on a shared host, with the methods of :class:`LoopTime`; it has one pending callback."""
 
     def __init__(self, host: Host, sharing: HostSharing) -> None:
         self._host = host
@@ -83,7 +83,7 @@ class SharedTime:
         self._state: State | None = None
         self._sleep: asyncio.TimerHandle | None = None
         self._slowdown = 1.0
-        # The two times advance from here on at the present speed.
+        # Engine time and loop time at the last change of speed.
         self._since = self._since_on_loop = self._loop.time()
         self._alarm: _Alarm | None = None
 
@@ -121,7 +121,7 @@ class SharedTime:
         self._host.change(before, state)
 
     def adapt(self, engines: Mapping[State, int]) -> None:
-        """Set the speed for these numbers of engines, this one included, in each state."""
+        """Set the speed. ``engines`` is the number of engines in each state, this one included."""
         slowdown = self._slowdown_beside(engines)
         if slowdown == self._slowdown:
             return
@@ -141,7 +141,7 @@ class SharedTime:
 
 @dataclass(eq=False, slots=True)
 class _Alarm:
-    """A callback at a moment of a shared time, whose moment on the loop changes."""
+    """A callback at a fixed moment of a shared time; its moment on the loop changes with the speed."""
 
     when: float
     callback: Callable[..., object]
@@ -163,9 +163,9 @@ Alarm = asyncio.TimerHandle | _Alarm
 
 
 def time_on(host: Host | None, profile: Profile) -> EngineTime:
-    """The time of an engine, which may share a host.
+    """Return the time of an engine on ``host`` (None: it does not share a machine).
 
-    Raises :class:`~tercet.protocol.BadRequest` if its profile has no data on sharing.
+    Raise :class:`~tercet.protocol.BadRequest` if its profile has no data on sharing.
     """
     if host is None:
         return LoopTime()

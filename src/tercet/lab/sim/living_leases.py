@@ -1,4 +1,4 @@
-"""A simulated engine's leases over time: each ends by itself, and received KV becomes available between steps."""
+"""The life of a simulated engine's leases: each ends at its timeout, and received KV is cached between steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tercet.protocol import (
 
 
 class Address(NamedTuple):
-    """An engine's data for senders: its name, its address, and its KV layout."""
+    """The data that senders need about an engine: its name, its URL and its KV layout."""
 
     engine: str
     url: str
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
 
 class LivingLeases:
-    """Makes, renews and ends leases. ``numbers`` make their names, each of which is used once."""
+    """The leases of one engine with their timeouts. Each number of ``numbers`` is part of one lease's name."""
 
     def __init__(self, address: Address, leases: Leases, scheduler: SimScheduler, numbers: Iterator[int]) -> None:
         self._address = address
@@ -44,21 +44,24 @@ class LivingLeases:
         self.queue = scheduler.reservations = SimReservationQueue(leases, scheduler)
 
     def told(self, lease: Lease, matched: int) -> Reservation:
-        """A lease, as ``prep_recv`` returns it."""
+        """Return a lease in the form that ``prep_recv`` returns."""
         engine, url, layout = self._address
         ranks = (RankAddress(0, (url,)),)
         said = (lease.name, engine, lease.matched, lease.end, "sim", ranks, layout)
         return Reservation(KVAddrInfo(*said, adapter=lease.prompt.adapter or ""), matched)
 
     def reserve(self, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
-        """Make a lease, now or in turn; between steps. Raises ``NoSpace`` if it can never fit, and ``Conflict``."""
+        """Queue a reservation, which gets its blocks now or in turn. Call this between steps.
+
+        Raise ``NoSpace`` if it can never fit, and ``Conflict`` if the sequence already has a lease or reservation.
+        """
         return self.queue.reserve(f"{self._address.engine}:{next(self._numbers)}", seq_id, prompt, end)
 
     async def granted(self, asked: AskedReservation, ttl: float, until: float) -> Lease:
-        """Return the lease when it has its blocks; it ends ``ttl`` seconds after the last activity.
+        """Return the lease when it has its blocks. It ends ``ttl`` seconds after its last activity.
 
-        It waits for its turn until a time of the loop. Raises ``NoSpace``, and nothing stays taken then, or on
-        cancellation.
+        Wait until ``until``, a time of the loop. Raise ``NoSpace`` after that, and ``LeaseEnded`` if the sequence was
+        aborted. After an error or a cancellation, no blocks stay taken.
         """
         if asked.lease is None:
             asked.answer = self._loop.create_future()
@@ -79,14 +82,14 @@ class LivingLeases:
         return lease
 
     def forget(self, asked: AskedReservation) -> None:
-        """Drop a reservation that is not awaited any more; its blocks are given back."""
+        """Drop a reservation that its caller no longer awaits, and give back its blocks."""
         if asked.lease is not None:
             self.end(asked.lease)
         else:
             self._scheduler.between_steps(partial(self._drop, asked))
 
     def _drop(self, asked: AskedReservation, error: TercetError | None = None) -> None:
-        """End a reservation that waits, or has got its blocks in the meantime."""
+        """End a reservation that still waits, or has received its blocks in the meantime."""
         if asked.lease is not None:
             self.end(asked.lease)
         else:
@@ -102,20 +105,20 @@ class LivingLeases:
             self._scheduler.between_steps(partial(self._drop, asked, error))
 
     def extend(self, name: str, request: Request, prompt: Prompt, end: int) -> Lease:
-        """Extend an open lease up to ``end`` of ``prompt``, the request's.
+        """Extend an open lease up to ``end`` tokens of ``prompt``, the request's prompt.
 
-        Raises ``NoSpace``, ``UnknownSequence`` and ``BadRequest``, and then takes nothing.
+        Raise ``NoSpace``, ``UnknownSequence`` or ``BadRequest``; then nothing is taken.
         """
         lease = self._leases.find(name)
         if lease is None or lease.seq_id != request.seq_id:
-            raise UnknownSequence(f"lease: {name} is not held here for {request.seq_id}", "lease")
+            raise UnknownSequence(f"lease: this engine has no lease {name} for {request.seq_id}", "lease")
         check_same(lease, request, (), end)
         self.queue.extend(lease, prompt, end)
         self._renew(lease)
         return lease
 
     def end(self, lease: Lease) -> None:
-        """End a lease now, if it is still open, and free its blocks between steps."""
+        """End a lease now if it is still open, and free its blocks between steps."""
         if self._leases.find(lease.name) is lease:
             self._leases.end(lease)
             self._scheduler.between_steps(partial(self._give_back, lease))
@@ -125,16 +128,19 @@ class LivingLeases:
         self.queue.admit()
 
     def refusal(self, found: Lease | None, same: bool) -> str | None:
-        """Why a lease does not accept KV (None ``found``: it has ended); acceptance counts as activity."""
+        """Return the reason why a lease does not accept KV, or None: then its timeout starts again.
+
+        ``found`` is the lease, or None if it has ended. ``same`` is True if the KV is of the lease's tokens.
+        """
         if found is None:
             return "the lease has ended"
         if not same:
-            return f"the KV is of other tokens, or under another cache salt, than those of lease {found.name}"
+            return f"the KV has other tokens, another cache salt or another adapter than lease {found.name}"
         self._renew(found)
         return None
 
     def take_in(self, name: str, begin: int, end: int) -> None:
-        """Record KV of ``[begin, end)`` that the lease has accepted."""
+        """Record that the KV of the tokens ``[begin, end)`` has arrived under the lease."""
         found = self._leases.find(name)
         if found is not None:
             found.received.append((begin, end))
@@ -145,7 +151,7 @@ class LivingLeases:
             self._leases.publish(lease)
 
     def _renew(self, lease: Lease) -> None:
-        """Restart its time to live, at an activity."""
+        """Restart the lease's timeout, after an activity."""
         if lease.timer is not None:
             lease.timer.cancel()
         lease.timer = self._loop.call_later(lease.ttl, self.end, lease)

@@ -1,4 +1,4 @@
-"""Load reports of a simulated engine, like those in real engines' token streams."""
+"""The load reports of a simulated engine, like those in the token streams of real engines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from tercet.protocol import EngineLoad
 
 REPORT_SECONDS = 0.1
-"""Shortest interval of load reports, as in real engines' token streams."""
+"""Shortest interval between load reports, as in the token streams of real engines."""
 
 
 class LoadReports:
-    """Calls ``tell`` with the load after changes, at most once per :data:`REPORT_SECONDS`; idle engines cost nothing.
+    """Reports of one engine's load after changes: ``tell`` is called at most once per :data:`REPORT_SECONDS`.
 
-    So the last report is never behind the load by more than that, however old it is.
+    Each change is reported within that time, so an old last report still holds. Idle engines cost nothing.
     """
 
     def __init__(self, load: Callable[[], EngineLoad], tell: Callable[[EngineLoad], None]) -> None:
@@ -25,7 +25,7 @@ class LoadReports:
         self._timer: asyncio.TimerHandle | None = None
 
     def changed(self) -> None:
-        """Record a change."""
+        """Report a change of the load, now or when the interval has passed."""
         if self._timer is None:
             if self._loop.time() >= self._due:
                 self._report()

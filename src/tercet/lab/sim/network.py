@@ -1,8 +1,8 @@
-"""KV transfers between the engines of one simulation: sends, and the links that their chunks use.
+"""KV transfers between the engines of one simulation: sends, and the links that carry their chunks.
 
-Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share an end
-wait for each other. Layers are sent while their step computes: a transfer may start when the first layer is done, and
-ends no earlier than the last layer's bytes need after the step.
+Each engine has one link out and one link in. A link serves one transfer after the other, so transfers that share a link
+wait for each other. Layers are sent while their step computes: a transfer may start when the first layer is computed.
+It ends no earlier than the end of the step plus the time for the last layer's bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SendTarget(Protocol):
-    """The receiver of a send: an engine of this process, or of another one."""
+    """The receiver of a send: an engine of this process or of another process."""
 
     @property
     def name(self) -> str:
@@ -29,25 +29,25 @@ class SendTarget(Protocol):
 
     @property
     def transfer(self) -> Transfer:
-        """Speed of KV transfers to it."""
+        """Speed of KV transfers to the engine."""
         ...
 
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
-        """Why this lease does not accept KV of these tokens, up to ``end``, as far as known here.
+        """Return a reason, known here, why this lease does not accept KV of these tokens up to ``end``, or None.
 
-        Acceptance counts as activity: the lease's time to live restarts.
+        None counts as activity: the lease's timeout starts again.
         """
         ...
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
-        """Receive KV of the tokens ``[begin, end)``; ``answer`` is called, at once or later, with a refusal or None."""
+        """Receive KV of the tokens ``[begin, end)``. Call ``answer`` with a refusal or None, now or later."""
         ...
 
 
 class Send:
-    """KV of ``prompt[begin:end)`` that ``sender`` sends into a lease of ``receiver``.
+    """One send: ``sender`` sends the KV of ``prompt[begin:end)`` into a lease of ``receiver``.
 
-    If it fails, the receiver keeps what has arrived by then, by computed chunks.
+    If it fails, the receiver keeps the chunks that have arrived by then.
     """
 
     def __init__(
@@ -62,16 +62,17 @@ class Send:
         self._end = end
         self._arrives = 0.0
         self._left = begin
-        self._under_way: list[tuple[int, int, float]] = []  # and its arrival time
+        self._under_way: list[tuple[int, int, float]] = []  # begin, end, arrival time
         self._timer: asyncio.TimerHandle | None = None
         self.done: asyncio.Future[None] = self._loop.create_future()
         self.bytes = 0
         self.chunks = 0
 
     def chunk(self, begin: int, end: int, from_time: float, to_time: float) -> None:
-        """Send the KV of ``[begin, end)``, which a step computes between these times; equal times: it exists already.
+        """Send the KV of the tokens ``[begin, end)``, which a step computes between two times (seconds of the loop).
 
-        KV that was sent is not sent again if a preempted sequence recomputes it.
+        Equal times mean that the KV exists already. KV that was sent is not sent again if a preempted sequence
+        recomputes it.
         """
         begin, end = max(begin, self._left), min(end, self._end)
         tokens = end - begin
@@ -92,7 +93,7 @@ class Send:
         self.chunks += model.layers
 
     def computed(self) -> None:
-        """All of it was sent, or waits for its link."""
+        """Record that all chunks are computed: the send ends when the last one arrives."""
         if not self.done.done():
             self._timer = self._loop.call_at(max(self._arrives, self._loop.time()), self._arrived)
 
@@ -101,7 +102,7 @@ class Send:
             return
         if self._sender.loses_a_transfer():
             self._under_way.clear()
-            self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost"))
+            self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost on the way"))
         else:
             self._receiver.receive(self._lease, self._prompt, self._begin, self._end, self._answered)
 
@@ -116,7 +117,7 @@ class Send:
         return TransferFailed(f"{self._receiver.name} refused: {refusal}", "kv_addr_info")
 
     def fail(self, error: TercetError) -> None:
-        """End the send with an error; nothing more of it arrives."""
+        """End the send with an error. Chunks that have not arrived yet are lost."""
         if self._timer is not None:
             self._timer.cancel()
         if self.done.done():
@@ -128,7 +129,10 @@ class Send:
 
 
 class Network:
-    """Engines by name, and their links. ``prompt`` returns their model's answer, given tokens, salt and adapter."""
+    """The engines of one simulation by name, and their links.
+
+    ``prompt`` makes a :class:`Prompt`, which has the model's answer, from tokens, cache salt and adapter.
+    """
 
     def __init__(self) -> None:
         self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
@@ -138,28 +142,28 @@ class Network:
         self._in_free: dict[str, float] = {}
 
     def add(self, engine: SimEngine) -> None:
-        """Connect an engine under its name."""
+        """Connect an engine under its name. Raise ``ValueError`` if another engine has that name."""
         if engine.name in self._engines:
-            raise ValueError(f"two engines are called {engine.name}")
+            raise ValueError(f"two engines have the name {engine.name}; rename one")
         self._engines[engine.name] = engine
 
     def close(self) -> None:
-        """Disconnect the engines, which refer to it, at the end of a simulation."""
+        """Disconnect the engines at the end of a simulation: this ends the cycle of references with them."""
         for engine in self._engines.values():
             engine.pool.close()
         self._engines.clear()
 
     def find(self, info: KVAddrInfo) -> SendTarget:
-        """The engine that made this reservation; raises :class:`~tercet.protocol.TransferFailed` without one."""
+        """Return the engine that made this reservation. Raise :class:`~tercet.protocol.TransferFailed` if unknown."""
         found = self._engines.get(info.engine)
         if found is None:
-            raise TransferFailed(f"no engine of this simulation is called {info.engine}", "kv_addr_info")
+            raise TransferFailed(f"this simulation has no engine {info.engine}", "kv_addr_info")
         return found
 
     def book(self, sender: SimEngine, receiver: SendTarget, size: int, first: float, last: float) -> float:
-        """Reserve the links for ``size`` bytes; returns when the last byte is acknowledged.
+        """Reserve the links for ``size`` bytes. Return the time at which the last byte is acknowledged.
 
-        The first layer is ready at ``first``, the last one at ``last``, both in seconds of virtual time.
+        The first layer is ready at ``first``, the last layer at ``last``. All times are seconds of the loop.
         """
         out, into = sender.transfer, receiver.transfer
         speed = min(out.bytes_per_second, into.bytes_per_second)

@@ -1,8 +1,8 @@
-"""A prefix cache as a tree of runs, each of which is a sequence of blocks that were added together.
+"""A prefix cache as a tree of runs. A run is a sequence of blocks that were added together.
 
-So a prompt that shares nothing with any other is found, pinned, unpinned and evicted as one object, however long it is.
-A run is split at the point where a prompt continues differently. Tokens are compared and not hashed: blocks have names
-only if they are needed.
+A prompt that shares no prefix with another one is therefore found, pinned, unpinned and evicted as one object, at any
+length. A run is split where a prompt continues differently. Tokens are compared directly; the names (hashes) of blocks
+are computed only when they are needed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tercet.protocol.block_hashes import chain, root_of
 
 
 class Run:
-    """The first ``blocks`` blocks of ``tokens``, which follow those of ``parent``. A root has none, and is its parent.
+    """The first ``blocks`` blocks of ``tokens``; they follow the blocks of ``parent``.
 
-    ``pins`` counts the holders of them, and of all blocks before. ``children`` follow it, by hashes of their first
-    blocks; there are none while it is a leaf, as most are.
+    A root has no blocks, and is its own parent. ``pins`` counts the holders of the run; each of them also holds all
+    runs before it. ``children`` are the runs that follow, by the hashes of their first blocks; None for a leaf.
     """
 
     __slots__ = ("blocks", "children", "names", "parent", "pins", "tokens")
@@ -34,7 +34,7 @@ class Run:
 
 
 class Match(msgspec.Struct, frozen=True):
-    """The first ``blocks`` blocks of a prompt are cached, of which the last ``part`` are the first ones of ``run``."""
+    """The cached part of a prompt: its first ``blocks`` blocks. The last ``part`` of them are the first of ``run``."""
 
     run: Run
     part: int
@@ -42,7 +42,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class PrefixTree:
-    """Runs by their parents. Prompts with different cache salts, or for different adapters, share nothing."""
+    """A tree of runs for each pair of cache salt and adapter: prompts of different pairs share no blocks."""
 
     __slots__ = ("_block_size", "_roots")
 
@@ -51,7 +51,7 @@ class PrefixTree:
         self._roots: dict[tuple[str | None, str | None], Run] = {}
 
     def __iter__(self) -> Iterator[Run]:
-        """Every run, each after its parents."""
+        """Yield all runs, each after its parent."""
         left = list(self._roots.values())
         while left:
             run = left.pop()
@@ -60,7 +60,7 @@ class PrefixTree:
             left += (run.children or {}).values()
 
     def root(self, salt: str | None, adapter: str | None = None) -> Run:
-        """The parent of prompts with this cache salt and adapter."""
+        """Return the root of all prompts with this cache salt and adapter."""
         found = self._roots.get((salt, adapter))
         if found is None:
             found = self._roots[salt, adapter] = Run(None, (), 0)
@@ -68,7 +68,10 @@ class PrefixTree:
         return found
 
     def match(self, run: Run, blocks: int, prompt: Prompt, limit: int) -> Match:
-        """How far the first ``limit`` blocks of a prompt are cached, given that ``blocks`` of them are, to ``run``."""
+        """Return how much of the first ``limit`` blocks of a prompt is cached.
+
+        The first ``blocks`` blocks are known to be cached, and end with ``run``.
+        """
         size, part = self._block_size, run.blocks
         while blocks < limit and part == run.blocks:
             begin, children = blocks * size, run.children
@@ -81,10 +84,13 @@ class PrefixTree:
         return Match(run, part, blocks)
 
     def _alike(self, run: Run, tokens: tuple[int, ...]) -> int:
-        """Number of blocks that a run has in common with tokens that begin with its first block and are not longer."""
+        """Return the number of blocks that a run has in common with ``tokens``, counted from the start.
+
+        ``tokens`` begin with the run's first block and are not longer than the run.
+        """
         size, own = self._block_size, run.tokens
         alike, other = 1, len(tokens) // size + 1
-        middle = other - 1  # mostly, all are the same
+        middle = other - 1  # in most cases all blocks are equal
         while alike < middle:
             if own[: middle * size] == tokens[: middle * size]:
                 alike = middle
@@ -94,13 +100,13 @@ class PrefixTree:
         return alike
 
     def cut(self, match: Match) -> Run:
-        """The run that ends where a match does: the one that was found, or a new one from its first part."""
+        """Return the run that ends where a match ends: the found run, or its first part, split off as a new run."""
         run, part = match.run, match.part
         if part == run.blocks:
             return run
         size = self._block_size
         upper = Run(run.parent, run.tokens[: part * size], part, run.pins)
-        # Holders of the run keep holding its rest, and with it what is before.
+        # Holders of the run hold its second part from now on, and with it all runs before.
         run.tokens, run.blocks, run.parent = run.tokens[part * size :], run.blocks - part, upper
         self._put(upper)
         self._put(run)
@@ -109,25 +115,25 @@ class PrefixTree:
         return upper
 
     def add(self, parent: Run, tokens: tuple[int, ...]) -> Run:
-        """Add a run of full blocks that are not cached, with one holder."""
+        """Add a run of full blocks that are not cached yet, with one holder."""
         run = Run(parent, tokens, len(tokens) // self._block_size, pins=1)
         self._put(run)
         return run
 
     def _put(self, run: Run) -> None:
-        """Add it to its parent's children."""
+        """Add a run to the children of its parent."""
         if run.parent.children is None:
             run.parent.children = {}
         run.parent.children[hash(run.tokens[: self._block_size])] = run
 
     def shorten(self, run: Run, blocks: int) -> None:
-        """Remove the last ``blocks`` from a run that nothing follows."""
+        """Remove the last ``blocks`` blocks of a run without children."""
         run.blocks -= blocks
         if not run.blocks and run.parent.children:
             del run.parent.children[hash(run.tokens[: self._block_size])]
 
     def clear(self) -> None:
-        """Forget everything. Runs refer to parents and children, and only this ends the cycles."""
+        """Remove all runs. Runs refer to parents and children; this ends the cycles of references."""
         left = list(self._roots.values())
         self._roots.clear()
         while left:
@@ -136,7 +142,7 @@ class PrefixTree:
             run.children = None
 
     def names(self, run: Run) -> list[int]:
-        """The hashes of a run's blocks; each covers everything before it, and the cache salt."""
+        """Return the hashes of a run's blocks. Each covers all tokens before it, and the cache salt."""
         if run.names is None:
             before = run.parent.names or self.names(run.parent)
             run.names = chain(before[run.parent.blocks - 1], run.tokens, self._block_size)

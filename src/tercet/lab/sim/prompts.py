@@ -1,6 +1,6 @@
-"""Answers of a simulated model, which follow from the prompt only.
+"""The answers of a simulated model, which depend on the prompt and the adapter only.
 
-So two engines agree on a sequence's tokens wherever it runs, as real ones do at temperature zero.
+Two engines therefore compute the same tokens for a sequence, as real engines do at temperature zero.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from array import array
 
 from tercet.protocol import Content, cache_key, content_of, packed
 
-# Output tokens are a walk through one fixed table: a batch of them is a slice, made only when it is read.
+# Output tokens come from one fixed table, in order: a batch of them is a slice, which is made only when it is read.
 _CYCLE = 8192
-# The start follows from the length of the prompt and its last tokens.
+# The start in the table depends on the length of the prompt and on its last tokens.
 _READ = 64
 VOCABULARY = 32_000
 
@@ -29,7 +29,7 @@ _TOKENS = _table() * 2
 
 
 class Prompt:
-    """A prompt's token ids, and its output under an adapter, or without one."""
+    """A prompt's token ids with the output for them, under an adapter or without one."""
 
     __slots__ = ("_contents", "_start", "adapter", "cache_salt", "tokens")
 
@@ -41,7 +41,7 @@ class Prompt:
         self._start: int | None = None
 
     def output(self, begin: int, end: int) -> tuple[int, ...]:
-        """The output tokens ``[begin, end)``, counted from the prompt's end."""
+        """Return the output tokens ``[begin, end)``, counted from the end of the prompt."""
         if self._start is None:
             weights = 0 if self.adapter is None else zlib.crc32(self.adapter.encode()) + 1
             self._start = hash((len(self.tokens), self.tokens[-_READ:])) + weights
@@ -51,23 +51,23 @@ class Prompt:
         return tuple(_TOKENS[(start + i) % _CYCLE] for i in range(end - begin))
 
     def known(self, begin: int, end: int) -> tuple[int, ...]:
-        """The tokens ``[begin, end)`` of the prompt with its output."""
+        """Return the tokens ``[begin, end)`` of the prompt followed by its output."""
         length = len(self.tokens)
         if end <= length:
             return self.tokens[begin:end]
         return self.tokens[begin:] + self.output(max(0, begin - length), end - length)
 
     def has_salt(self, cache_salt: str | None) -> bool:
-        """Whether it has this cache salt; an empty one means none."""
+        """True if the prompt has this cache salt. An empty salt equals None."""
         return (self.cache_salt or None) == (cache_salt or None)
 
     def begins_like(self, other: Prompt, end: int) -> bool:
-        """Whether KV of the first ``end`` tokens of both is the same."""
+        """True if this prompt and ``other`` have the same KV for their first ``end`` tokens."""
         alike = self.tokens is other.tokens or self.tokens[:end] == other.tokens[:end]
         return alike and self.has_salt(other.cache_salt) and self.adapter == other.adapter
 
     def content(self, end: int) -> Content:
-        """Content of KV of the first ``end`` tokens, or of fewer if the prompt is shorter."""
+        """Return the identity of the KV of the first ``end`` tokens, or of all tokens if the prompt is shorter."""
         known = self._contents = self._contents or {}
         if end not in known:
             known[end] = content_of(packed(self.tokens[:end]), cache_key(self.cache_salt, self.adapter or ""))

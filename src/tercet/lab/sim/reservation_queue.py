@@ -1,7 +1,7 @@
-"""Order in which reservations and waiting sequences of a simulated engine get blocks: that of their arrival.
+"""The queue of a simulated engine's reservations: they and waiting sequences get blocks in the order of arrival.
 
-As in the plugin: a reservation waits until it fits next to the needs of earlier ones, and later sequences are held back
-while they would take its blocks.
+As in the plugin, a reservation waits until the free blocks suffice for it and all earlier requests. Later sequences are
+held back while they would take its blocks.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from tercet.protocol import Conflict, NoSpace, TercetError
 
 
 class Needs(Protocol):
-    """The scheduler, which knows the needs of others."""
+    """The part of the scheduler that knows how many blocks other sequences need."""
 
     def arrival(self) -> int:
-        """Number of an arrival now, among all arrivals."""
+        """Return the number of an arrival now, in the order of all arrivals."""
         ...
 
     def needed_before(self, arrival: int | None) -> int:
-        """Blocks still needed by sequences that began, hold some, or arrived before; with None, by all."""
+        """Return the number of blocks that sequences still need.
+
+        It counts the sequences that run, that hold blocks, or that arrived before ``arrival`` (None: all).
+        """
         ...
 
 
 @dataclass(eq=False, slots=True)
 class AskedReservation:
-    """A requested reservation: ``lease`` once it has its blocks, ``why`` it has none yet.
+    """A requested reservation. ``lease`` is set when it has its blocks; ``why`` is the reason why it waits.
 
-    ``answer`` is resolved for the caller that waits for it.
+    ``answer`` is the future of the caller that waits for it.
     """
 
     name: str
@@ -46,13 +49,13 @@ class AskedReservation:
     answer: asyncio.Future[Lease] | None = None
 
     def refuse(self, error: TercetError) -> None:
-        """End it without blocks."""
+        """End the reservation without blocks."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_exception(error)
 
 
 class SimReservationQueue:
-    """Reservations without blocks; everything here runs between steps."""
+    """The reservations that wait for blocks. All methods are called between steps."""
 
     def __init__(self, leases: Leases, needs: Needs) -> None:
         self._leases = leases
@@ -63,11 +66,14 @@ class SimReservationQueue:
         return len(self._waiting)
 
     def of(self, seq_id: str) -> AskedReservation | None:
-        """The sequence's waiting reservation."""
+        """Return the sequence's waiting reservation, or None."""
         return next((asked for asked in self._waiting.values() if asked.seq_id == seq_id), None)
 
     def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
-        """Reserve blocks now, or in turn. Raises ``NoSpace`` if they can never fit, and ``Conflict``."""
+        """Reserve blocks now or in turn.
+
+        Raise ``NoSpace`` if they can never fit, and ``Conflict`` if the sequence has a lease or reservation.
+        """
         if self._leases.of(seq_id) is not None or self.of(seq_id) is not None:
             raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._leases.check(end)
@@ -76,13 +82,16 @@ class SimReservationQueue:
         return asked
 
     def extend(self, lease: Lease, prompt: Prompt, end: int) -> None:
-        """Pin more for an open lease, from the blocks that all waiting ones leave. Raises ``NoSpace``."""
+        """Take more blocks for an open lease, from those that no waiting sequence needs.
+
+        Raise ``NoSpace`` if they do not suffice, or if a reservation waits.
+        """
         if self._waiting:
-            raise NoSpace("reservations that came before it wait for blocks")
+            raise NoSpace("earlier reservations wait for blocks")
         self._leases.extend(lease, prompt, end, self._needs.needed_before(None))
 
     def admit(self, stepping: int = 0) -> None:
-        """Give blocks to waiting reservations in order; ``stepping`` are promised to the step being planned."""
+        """Give blocks to waiting reservations in order, and keep ``stepping`` blocks for the step being planned."""
         while self._waiting:
             asked = next(iter(self._waiting.values()))
             before = stepping + self._needs.needed_before(asked.arrival)
@@ -96,21 +105,21 @@ class SimReservationQueue:
                 asked.answer.set_result(asked.lease)
 
     def give_up(self, asked: AskedReservation, error: TercetError | None = None) -> None:
-        """End a wait, with its reason if no other ``error`` is given."""
+        """End a reservation that waits, with ``error`` (None: with the reason why it waits)."""
         if self._waiting.pop(asked.name, None) is not None:
-            asked.refuse(error or asked.why or NoSpace("reservations that came before it wait for blocks"))
+            asked.refuse(error or asked.why or NoSpace("earlier reservations wait for blocks"))
             self.admit()
 
     def drop_all(self, error: TercetError) -> None:
-        """The engine is lost."""
+        """End all reservations with ``error``, because the engine is lost."""
         for asked in self._waiting.values():
             asked.refuse(error)
         self._waiting.clear()
 
     def holds_back(self, work: Work, needed: int, free: int) -> bool:
-        """Whether a sequence without blocks must wait, so that an earlier reservation gets its blocks."""
+        """True if a sequence without blocks must wait, so that an earlier reservation gets its blocks."""
         first = next(iter(self._waiting.values()), None)
         if first is None or work.arrival < first.arrival:
             return False
-        # A sequence that waits for another lease's end takes nothing from others.
+        # A reservation that waits for the end of another lease holds back no sequence.
         return self._leases.within_share(first.end) and free < needed + self._leases.blocks_for(first.end)

@@ -1,8 +1,8 @@
-"""One engine's scheduler: the tokens of each step, and the effects on sequences and blocks.
+"""The scheduler of a simulated engine: the tokens of each step, and their effects on sequences and blocks.
 
-Steps are explicit while prompts are computed. When only decodes are left, steps differ by the growth of their contexts
-alone, and a whole run of them is one timer; an arrival cuts the run at the end of the present step. Blocks change only
-between steps, as on a real engine.
+While prompts are computed, each step has its own timer. When only decodes are left, steps differ only by the growth of
+their contexts, so one timer stands for a run of many steps; an arrival cuts the run at the end of the current step.
+Blocks change only between steps, as on a real engine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tercet.protocol import EngineLoad, TercetError
 from tercet.protocol.types import Paused
 
 NEWEST = 0.2
-"""Weight of the last step in the step time that is reported."""
+"""Weight of the latest step in the reported step time."""
 
 
 class SimScheduler(StepSelection):
-    """The loop of one engine: schedule, wait, account."""
+    """The step loop of one engine: select tokens, wait for the end of the step, account for its effects."""
 
     __slots__ = (
         "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_step_time",
@@ -48,16 +48,16 @@ class SimScheduler(StepSelection):
         self.on_change: Callable[[], None] | None = None
         self.paused: Paused = ""
 
-    # ---- from outside ----------------------------------------------------------------------------------------
+    # ---- calls from outside ----------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Whether no step is running."""
+        """True if no step is running."""
         return self._timer is None
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks now, within the current run of steps."""
+        """Number of free blocks now, also within a run of steps."""
         run, now = self._run, self._frozen_since
         if run is None:
             return self.pool.free
@@ -71,16 +71,16 @@ class SimScheduler(StepSelection):
         return {**done, "adapter_loads": self.slots.loads}
 
     def holding(self, work: Work) -> tuple[int, int]:
-        """Number of tokens and blocks of a sequence now, within the current run of steps."""
+        """Return a sequence's number of tokens and of blocks now, also within a run of steps."""
         if work.state != "decoding":
             return work.known, work.holding.blocks
         run, now = self._run, self._frozen_since
         begun = 0 if run is None else run.steps_at(self._time.time() if now is None else now)
-        # A step takes its blocks when it begins, and has its token at its end.
+        # A step takes its blocks when it begins, and produces its tokens when it ends.
         return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
 
     def load(self) -> EngineLoad:
-        """How busy the engine is: ``tokens`` are known ones without KV, ``step_time`` weighs later steps more."""
+        """Return the load: ``tokens`` counts known tokens without KV, ``step_time`` gives later steps more weight."""
         total = self.pool.total
         return EngineLoad(
             waiting=self.waiting,
@@ -94,7 +94,7 @@ class SimScheduler(StepSelection):
         )
 
     def submit(self, work: Work) -> None:
-        """Queue a sequence; it may join at the end of the present step."""
+        """Queue a sequence. It may join at the end of the current step."""
         self._waiting.add(work)
         if self._timer is None:
             self._boundary(self._time.time())
@@ -103,7 +103,7 @@ class SimScheduler(StepSelection):
         self.tell()
 
     def tell(self) -> None:
-        """Have the load reported."""
+        """Report the load to ``on_change``, if it is set."""
         if self.on_change is not None:
             self.on_change()
 
@@ -117,18 +117,18 @@ class SimScheduler(StepSelection):
             self._cut()
 
     def settle(self, work: Work) -> None:
-        """Update a sequence's counts to now; call this between steps."""
+        """Update a sequence's counts to now. Call this between steps."""
         if work.state == "decoding":
             self._decoding.settle(work)
 
     def catch_up(self, work: Work) -> None:
-        """Deliver the tokens of a sequence whose steps have ended; the running step continues as planned."""
+        """Deliver a sequence's tokens from steps that have ended. The running step continues as planned."""
         ahead = self.holding(work)[0] - work.known
         if work.produced + ahead > work.delivered:
             work.deliver(ahead)
 
     def follow(self, work: Work) -> None:
-        """Deliver each of a sequence's tokens as it is produced, from now on; call this between steps."""
+        """Deliver each token of a sequence when it is produced, from now on. Call this between steps."""
         work.each_token = True
         self.catch_up(work)
         if work.state == "decoding":
@@ -136,7 +136,7 @@ class SimScheduler(StepSelection):
             self._decoding.wake(work, 1)
 
     def drop(self, work: Work) -> None:
-        """Forget a sequence and free its blocks; call this between steps."""
+        """Remove a sequence and free its blocks. Call this between steps."""
         if work.state == "left":
             return
         if work.state == "decoding":
@@ -150,7 +150,7 @@ class SimScheduler(StepSelection):
             self.reservations.admit()
 
     def stop(self, error: TercetError) -> None:
-        """Lose everything: every stream ends with ``error``."""
+        """Drop all sequences and end their streams with ``error``."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -172,7 +172,7 @@ class SimScheduler(StepSelection):
                 work.stream.fail(error)
 
     def _count_until_now(self) -> None:
-        """Count the results of a run of steps, and the busy time of its engine: the running step is lost."""
+        """Count the ended steps of a run, and the engine's busy time. The running step is lost."""
         now = self._time.time() if self._frozen_since is None else self._frozen_since
         self.counters.busy += max(0.0, self._time.on_loop(min(now, self._ends)) - self._step_began)
         if self._run is not None:
@@ -182,22 +182,22 @@ class SimScheduler(StepSelection):
 
     @property
     def frozen(self) -> bool:
-        """Whether :meth:`freeze` was called."""
+        """True from :meth:`freeze` until :meth:`thaw`."""
         return self._frozen_since is not None
 
     def freeze(self, paused: Paused = "") -> None:
-        """Stop as a process does after SIGSTOP: the running step, and all calls, continue later."""
+        """Stop as a process stops after SIGSTOP: the running step and all calls continue after :meth:`thaw`."""
         self.paused = paused
         if self._frozen_since is None:
             now = self._frozen_since = self._time.time()
             if self._timer is None:
                 self._ends, self._step_began = now, self._time.on_loop(now)
-                self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for its end
+                self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for the end of this empty step
             self._timer.cancel()
         self.tell()
 
     def thaw(self) -> None:
-        """Continue where :meth:`freeze` stopped it."""
+        """Continue from the state at :meth:`freeze`."""
         since, self._frozen_since, self.paused = self._frozen_since, None, ""
         self.tell()
         if since is not None:
@@ -205,10 +205,10 @@ class SimScheduler(StepSelection):
             if self._run is not None:
                 self._run.begin += passed
             self._end_at(self._ends + passed)
-            self._cut()  # others may have arrived in the meantime
+            self._cut()  # sequences may have arrived in the meantime
 
     def _cut(self) -> None:
-        """End the current run of steps with the running step."""
+        """Shorten the current run of steps, so that it ends with the running step."""
         run = self._run
         if run is None or self._frozen_since is not None:
             return
@@ -222,9 +222,9 @@ class SimScheduler(StepSelection):
     # ---- the loop --------------------------------------------------------------------------------------------
 
     def _step_over(self, ended: float) -> None:
-        """End a step.
+        """End a step, or a run of steps, that was due to end at ``ended`` (seconds of the engine's time).
 
-        In real time this is late: the next step begins when this one should have ended, so delays do not add up.
+        In real time this call is late. The next step begins at ``ended``, so delays do not add up.
         """
         self._timer = None
         passed = self._time.on_loop(ended) - self._step_began
@@ -234,7 +234,10 @@ class SimScheduler(StepSelection):
         self._boundary(ended)
 
     def _note_steps(self, passed: float) -> None:
-        """Steps have ended that took this time together; a real engine reports its steps with the same weights."""
+        """Update the reported step time with ended steps, which took ``passed`` seconds in total.
+
+        A real engine uses the same weights.
+        """
         if self._run is not None and not self._ticks:
             return  # a run that was frozen before its first step ended
         steps = max(1, self._ticks) if self._run is not None else 1
@@ -257,7 +260,7 @@ class SimScheduler(StepSelection):
         if self.reservations:
             self.reservations.admit(self._decoding.blocks_for(1) if decodes else 0)
         kind = "prefill" if chunks else "decode" if decodes else None
-        if kind != self._computes:  # the speed of this engine's time from here on must be known before a step is timed
+        if kind != self._computes:  # set the speed of the engine's time before a step is timed
             self._computes = kind
             self._time.compute(kind)
         if self.slots.most:
@@ -299,7 +302,7 @@ class SimScheduler(StepSelection):
         self._timer = self._time.call_at(end, self._step_over, end)
 
     def _advance(self) -> None:
-        """Account for the step, or the run of steps, that has ended."""
+        """Account for the step, or run of steps, that has ended."""
         decoding, ticks = self._decoding, self._ticks
         chunks, self._chunks = self._chunks, []
         if self._run is not None:

@@ -1,9 +1,10 @@
-"""One sequence's work on one engine, and the sequences that decode in lock step, represented by counts.
+"""The work for one sequence on one engine, and the batch of sequences that decode in lock step.
 
-A run of equal steps costs what one step costs. Time is counted in ticks; at each tick every sequence gains a token. A
-sequence records the tick at which it joined; its tokens, context and blocks follow from the ticks since then. Blocks
-are counted by phase: a sequence needs a new block every ``block_size`` ticks, so only the number of sequences with a
-tick's remainder is needed.
+The batch is represented by counts, so simulating a run of many steps costs as much as one step. Time is counted in
+ticks: at each tick, every sequence of the batch gains a token. A sequence records the tick at which it joined; its
+tokens, context and blocks follow from the number of ticks since then. A sequence needs a new block every
+``block_size`` ticks, so blocks are counted by phase: for each remainder ``tick % block_size``, the number of sequences
+that need a block at such ticks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from tercet.protocol import Output, OutputStream, Request, Usage
 
 
 class Work(msgspec.Struct, eq=False):
-    """Tokens to compute and tokens to produce.
+    """The work for one sequence: tokens to compute and tokens to produce.
 
-    ``length`` prompt tokens and ``given`` output tokens exist when it arrives; ``goal`` more are wanted. ``known``
-    tokens exist now, ``computed`` of them have KV here. While the work decodes, both lag behind the clock of
-    :class:`DecodingBatch` until it settles them. Outputs go into ``stream``, if there is one.
-    ``arrived`` is a time of the event loop; ``arrival`` and ``admitted`` count earlier arrivals and admissions.
+    ``length`` prompt tokens and ``given`` output tokens exist when the sequence arrives; ``goal`` more tokens are
+    requested. ``known`` tokens exist now; ``computed`` of them have KV on this engine. While the sequence decodes, both
+    lag behind the ticks of :class:`DecodingBatch` until it settles them. Outputs go into ``stream`` unless it is None.
+    ``arrived`` is a time of the event loop, in seconds; ``arrival`` and ``admitted`` are the numbers of its arrival and
+    of its admission, in the order of all.
     """
 
     prompt: Prompt
@@ -52,16 +54,16 @@ class Work(msgspec.Struct, eq=False):
 
     @property
     def known(self) -> int:
-        """Existing tokens: prompt, given output, and output that was produced here."""
+        """Number of existing tokens: prompt, given output, and output produced here."""
         return self.length + self.given + self.produced
 
     @property
     def todo(self) -> int:
-        """Known tokens without KV."""
+        """Number of known tokens without KV."""
         return self.length + self.given + self.produced - self.computed
 
     def may_be(self, request: Request) -> bool:
-        """Whether a request is for its prompt, and output after it, with its adapter."""
+        """True if a request has this work's prompt, followed by output tokens, and the same adapter."""
         length, tokens = self.length, request.prompt
         return (
             len(tokens) > length
@@ -71,9 +73,9 @@ class Work(msgspec.Struct, eq=False):
         )
 
     def deliver(self, ahead: int = 0) -> None:
-        """Deliver new output, with a finish reason if it is complete.
+        """Deliver new output, with a finish reason if the output is complete.
 
-        ``ahead`` tokens more than the accounted ones were produced.
+        ``ahead`` is the number of tokens that were produced and are not counted in ``produced`` yet.
         """
         produced = self.produced + ahead
         begin, end = self.given + self.delivered, self.given + produced
@@ -85,13 +87,13 @@ class Work(msgspec.Struct, eq=False):
 
 
 def has_computed(source: Work, request: Request, work: Work) -> bool:
-    """Whether a sequence has the KV of all known tokens of ``work``, a request that continues with its output."""
+    """True if ``source`` has the KV of all known tokens of ``work``, whose prompt ends with output of ``source``."""
     end, length = work.known, source.length
     return source.computed >= end and source.prompt.output(0, end - length) == request.prompt[length:end]
 
 
 class DecodingBatch:
-    """The decoding sequences of one engine, ``size`` of them."""
+    """The batch of ``size`` decoding sequences of one engine."""
 
     __slots__ = ("_block_size", "_context", "_count", "_due", "_phases", "_works", "size", "tick")
 
@@ -107,21 +109,21 @@ class DecodingBatch:
 
     @property
     def contexts(self) -> int:
-        """KV tokens that all sequences together read at the next tick."""
+        """Number of KV tokens that all sequences together read at the next tick."""
         return self._context + self.size * (self.tick + 1)
 
     def works(self) -> list[Work]:
-        """The sequences, in the order in which they joined."""
+        """Return the sequences in the order in which they joined."""
         return list(self._works.values())
 
     def newest(self) -> Work:
-        """The sequence that was admitted last."""
+        """Return the sequence that was admitted last."""
         return max(self._works.values(), key=lambda work: work.admitted)
 
     def join(self, work: Work, wake_after: int) -> None:
-        """Let a sequence decode from the next tick on, and be due after ``wake_after`` ticks.
+        """Let a sequence decode from the next tick on; it is due after ``wake_after`` ticks.
 
-        All its known tokens except the last are computed, and it holds just the blocks that those need.
+        All its known tokens except the last must have KV, and it must hold exactly the blocks for them.
         """
         work.state = "decoding"
         work.joined = self.tick
@@ -134,13 +136,13 @@ class DecodingBatch:
         self.wake(work, wake_after)
 
     def wake(self, work: Work, ticks: int) -> None:
-        """Make a sequence due ``ticks`` from now."""
+        """Make a sequence due after ``ticks`` ticks."""
         self._count += 1
         work.wake = self._count
         heapq.heappush(self._due, (self.tick + ticks, self._count, work))
 
     def leave(self, work: Work) -> None:
-        """Remove a sequence, with its tokens and blocks as of now."""
+        """Remove a sequence, and update its tokens and blocks to now."""
         self.settle(work)
         del self._works[id(work)]
         self.size -= 1
@@ -156,11 +158,11 @@ class DecodingBatch:
         work.holding.plain += self._hits(work.joined, self.tick, work.phase)
         work.produced += ticks
         work.computed += ticks
-        # As if it joined now, with the same remainder and the same contribution to the context.
+        # The same as if it joined now: its phase and its contribution to the context do not change.
         work.joined = self.tick
 
     def after(self, work: Work, ticks: int) -> tuple[int, int]:
-        """A decoding sequence's known tokens, and its number of blocks, ``ticks`` from now."""
+        """Return a decoding sequence's numbers of known tokens and of blocks after ``ticks`` more ticks."""
         tick = self.tick + ticks
         return work.known + tick - work.joined, work.holding.blocks + self._hits(work.joined, tick, work.phase)
 
@@ -169,7 +171,7 @@ class DecodingBatch:
         return (end - 1 - phase) // size - (begin - 1 - phase) // size
 
     def blocks_for(self, ticks: int) -> int:
-        """New blocks that the next ``ticks`` ticks need."""
+        """Return the number of new blocks that the next ``ticks`` ticks need."""
         size, phases = self._block_size, self._phases
         start = self.tick % size
         if ticks == 1:
@@ -182,7 +184,7 @@ class DecodingBatch:
         return full * self.size + part
 
     def ticks_within(self, blocks: int, limit: int) -> int:
-        """The most ticks, up to ``limit``, whose new blocks are no more than ``blocks``."""
+        """Return the largest number of ticks, up to ``limit``, that needs at most ``blocks`` new blocks."""
         if (limit // self._block_size + 1) * self.size <= blocks or self.blocks_for(limit) <= blocks:
             return limit
         low, high = 0, limit
@@ -192,14 +194,14 @@ class DecodingBatch:
         return low
 
     def ticks_to_due(self) -> int:
-        """Ticks until a sequence is due next."""
+        """Return the number of ticks until the next sequence is due."""
         due = self._due
         while not _valid(due[0]):
             heapq.heappop(due)
         return due[0][0] - self.tick
 
     def pop_due(self) -> list[Work]:
-        """The sequences that are due now."""
+        """Return the sequences that are due now, and remove their entries."""
         found, due = list[Work](), self._due
         while due and due[0][0] <= self.tick:
             entry = heapq.heappop(due)
@@ -209,7 +211,7 @@ class DecodingBatch:
 
 
 def _valid(entry: tuple[int, int, Work]) -> bool:
-    """Whether an entry is its sequence's latest; older ones are left after a leave or another due time."""
+    """True if an entry is the latest of its sequence. Old entries stay after a leave or a new due time."""
     _, number, work = entry
     return work.state == "decoding" and work.wake == number
 
@@ -223,11 +225,11 @@ class DecodeRun(msgspec.Struct, eq=False):
     growth: float
 
     def after(self, steps: int) -> float:
-        """When ``steps`` steps have ended."""
+        """Return the time at which ``steps`` steps have ended."""
         return self.begin + steps * self.first + self.growth * steps * (steps - 1) / 2
 
     def steps_at(self, now: float) -> int:
-        """Number of steps that have ended when the one running at ``now`` ends; at least one, at most all."""
+        """Return the number of steps up to the end of the step that runs at ``now``: at least one, at most all."""
         elapsed, half = now - self.begin, self.growth / 2
         if elapsed <= 0:
             return 1

@@ -1,4 +1,4 @@
-"""A simulated engine behind the protocol that real engines implement."""
+"""A simulated engine with the protocol of real engines."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ T = TypeVar("T")
 
 
 class SimEngine:
-    """One engine in virtual (or real) time. Its random decisions follow from ``seed`` and its name.
+    """One engine in virtual or real time. ``seed`` and the engine's name determine its random decisions.
 
-    Must be made inside a running event loop, whose time it uses. ``address`` is its address for other processes. On a
-    ``host`` that others share, its steps take longer, according to its profile; raises
-    :class:`~tercet.protocol.BadRequest` if the profile has no data on that.
+    Create it inside a running event loop; it uses the loop's time. ``address`` is its URL for other processes. On a
+    ``host`` that other engines share, its steps take longer, according to its profile. Raise
+    :class:`~tercet.protocol.BadRequest` if the profile has no data on sharing.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SimEngine:
         self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
-        self._lease_numbers = count(1)  # continues after a failure: late messages for an earlier lease match none
+        self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
         self._told_by = Address(name, address or f"sim://{name}", self._layout)
         self._down = False
         self._observer: SimObserver | None = None
@@ -114,12 +114,12 @@ class SimEngine:
             self.pool.observe(self._block_observer)
 
     def observe_blocks(self, observer: SimObserver) -> None:
-        """Notify ``observer`` of this engine's cache, from now on."""
+        """Notify ``observer`` of this engine's cached blocks, now and from now on."""
         self._block_observer = observer
         self.pool.observe(observer)
 
     def observe(self, observer: SimObserver) -> None:
-        """Notify ``observer`` of this engine's load, and of a lost cache, from now on."""
+        """Notify ``observer`` of this engine's load, and of the loss of its cache, from now on."""
         self._observer = observer
         self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
         self._scheduler.on_change()
@@ -135,7 +135,7 @@ class SimEngine:
             self._living_leases.end(lease)
 
     async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
-        """``prep_recv`` whose lease ends by itself after ``ttl`` seconds, or by :meth:`release`."""
+        """Do as :meth:`prep_recv`; the lease ends ``ttl`` seconds after its last activity, or by :meth:`release`."""
         lease = await self._lease(request, end, ttl)
         return self._living_leases.told(lease, lease.matched)
 
@@ -144,7 +144,7 @@ class SimEngine:
         return extended
 
     async def extend(self, lease: str, request: Request, end: int | None) -> tuple[Reservation, float]:
-        """As :meth:`extend_recv`, by the lease's name; also returns its time to live (seconds)."""
+        """Extend a lease, given by its name, as :meth:`extend_recv` does. Also return its timeout in seconds."""
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
@@ -156,7 +156,7 @@ class SimEngine:
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         if resolved == 0:
-            raise BadRequest(f"end: {end} leaves nothing of a prompt of {request.num_tokens} tokens", "end")
+            raise BadRequest(f"end: {end} leaves no token of a prompt of {request.num_tokens} tokens", "end")
         until = self._loop.time() + self.options.reserve_wait
         asked = await self._between_steps(lambda: self._reserve(request, resolved), self._living_leases.forget)
         return await self._living_leases.granted(asked, ttl, until)
@@ -197,10 +197,10 @@ class SimEngine:
         return Sent(begin, end, send.bytes, send.chunks, seconds, work.usage or Usage(), first, "simulated")
 
     def _send_known(self, work: Work, request: Request, send: Send) -> bool:
-        """Send KV that is fully cached, or that a running sequence has; returns whether there was any."""
+        """Send the KV if all of it is cached, or if a running sequence has it. Return True if it was sent."""
         source = next((each for each in self._generating.values() if each.may_be(request)), None)
         if source is not None:
-            self._scheduler.follow(source)  # a sender of running KV needs to know how far it is
+            self._scheduler.follow(source)  # a send of a running sequence's KV needs its present number of tokens
         if not self._scheduler.pin_cached(work) and not (source is not None and has_computed(source, request, work)):
             return False
         now = self._loop.time()
@@ -223,14 +223,14 @@ class SimEngine:
             scheduler.submit(work)
             await stream.until_over()
         finally:
-            # Another producer may continue the stream while this work waits to be dropped.
+            # Another engine may continue the stream while this work waits to be dropped.
             work.stream = stream.held_back = None
             self._generating.pop(request.seq_id, None)
             if work.state != "left":
                 scheduler.between_steps(partial(scheduler.drop, work))
 
     def works_on(self, seq_id: str) -> bool:
-        """Whether the sequence has a reservation, a send or a generation here."""
+        """True if the sequence has a lease, a reservation, a send or a generation here."""
         reserved = self._leases.of(seq_id) or self._living_leases.queue.of(seq_id)
         return reserved is not None or seq_id in self._generating or seq_id in self._sends.values()
 
@@ -246,18 +246,18 @@ class SimEngine:
                 work.stream.put(Output((), "abort"))
 
     async def release(self, lease: str) -> int:
-        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it has ended already."""
+        """End a lease, and return the end of its valid KV, in tokens. Raise ``UnknownSequence`` if it is not open."""
         await self._reach()
         found = self._leases.find(lease)
         if found is None:
-            raise UnknownSequence(f"lease: {lease} is not held here", "lease")
+            raise UnknownSequence(f"lease: {lease} is not open here; it was released or used, or has expired", "lease")
         self._living_leases.end(found)
         return found.valid_end
 
     async def status(self) -> EngineStatus:
         await self._reach()
         if self._scheduler.frozen:
-            await self._between_steps(lambda: None)  # a frozen core reports nothing
+            await self._between_steps(lambda: None)  # a frozen core does not answer
         total, free = self.pool.total, self._scheduler.free_blocks
         return EngineStatus(
             engine=self.name,
@@ -283,12 +283,12 @@ class SimEngine:
         )
 
     async def sequences(self) -> list[SequenceReport]:
-        """The sequences that are generated here; an engine does not know the routers of their tokens."""
+        """Return reports on the sequences that are generated here. They do not name the routers that receive tokens."""
         await self._reach()
         return self.reports()
 
     def reports(self) -> list[SequenceReport]:
-        """The same, for an engine that may be unreachable."""
+        """Return the same as :meth:`sequences`, also if the engine is down or frozen."""
         return [self._report(seq_id, work) for seq_id, work in self._generating.items()]
 
     def _report(self, seq_id: str, work: Work) -> SequenceReport:
@@ -297,10 +297,10 @@ class SimEngine:
         return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
 
     def load(self) -> EngineLoad:
-        """The engine's load now, as reported to routers."""
+        """Return the engine's load now, in the form that routers receive."""
         return self._scheduler.load()
 
-    # ---- the other side of a send ----------------------------------------------------------------------------
+    # ---- receiving KV ----------------------------------------------------------------------------------------
 
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet.lab.sim.network.SendTarget.refuses`."""
@@ -308,7 +308,7 @@ class SimEngine:
         return self._living_leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
 
     def refuses_content(self, lease: str, content: Content) -> str | None:
-        """As :meth:`refuses`, given a content from a sender in another process."""
+        """Do as :meth:`refuses`, given the content's identity, which a sender in another process sent."""
         found = self._open_lease(lease)
         return self._living_leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
 
@@ -320,18 +320,18 @@ class SimEngine:
         answer(self.refuses(lease, prompt, end) or self.take_in(lease, begin, end))
 
     def take_in(self, lease: str, begin: int, end: int) -> None:
-        """Record KV of ``[begin, end)`` that the lease has accepted."""
+        """Record that the KV of the tokens ``[begin, end)`` has arrived under the lease."""
         self._living_leases.take_in(lease, begin, end)
 
     def loses_a_transfer(self) -> bool:
-        """Whether this engine's transfer is lost, at random."""
+        """True, at random, if this engine's transfer is to be lost."""
         rate = self.options.transfer_failures
         return rate > 0 and self._random.random() < rate
 
     # ---- failures --------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """Die: everything that runs here ends with ``EngineUnreachable``, KV and leases are lost."""
+        """Simulate a crash: all calls, sends and streams end with ``EngineUnreachable``; KV and leases are lost."""
         self._down = True
         self._catch_up()
         error = EngineUnreachable(f"{self.name} went down")
@@ -345,24 +345,24 @@ class SimEngine:
             send.fail(error)
 
     def recover(self) -> None:
-        """Come back, empty."""
+        """Restart after :meth:`fail`, with an empty cache. Do nothing if the engine is not down."""
         if self._down:
             self._before = self.all_counters
             self._start()
             self._down = False
 
     def freeze(self, paused: Paused = "") -> None:
-        """Stop the core as by SIGSTOP (``paused``: as by vLLM's ``/pause``): no step ends, no call is answered."""
+        """Stop the core as SIGSTOP (``paused``: as vLLM's ``/pause``) does: no step ends and no call is answered."""
         self._catch_up()
         self._scheduler.freeze(paused)
 
     def _catch_up(self) -> None:
-        """Deliver what was produced by now."""
+        """Deliver the tokens that were produced until now."""
         for work in list(self._generating.values()):
             self._scheduler.catch_up(work)
 
     def thaw(self) -> None:
-        """Continue the core's process as by SIGCONT."""
+        """Continue the core after :meth:`freeze`, as SIGCONT does."""
         self._scheduler.thaw()
 
     @property
@@ -372,7 +372,7 @@ class SimEngine:
 
     @property
     def all_counters(self) -> Counters:
-        """Counters of all its starts."""
+        """Sum of the counters over all starts of the engine."""
         return self._before.plus(self._scheduler.counters, self.pool.evicted)
 
     def require_exchange(self, other: SimEngine) -> None:
@@ -381,35 +381,35 @@ class SimEngine:
 
     @property
     def down(self) -> bool:
-        """Whether it died, and is not back."""
+        """True after :meth:`fail`, until :meth:`recover`."""
         return self._down
 
     @property
     def computes(self) -> bool:
-        """Whether a step is running."""
+        """True if a step is running."""
         return not self._scheduler.idle
 
     @property
     def kv_usage(self) -> float:
-        """Share of its KV cache in use now."""
+        """Share of the KV blocks in use now, 0 to 1."""
         total = self.pool.total
         return (total - self._scheduler.free_blocks) / total
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs, waits, is reserved or is being sent here."""
+        """True if a step, a sequence, a lease, a reservation or a send exists here."""
         scheduler = self._scheduler
         reserved = len(self._leases) + len(self._living_leases.queue)
         return not scheduler.idle or bool(scheduler.running or scheduler.waiting or reserved or self._sends)
 
-    # ---- checks and plumbing ---------------------------------------------------------------------------------
+    # ---- checks and helpers ----------------------------------------------------------------------------------
 
     def _generation(self, request: Request, begin: int, output: Sequence[int]) -> Work:
         length, given = request.num_tokens, len(output)
         if not 0 <= begin <= length:
-            raise BadRequest(f"begin: {begin} is outside a prompt of {length} tokens", "begin")
+            raise BadRequest(f"begin: is {begin}, and must be from 0 to the prompt's length, {length}", "begin")
         if request.seq_id in self._generating:
-            raise Conflict(f"seq_id: {request.seq_id} is generating here already", "seq_id")
+            raise Conflict(f"seq_id: {request.seq_id} is already generated here; abort it or choose another", "seq_id")
         goal = tokens_to_produce(request, given, self.profile, self.pool.total)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         work = Work(prompt, length, given, goal)
@@ -420,7 +420,7 @@ class SimEngine:
         return work
 
     def _adopt(self, lease: Lease, work: Work) -> None:
-        """Hand a lease's blocks over; a lease without valid KV is given back, as in the plugin."""
+        """Hand a lease's blocks over to ``work``. End a lease without valid KV, as the plugin does."""
         if lease.valid_end == 0:
             self._living_leases.end(lease)
             return
@@ -431,7 +431,7 @@ class SimEngine:
         work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
 
     async def _arrive(self, request: Request) -> None:
-        """Wait for the latency of a call, and refuse calls that no engine accepts."""
+        """Wait for the latency of a call, then check its prompt and adapter."""
         if self.profile.call or self._down:
             await self._reach()
         check_prompt(request, self.profile.max_model_len)
@@ -444,7 +444,7 @@ class SimEngine:
             raise EngineUnreachable(f"{self.name} is down")
 
     async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Run an action between steps and return its result; ``undo`` reverts it if the caller was cancelled."""
+        """Run an action between steps and return its result; pass it to ``undo`` if the caller was cancelled."""
         if self._scheduler.idle:
             result: list[T] = []
             self._scheduler.between_steps(lambda: result.append(action()))

@@ -1,4 +1,4 @@
-"""A simulated engine as a server process: the part of an OpenAI server that measuring a lone engine needs."""
+"""A simulated engine as a server process: the part of an OpenAI server that benchmarks of one engine need."""
 
 from __future__ import annotations
 
@@ -47,38 +47,38 @@ from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 
-# vLLM's names, so that code that reads a real engine's load can read this one's.
+# vLLM's names, so that code that reads the load of a real engine can read this engine's.
 GAUGES = {
-    "vllm:num_requests_running": ("Sequences that run.", "running"),
-    "vllm:num_requests_waiting": ("Sequences that wait.", "waiting"),
-    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use.", "kv_cache_usage"),
-    "tercet_sim_leases": ("Reservations.", "leases"),
-    "tercet_sim_sends": ("Sends under way.", "sends"),
+    "vllm:num_requests_running": ("Running sequences.", "running"),
+    "vllm:num_requests_waiting": ("Waiting sequences.", "waiting"),
+    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", "kv_cache_usage"),
+    "tercet_sim_leases": ("Open leases.", "leases"),
+    "tercet_sim_sends": ("KV sends in progress.", "sends"),
 }
 COUNTERS = {
-    "steps": "Steps so far.",
-    "preemptions": "Sequences that lost their blocks while they ran.",
-    "adapter_loads": "LoRA adapters that were loaded into a batch.",
-    "evicted": "Cached blocks that were reused.",
+    "steps": "Engine steps.",
+    "preemptions": "Running sequences that lost their blocks.",
+    "adapter_loads": "LoRA adapters loaded into a batch.",
+    "evicted": "Cached blocks that were evicted.",
 }
 # Prompts of a million tokens are a few megabytes of JSON.
 LONGEST_BODY = 64 * 1024 * 1024
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``include_usage``: whether a last chunk has the number of tokens."""
+    """The body's ``stream_options``. With ``include_usage``, the last chunk has the token counts."""
 
     include_usage: bool = False
 
 
 class TokenizeCall(msgspec.Struct, frozen=True):
-    """Body of ``POST /tokenize``."""
+    """The body of ``POST /tokenize``."""
 
     prompt: str
 
 
 class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /v1/completions``. Options that this model ignores (temperature, ...) are allowed."""
+    """The body of ``POST /v1/completions``. Options that this model ignores (temperature, ...) are allowed."""
 
     prompt: str | list[TokenId]
     model: str | None = None
@@ -92,9 +92,10 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAI:
-    """Handlers for one engine; ``model`` is its public name, ``root`` the path of its tokenizer, if there is one.
+    """The handlers of the OpenAI API for one engine.
 
-    Engines of ``allowed`` may be named to prefill, by ``remote``.
+    ``model`` is its public name, ``root`` the path of its tokenizer (None: unknown). A request may name engines of
+    ``allowed`` to prefill; ``remote`` calls them.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class OpenAI:
         self._numbers = itertools.count()
 
     def routes(self) -> list[web.RouteDef]:
-        """The routes of all handlers."""
+        """Return the routes of all handlers."""
         return [
             web.post("/v1/completions", self.completions),
             web.post("/tokenize", self.tokenize),
@@ -119,10 +120,10 @@ class OpenAI:
         ]
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        """Generate on this engine, after others have prefilled if the header names any."""
+        """Generate on this engine. If the request's header names engines that prefill, they prefill first."""
         call = decode_call(await http.read(), CompletionCall)
         if call.model not in (None, self._model):
-            raise BadRequest(f"model: there is no {call.model!r} here; use {self._model}", "model")
+            raise BadRequest(f"model: {call.model!r} is not served here; use {self._model}", "model")
         name = f"cmpl-{next(self._numbers)}"
         request = Request(
             seq_id=name,
@@ -148,7 +149,7 @@ class OpenAI:
         return json_of({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids)), **answer.traced()})
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
-        """The tokens of a text, in the form of vLLM's server."""
+        """Answer with the tokens of a text, in the form of vLLM's server."""
         tokens = tokens_of(decode_call(await http.read(), TokenizeCall).prompt)
         length = self._engine.profile.max_model_len
         return json_of({"count": len(tokens), "max_model_len": length, "tokens": tokens})
@@ -198,7 +199,7 @@ class _CompletionAnswer:
         return {**self._head, "choices": [choice]}
 
     def traced(self) -> dict[str, Any]:
-        """The request's trace, if its client asked for it."""
+        """Return the request's trace for the answer, or an empty dict if the client did not request it."""
         return {} if self.trace is None else {"tercet": self.trace}
 
     def usage(self, tokens: int) -> dict[str, int]:
@@ -207,7 +208,7 @@ class _CompletionAnswer:
 
 
 class _StatusMetrics(Collector):
-    """One status as metrics."""
+    """An engine's status as Prometheus metrics."""
 
     def __init__(self, model: str, status: EngineStatus) -> None:
         self._model = model
@@ -225,11 +226,12 @@ class _StatusMetrics(Collector):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated engine and its listening address.
+    """The configuration of one simulated engine and its server.
 
-    ``url`` is its URL for other engines. ``model`` is the name in the OpenAI API, ``root`` a checkpoint whose tokenizer
-    clients may use, if there is one. ``prefill_hosts`` are the engines that may be named to prefill, ``prefill_budget``
-    their time limits. ``secret`` is the fleet's, by default that of the environment.
+    The server listens at ``host`` and ``port``; ``url`` is the engine's URL for other engines. ``model`` is the name in
+    the OpenAI API, ``root`` a checkpoint whose tokenizer clients may use (None: unknown). ``prefill_hosts`` are the
+    engines that a request may name to prefill, ``prefill_budget`` their time limits. ``secret`` is the fleet's secret;
+    None reads it from the environment.
     """
 
     name: str
@@ -247,7 +249,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
-    """Serve while entered; raises ``OSError`` when the address is in use."""
+    """Serve the engine while the context is open. Raise ``OSError`` if the address is in use."""
     # The real latency of a call replaces the profile's.
     profile = msgspec.structs.replace(config.profile, call=0.0)
     allowed = AllowedPrefillers(config.prefill_hosts, "prefill-hosts")
@@ -266,7 +268,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
         app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
-        # When a client disconnects, its handler is cancelled, and gives back what it took.
+        # When a client disconnects, its handler is cancelled and releases its resources.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -279,7 +281,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
 
 
 def serve(config: ServerConfig) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve one simulated engine until SIGINT or SIGTERM."""
     import uvloop
 
     with exporting_spans("tercet-engine", {"service.instance.id": config.name}):

@@ -1,8 +1,8 @@
-"""The verbs of one simulated engine over HTTP; calls, answers and errors are those of the vLLM plugin.
+"""The verbs of one simulated engine over HTTP. Calls, answers and errors are those of the vLLM plugin.
 
-Between simulated engines of different processes no KV is sent, only a message that it would have arrived. A sender's
-link out is used as in one process. The receiver's link in is not: senders in different processes do not wait for each
-other there.
+Simulated engines of different processes do not send KV to each other: a message says when the KV would have arrived.
+The sender's link out is simulated as in one process. The receiver's link in is not: senders in different processes do
+not wait for each other there.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ DELIVER = f"{API_PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
 UNAUTHORIZED = 401
 ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
-# The answer needs no engine step, so a peer that takes this long is dead.
+# The answer needs no engine step, so a peer that takes longer is dead.
 ANSWER = aiohttp.ClientTimeout(total=10.0)
 
 
 class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``POST /tercet/v1/sim/deliver``: the KV of ``[begin, end)`` would be under this lease now.
+    """The body of ``POST /tercet/v1/sim/deliver``: KV, from token ``begin`` on, would have arrived under ``lease`` now.
 
-    ``content`` identifies the KV. The answer is the lease's reason for a refusal, or null.
+    ``content`` identifies the KV and has its end. The answer is the reason for a refusal, or null.
     """
 
     lease: str
@@ -77,25 +77,25 @@ class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HttpNetwork(Network):
-    """The network of one engine in a separate process; reaches all others by the address in their reservations."""
+    """The network of an engine in its own process. It reaches other engines by the addresses in their reservations."""
 
     def __init__(self, transfer: Transfer, session: aiohttp.ClientSession, secret: str = "") -> None:
         super().__init__()
         self._secret = secret
         self._provers: dict[str, Prover] = {}
-        self.transfer = transfer  # peers are assumed to be as fast as this engine
+        self.transfer = transfer  # assume that peers are as fast as this engine
         self.posting = TaskSet()
         self._session = session
 
     def find(self, info: KVAddrInfo) -> SendTarget:
-        """See :meth:`~.network.Network.find`; raises ``BadRequest`` for an address that is not a simulated engine's."""
+        """Do as :meth:`~.network.Network.find`. Raise ``BadRequest`` if the address is not a simulated engine's."""
         addresses = [address for rank in info.ranks for address in rank.addresses]
         if info.transport != "sim" or len(addresses) != 1 or not ADDRESS.fullmatch(addresses[0]):
-            raise BadRequest("kv_addr_info: not one that prep_recv of a simulated engine returned", "kv_addr_info")
+            raise BadRequest("kv_addr_info: is not from prep_recv of a simulated engine", "kv_addr_info")
         return RemoteEngine(info.engine, addresses[0], self)
 
     def post(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
-        """Send a delivery to a peer in the background; ``answer`` is also called if it cannot be reached."""
+        """Send a delivery to a peer in the background. Call ``answer`` with its refusal, an error, or None."""
         self.posting.spawn(self._deliver(url, delivery, answer))
 
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
@@ -104,7 +104,7 @@ class HttpNetwork(Network):
             status, body = await self._asked(url, data, prover)
             said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
-            said = f"it does not answer: {error}"
+            said = f"the receiver does not answer: {error}"
         answer(said)
 
     async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes]:
@@ -121,7 +121,7 @@ class HttpNetwork(Network):
 
 
 class RemoteEngine:
-    """An engine of another process, as :class:`~tercet.lab.sim.network.SendTarget`."""
+    """An engine of another process: a :class:`~tercet.lab.sim.network.SendTarget`."""
 
     def __init__(self, name: str, url: str, network: HttpNetwork) -> None:
         self.name = name
@@ -130,7 +130,7 @@ class RemoteEngine:
         self._network = network
 
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
-        """Unknown here until the KV has arrived."""
+        """Return None: a refusal is known only when the receiver answers."""
         return None
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
@@ -138,26 +138,26 @@ class RemoteEngine:
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# Options that this model cannot serve.
+# Options that a simulated engine does not support.
 REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
 
 
 def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
-    """Token ids unchanged; for text, one token per word."""
+    """Return token ids unchanged, and one token id per word for a text."""
     if isinstance(prompt, str):
         return tuple(zlib.crc32(word.encode()) % VOCABULARY for word in prompt.split())
     return tuple(prompt)
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Names of these tokens, as text."""
+    """Return a text with one word (``w`` and the id) per token."""
     return "".join(f" w{token}" for token in tokens)
 
 
 class Verbs:
-    """Handlers for one engine, for callers that prove or show one of its ``keys``, if it has any.
+    """The HTTP handlers of one engine's verbs.
 
-    Its log names the model ``model``.
+    If ``keys`` are given, a caller must prove or show one of them. The log names the model ``model``.
     """
 
     def __init__(self, engine: SimEngine, keys: Sequence[str] = (), model: str = "") -> None:
@@ -167,7 +167,7 @@ class Verbs:
         self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self._relay))
 
     def routes(self) -> list[web.RouteDef]:
-        """The routes of all verbs."""
+        """Return the routes of all verbs."""
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
             *(web.post(f"{API_PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
@@ -186,7 +186,10 @@ class Verbs:
         return self._admitted(checked)
 
     def _admitted(self, handler: Handler) -> Handler:
-        """Check callers as a real engine does: members only, and if no key is required, no web pages."""
+        """Wrap ``handler``: check the caller as a real engine does.
+
+        With keys, only members of the fleet are admitted. Without keys, calls by web pages are refused.
+        """
 
         async def admitted(http: web.Request) -> web.StreamResponse:
             if not self._callers:
@@ -220,14 +223,14 @@ class Verbs:
         return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
 
     async def remote_send(self, http: web.Request) -> web.StreamResponse:
-        """Prefill, and notify the receiver when the KV would have arrived."""
+        """Prefill, then notify the receiver when the KV would have arrived."""
         call = decode_call(await http.read(), RemoteSendCall, http.content_type)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         with self._logged("remote_send", call, http):
             return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
-        """Decode; outputs go to a router, or are server-sent events, or one answer with ``stream: false``."""
+        """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
         call = decode_call(await http.read(), StartGenerateCall, http.content_type)
         if call.router is not None:
             await self._relay(call, call.router)
@@ -257,7 +260,7 @@ class Verbs:
         return logged_call(verb, call, http.headers, call.adapter or self._model)
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
-        """Connect to a router; token streams and reports go there."""
+        """Connect to a router, which then receives token streams and reports."""
         router = decode_call(await http.read(), ConnectCall).router
         await self.relay.router_connections.connect(router.address, router.key)
         return json_of({"connected": True})
@@ -276,7 +279,7 @@ class Verbs:
         return json_of(await self._engine.status())
 
     async def sequences(self, http: web.Request) -> web.StreamResponse:
-        """The sequences that are generated here, for all callers."""
+        """Answer with the sequences that are generated here, with the router of each."""
         senders = self.relay.senders
         return json_of(
             [
@@ -288,14 +291,14 @@ class Verbs:
         )
 
     async def propose_move(self, http: web.Request) -> web.StreamResponse:
-        """Pass a proposal to move a sequence on to the router that runs it."""
+        """Forward a proposal to move a sequence to the router that runs the sequence."""
         call = decode_call(await http.read(), MoveCall)
         senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
         propose_move(senders, http.match_info["seq_id"], call)
         return json_of({"accepted": True}, 202)
 
     async def deliver(self, http: web.Request) -> web.StreamResponse:
-        """Delivery from a sender in another process."""
+        """Record a delivery from a sender in another process. Answer with the refusal, or null."""
         news = decode_call(await http.read(), Delivery)
         refusal = self._engine.refuses_content(news.lease, news.content)
         if refusal is None:
@@ -304,12 +307,12 @@ class Verbs:
 
 
 def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
-    """The request of a call; raises :class:`~tercet.protocol.BadRequest` for unsupported options."""
+    """Return the request of a call. Raise :class:`~tercet.protocol.BadRequest` for unsupported options."""
     sampling: Mapping[str, Any] = {} if isinstance(call, PrepRecvCall) else call.sampling_params
     for name in REFUSED:
         if sampling.get(name) is not None:
             raise BadRequest(
-                f"sampling_params.{name}: a simulated engine does not support it", f"sampling_params.{name}"
+                f"sampling_params.{name}: a simulated engine does not support it; remove it", f"sampling_params.{name}"
             )
     prompt = tokens_of(call.prompt)
     return Request(
@@ -324,13 +327,13 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
 
 
 def json_of(value: Any, status: int = 200) -> web.Response:
-    """A JSON answer."""
+    """Return an answer with ``value`` as JSON."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert errors of the protocol to their HTTP form."""
+    """Call the handler, and convert errors of the protocol to their HTTP form."""
     try:
         return await handler(request)
     except TercetError as error:
@@ -338,9 +341,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:
-    """Values as server-sent events, then ``end``; an error after the first value is the last event.
+    """Answer with values as server-sent events, then ``end``. An error after the first value is sent as the last event.
 
-    The first value is awaited before the status line is sent, so that invalid input is still a 4xx.
+    The first value is awaited before the status line is sent, so that invalid input is still answered with a 4xx.
     """
     first = await anext(values)
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})

@@ -1,8 +1,8 @@
-"""Selects the tokens of a simulated engine's next step, and applies their effects on sequences and blocks.
+"""The selection of tokens for a simulated engine's next step, and their effects on sequences and blocks.
 
 Tokens and blocks are assigned as in vLLM's scheduler with the plugin: first to running sequences, in the order of
-admission; then to those that wait with the blocks of a lease; then to those that wait without, first come first served.
-A prompt takes blocks chunk by chunk, and is admitted when all of it would fit now.
+admission; then to waiting sequences with a lease's blocks; then to waiting sequences without blocks, in the order of
+arrival. A prompt takes blocks chunk by chunk. It is admitted when all its blocks are available.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Chunk = tuple[Work, int]
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine did since it started: steps, tokens, and seconds in which a step ran.
+    """The counters of an engine since its start; ``busy`` is the time during which a step ran, in seconds.
 
-    ``evicted`` cached blocks are counted by the block pool, and here only for earlier starts.
+    The block pool counts evicted cached blocks; ``evicted`` here has only those of earlier starts.
     """
 
     steps: int = 0
@@ -36,7 +36,7 @@ class Counters:
     evicted: int = 0
 
     def plus(self, later: Counters, evicted: int) -> Counters:
-        """The sum of two starts' counters; the later one ``evicted`` this number of cached blocks."""
+        """Return the sum of these and the ``later`` start's counters. ``evicted`` is that of the later start."""
         return Counters(
             self.steps + later.steps,
             self.prefill_tokens + later.prefill_tokens,
@@ -48,9 +48,9 @@ class Counters:
 
 
 class StepSelection:
-    """The sequences of one engine, between its steps."""
+    """The sequences of one engine, and the selection of each step's tokens."""
 
-    # Slots, as in all objects that each of a thousand engines has: less memory is walked between two engines' steps.
+    # Slots, as in all classes with one object per engine: with a thousand engines, a step touches less memory.
     __slots__ = (
         "_admitted", "_block_size", "_decoding", "_options", "_prefilling", "_time", "_waiting", "counters", "pool",
         "reservations", "slots",
@@ -71,12 +71,12 @@ class StepSelection:
 
     @property
     def running(self) -> int:
-        """Sequences that were admitted and have not ended."""
+        """Number of sequences that were admitted and have not ended."""
         return len(self._prefilling) + self._decoding.size
 
     @property
     def waiting(self) -> int:
-        """Sequences that were not admitted yet."""
+        """Number of sequences that wait for admission."""
         return len(self._waiting)
 
     def arrival(self) -> int:
@@ -93,11 +93,11 @@ class StepSelection:
         return needed
 
     def _missing(self, work: Work) -> int:
-        """Blocks that a sequence still needs for its known tokens."""
+        """Return the number of blocks that a sequence still needs for its known tokens."""
         return max(0, -(-work.known // self._block_size) - work.holding.blocks)
 
     def pin_cached(self, work: Work) -> bool:
-        """Pin the blocks of a sequence that is fully cached, if it is; between steps."""
+        """Pin the blocks of a sequence and return True if it is fully cached. Call this between steps."""
         match = self.pool.match(work.prompt, work.known // self._block_size)
         if match.blocks * self._block_size < work.known:
             return False
@@ -109,13 +109,13 @@ class StepSelection:
     # ---- scheduling ------------------------------------------------------------------------------------------
 
     def _select(self) -> tuple[list[Chunk], bool]:
-        """The prompt tokens of the next step, and whether decoding sequences have a token each."""
+        """Return the prompt chunks of the next step, and True if each decoding sequence has a token in it."""
         while True:
             preemptions = self.counters.preemptions
             chunks, decodes = self._select_once()
             if chunks or decodes or not self._waiting:
                 return chunks, decodes
-            # A step that preempts admits none; one that is empty because of that takes no time.
+            # A step that preempts admits no sequence. If it is empty for that reason, it takes no time: select again.
             if self.counters.preemptions == preemptions and not self._give_way():
                 return chunks, decodes
 
@@ -130,10 +130,10 @@ class StepSelection:
         return chunks, self._decoding.size > 0
 
     def _schedule(self, mixed: bool, admits: bool) -> list[Chunk]:
-        """The prompt tokens of the next step: running prompts first, then new ones while there is room."""
+        """Return the prompt chunks of the next step: first of running prompts, then of new ones while they fit."""
         budget = self._options.max_num_batched_tokens - (self._decoding.size if mixed else 0)
         chunks: list[Chunk] = []
-        for work in self._prefilling[:]:  # the last one was admitted last, and only that one is cut short
+        for work in self._prefilling[:]:  # in the order of admission: only the last chunk is cut short
             count = min(work.todo, budget)
             if count > 0 and not self._take(work, count):
                 self._preempt(work)
@@ -168,18 +168,18 @@ class StepSelection:
         return chunks
 
     def _held_back(self, work: Work) -> bool:
-        """Whether a reservation that arrived before a sequence without blocks waits for the free ones."""
+        """True if a sequence without blocks must wait, because an earlier reservation needs the free blocks."""
         if not self.reservations or work.holding.blocks:
             return False
         free = self.pool.free - self._decoding.blocks_for(1)
         return self.reservations.holds_back(work, self._missing(work), free)
 
     def _admit(self, work: Work) -> bool:
-        """Match a sequence's prefix and pin it; False if the blocks for its rest are not available now."""
+        """Pin a sequence's cached prefix and return True, or return False if too few blocks are free for the rest."""
         pool, holding, known = self.pool, work.holding, work.known
         margin = self._decoding.blocks_for(1)
         if holding.blocks == 0:
-            # One token must be computed to produce one.
+            # At least one token must be computed to produce the next one.
             match = pool.match(work.prompt, (known - 1) // self._block_size)
             if not pool.fits(match, self._missing(work) - match.blocks + margin):
                 return False
@@ -192,7 +192,7 @@ class StepSelection:
         return True
 
     def _begin(self, work: Work, budget: int) -> int:
-        """Start an admitted sequence; returns how many prompt tokens it computes in this step."""
+        """Start an admitted sequence. Return the number of its prompt tokens in this step."""
         if work.on_chunk is not None and work.computed:
             now = self._time.on_loop(self._time.time())
             work.on_chunk(0, work.computed, now, now)
@@ -207,7 +207,7 @@ class StepSelection:
         return count
 
     def _take(self, work: Work, count: int) -> bool:
-        """Take the blocks for ``count`` more tokens of a prompt, if they are available."""
+        """Take the blocks for ``count`` more tokens of a prompt. Return False if they are not available."""
         more = -(-(work.computed + count) // self._block_size) - work.holding.blocks
         if more > 0:
             if more + self._decoding.blocks_for(1) > self.pool.free:
@@ -216,16 +216,16 @@ class StepSelection:
         return True
 
     def _make_room(self) -> bool:
-        """Preempt until decoding sequences have the blocks for one more token each; returns whether any was."""
+        """Preempt until each decoding sequence has a block for its next token. Return True if one was preempted."""
         decoding, preemptions = self._decoding, self.counters.preemptions
-        if decoding.size <= self.pool.free:  # none takes more than one block in a step
+        if decoding.size <= self.pool.free:  # a sequence takes at most one block in a step
             return False
         while decoding.blocks_for(1) > self.pool.free:
             self._preempt(self._prefilling[-1] if self._prefilling else decoding.newest())
         return self.counters.preemptions > preemptions
 
     def _preempt(self, work: Work) -> None:
-        """Take a sequence's blocks; it is the first one to be admitted again."""
+        """Take away a sequence's blocks, and put it first in the waiting queue."""
         if work.state == "decoding":
             self._decoding.leave(work)
         else:
@@ -240,9 +240,10 @@ class StepSelection:
         self._waiting.put_back(work)
 
     def _give_way(self) -> bool:
-        """If none runs and the first waiting one lacks blocks, let the last holder of a lease's blocks give them back.
+        """Free the blocks of the last waiting sequence that holds a lease's blocks, if the first one needs them.
 
-        Each holder of blocks may lack others, since a lease may cover only a part of a prompt.
+        Call this if no sequence runs. Waiting holders could block each other otherwise, since a lease may cover only a
+        part of a prompt. Return True if blocks were freed.
         """
         holding = self._waiting.holding
         if len(holding) < 2:

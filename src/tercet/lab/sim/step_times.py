@@ -1,13 +1,13 @@
-"""Step-time profiles: an engine's properties, the times of its forward passes, and the speed of its KV transfers.
+"""The step-time profiles: an engine's properties, the times of its forward passes, and the speed of its KV transfers.
 
-A profile is a JSON file with its provenance. The step model has five terms, all in seconds. A step that runs ``P``
-prompt tokens and decodes ``B`` sequences takes
+A profile is a JSON file with the source of its numbers. The step model has five terms, all in seconds. A step that
+computes ``P`` prompt tokens and decodes ``B`` sequences takes
 
 ``linear(P + B) + pair * pairs + context * contexts + sequence * B + step``
 
-where ``linear`` interpolates a table over tokens (matrix products, norms, all-reduce: weight-bound when there are few,
-proportional beyond the last knot), ``pairs`` counts the (query, key) pairs of prefill attention, and ``contexts`` the
-KV tokens that all decodes of the step read.
+where ``linear`` interpolates a table over tokens (matrix products, norms, all-reduce: for few tokens bound by reading
+weights, after the last knot proportional), ``pairs`` is the number of (query, key) pairs of prefill attention, and
+``contexts`` is the number of KV tokens that all decodes of the step read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tercet.protocol import BadRequest, KVLayout
 
 
 class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model's KV: ``kv_dtype_bytes`` is the size of one key or value element."""
+    """The shape of a model's KV. ``kv_dtype_bytes`` is the size of one element of a key or value."""
 
     name: str
     layers: int
@@ -34,12 +34,12 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, over all ranks."""
+        """Bytes of KV for one token, in all layers, over all ranks."""
         return 2 * self.layers * self.kv_heads * self.head_size * self.kv_dtype_bytes
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The terms of the step model, in seconds; ``knots`` are ``(tokens, seconds)`` in rising order."""
+    """The terms of the step model, in seconds. ``knots`` are pairs ``(tokens, seconds)`` in rising order."""
 
     knots: tuple[tuple[int, float], ...]
     pair: float
@@ -49,18 +49,18 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Speed of KV transfers: bytes per second in each direction, and seconds from the last byte to the answer."""
+    """The speed of KV transfers: bytes per second in each direction, and seconds from the last byte to the answer."""
 
     bytes_per_second: float
     latency: float
 
 
 class HostSharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Factors by which a step takes longer while another engine of the same machine is busy.
+    """The factors by which a step takes longer while another engine of the same machine is busy.
 
-    A step counts as a prefill if it has prompt tokens; ``prefill_beside_decode`` is the factor of a prefill while the
-    other engine decodes. An idle engine may linger for ``linger`` seconds before it sleeps: vLLM's processes poll
-    without a pause for that time.
+    A step with prompt tokens is a prefill. ``prefill_beside_decode`` is the factor of a prefill while the other engine
+    decodes. An engine that becomes idle lingers for ``linger`` seconds before it sleeps: for that time, vLLM's
+    processes poll without a pause.
     """
 
     prefill_beside_prefill: float
@@ -73,7 +73,7 @@ class HostSharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Source of the numbers. ``fit_error`` is the mean absolute relative error of the fit, by kind of step."""
+    """The source of a profile's numbers. ``fit_error`` is the fit's mean absolute relative error by kind of step."""
 
     source: str
     date: str
@@ -83,11 +83,10 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine's profile.
+    """The profile of one engine: a model on a device.
 
-    ``call`` is the time, in seconds, from a verb's call to its arrival in the engine; ``router`` is the time that a
-    router adds to a request, and ``sharing`` has the factors of engines that share a machine, if they were
-    measured.
+    ``call`` is the time from a verb's call to its arrival in the engine, ``router`` the time that a router adds to a
+    request, both in seconds. ``sharing`` has the factors for engines that share a machine; None: not measured.
     """
 
     name: str
@@ -105,7 +104,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     sharing: HostSharing | None = None
 
     def layout(self) -> KVLayout:
-        """Properties that engines must agree on before they exchange KV."""
+        """Return the KV layout. Engines exchange KV only if their layouts allow it."""
         model = self.model
         heads_per_rank = max(1, model.kv_heads // self.tp_size)
         return KVLayout(
@@ -123,9 +122,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class StepModel:
-    """A profile's step times, prepared for frequent use; ``prefill_scale`` and ``decode_scale`` multiply its two parts.
+    """The step times of a profile, prepared for frequent use.
 
-    The decode part of a step is its time without its prompt tokens, the prefill part is the rest.
+    ``decode_scale`` multiplies the decode part of a step: its time without its prompt tokens. ``prefill_scale``
+    multiplies the rest.
     """
 
     def __init__(self, times: StepTimes, prefill_scale: float = 1.0, decode_scale: float = 1.0) -> None:
@@ -137,7 +137,7 @@ class StepModel:
         self.per_context = times.context * decode_scale
 
     def linear(self, tokens: int) -> float:
-        """Seconds of the parts that depend on the number of tokens only."""
+        """Return the seconds of the parts that depend only on the number of tokens."""
         knots = self._times.knots
         if tokens <= 0:
             return 0.0
@@ -148,7 +148,7 @@ class StepModel:
         return at_low + (tokens - low) * (at_high - at_low) / (high - low)
 
     def decode_base(self, batch: int) -> float:
-        """Seconds of a step that decodes ``batch`` sequences, except the ``per_context`` seconds per KV token."""
+        """Return the seconds of a step that decodes ``batch`` sequences, without ``per_context`` for each KV token."""
         found = self._decode_base.get(batch)
         if found is None:
             times = self._times
@@ -157,7 +157,11 @@ class StepModel:
         return found
 
     def step(self, tokens: int, pairs: float, batch: int, contexts: int) -> float:
-        """Seconds of a step with ``tokens`` prompt tokens in ``pairs`` of attention, and ``batch`` decodes."""
+        """Return the seconds of a step.
+
+        It computes ``tokens`` prompt tokens with ``pairs`` pairs of attention, and decodes ``batch`` sequences with
+        ``contexts`` KV tokens in total.
+        """
         decode = self.decode_base(batch) + self.per_context * contexts if batch else 0.0
         if not tokens:
             return decode
@@ -168,20 +172,23 @@ class StepModel:
 
 
 def pairs_of(begin: int, end: int) -> float:
-    """(query, key) pairs of causal attention when positions ``[begin, end)`` attend to everything before them."""
+    """Return the number of (query, key) pairs of causal attention for the positions ``[begin, end)``."""
     return (end - begin) * (begin + end + 1) / 2
 
 
 def load_profile(name: str) -> Profile:
-    """The shipped profile of that name, or a JSON file's; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the shipped profile of this name, or the profile of a JSON file (a name that ends in ``.json``).
+
+    Raise :class:`~tercet.protocol.BadRequest` if it does not exist or is invalid.
+    """
     file = Path(name).expanduser()
     if name.endswith(".json"):
         if not file.is_file():
-            raise BadRequest(f"profile: there is no file {name}", "profile")
+            raise BadRequest(f"profile: file {name} does not exist", "profile")
         return parse_profile(file.read_bytes(), name)
     shipped = shipped_profiles()
     if name not in shipped:
-        raise BadRequest(f"profile: there is no {name!r}; choose {', '.join(shipped)}, or a .json file", "profile")
+        raise BadRequest(f"profile: {name!r} does not exist; choose {', '.join(shipped)}, or a .json file", "profile")
     return parse_profile((_FOLDER / f"{name}.json").read_bytes(), name)
 
 
@@ -189,12 +196,12 @@ _FOLDER = resources.files("tercet.lab.sim") / "profiles"
 
 
 def shipped_profiles() -> list[str]:
-    """The names of the profiles that come with Tercet."""
+    """Return the names of the profiles that Tercet ships."""
     return sorted(item.name.removesuffix(".json") for item in _FOLDER.iterdir() if item.name.endswith(".json"))
 
 
 def parse_profile(data: bytes, name: str) -> Profile:
-    """Return a checked profile from JSON; ``name`` is for the message of :class:`~tercet.protocol.BadRequest`."""
+    """Return the checked profile from JSON. Raise :class:`~tercet.protocol.BadRequest`, which contains ``name``."""
     try:
         profile = msgspec.json.decode(data, type=Profile)
     except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""Sequences of one engine that wait for admission, in the order in which they are admitted."""
+"""The sequences of one engine that wait for admission, in the order of admission."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from tercet.lab.sim.sequence_work import Work
 
 
 class WaitingWorks:
-    """Two queues, as in vLLM: ``holding`` are sequences that have a lease's blocks, ``plain`` have none.
+    """Two queues of waiting sequences: ``holding`` has those with a lease's blocks, ``plain`` has those without blocks.
 
-    Those that hold blocks come first. After a sequence that needs blocks, one that holds them would wait for ever.
+    As in vLLM, sequences that hold blocks come first. Behind a sequence that needs these blocks they would wait
+    forever.
     """
 
     __slots__ = ("_arrivals", "holding", "plain")
@@ -32,17 +33,17 @@ class WaitingWorks:
         return work in self.plain or work in self.holding
 
     def arrival(self) -> int:
-        """Number of an arrival now, among all arrivals."""
+        """Return the number of an arrival now, in the order of all arrivals."""
         self._arrivals += 1
         return self._arrivals
 
     def add(self, work: Work) -> None:
-        """A sequence arrives."""
+        """Add a sequence that arrives now."""
         work.arrival = self.arrival()
         self.queue_of(work).append(work)
 
     def put_back(self, work: Work) -> None:
-        """Put a sequence without blocks before all others that have none."""
+        """Put a sequence without blocks first among the sequences without blocks."""
         self.plain.appendleft(work)
 
     def remove(self, work: Work) -> None:
@@ -50,14 +51,14 @@ class WaitingWorks:
         self.queue_of(work).remove(work)
 
     def queue_of(self, work: Work) -> deque[Work]:
-        """The queue that it waits in."""
+        """Return the queue that a sequence waits in."""
         return self.holding if work.holding.blocks else self.plain
 
     def next_queue(self) -> deque[Work] | None:
-        """The queue whose first sequence is next, None if none waits."""
+        """Return the queue whose first sequence is admitted next, or None if no sequence waits."""
         return self.holding or self.plain or None
 
     def clear(self) -> None:
-        """Remove all."""
+        """Remove all sequences."""
         self.holding.clear()
         self.plain.clear()

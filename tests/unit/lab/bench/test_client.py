@@ -81,7 +81,7 @@ async def test_an_answer_without_tokens(server: FakeServer) -> None:
 
 async def test_a_target_that_stalls_runs_into_the_timeout(server: FakeServer) -> None:
     found = await ask(server.url, timeout=0.3, hang=1)
-    assert (found.failure, found.error, len(found.token_times)) == ("timeout", "no end after 0.3 s", 1)
+    assert (found.failure, found.error, len(found.token_times)) == ("timeout", "the answer did not end within 0.3 s", 1)
     assert found.end - found.sent >= 0.3
 
 

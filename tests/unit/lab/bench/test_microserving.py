@@ -90,11 +90,11 @@ def test_a_plot_is_read_and_checked() -> None:
     plot = parse_plot(msgspec.json.encode({"TP8": {"1.6": {"jct": 1.2}}}))
     assert plot["TP8"][1.6] == Figures(jct=1.2)
     for wrong, said in (
-        ({"TP9": {}}, "no line 'TP9'"),
+        ({"TP9": {}}, "'TP9' is not a line"),
         ({"TP8": {"fast": {}}}, "could not convert"),
         ({"TP8": {"1.6": {"jtc": 1}}}, "jtc"),
     ):
         with pytest.raises(BadRequest, match=said):
             parse_plot(msgspec.json.encode(wrong))
-    with pytest.raises(BadRequest, match="nothing was read"):
+    with pytest.raises(BadRequest, match="no values at rate"):
         fit_to_figures(EvaluationSetup(requests=60), {"TP8": {2.4: Figures(jct=1.2)}})

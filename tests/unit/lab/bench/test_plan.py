@@ -88,7 +88,7 @@ def test_a_whole_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_no_longer_than_it_is(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="has 5 requests, not 6"):
+    with pytest.raises(BadRequest, match="the trace has 5 requests"):
         planned(6, trace(tmp_path / "t", 5))
 
 

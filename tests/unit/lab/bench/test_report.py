@@ -99,8 +99,8 @@ def test_numbers_can_be_made_again_from_a_files_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("{", "not a result of tercet bench"),
-        ('{"created": "x", "format": 9}', "its format is 9"),
+        ("{", "not a result file of tercet bench"),
+        ('{"created": "x", "format": 9}', "has format 9"),
         ("[]", "not a result"),
     ],
 )
@@ -296,7 +296,7 @@ def test_a_point_as_text_tells_what_is_odd() -> None:
     late = tuple(replace(one, scheduled=one.sent - 0.5, planned_output=6) for one in measured)
     text = point_text(point(records=late, client={"p99_loop_lag_ms": 80.0}, partial=True), summarize(late))
     for told in ("18 completed, 2 failed", "2 x http: HTTP 503: no room", "18 answers are shorter", "500 ms late",
-                 "client was slow: P99 of its lag 80 ms", "interrupted"):  # fmt: skip
+                 "client was slow: the P99 of its event-loop lag is 80 ms", "interrupted"):  # fmt: skip
         assert told in text
     assert "shorter" not in point_text(point(), summarize(records()))
 

@@ -186,7 +186,7 @@ def test_sharegpt_leaves_out_what_is_too_short_too_long_or_no_pair(tmp_path: Pat
     file = write(tmp_path / "s.json", json.dumps(odd))
     found = some(f"sharegpt,path={file},max_input_len=40", 3)
     assert {conversation.turns[0].text for conversation in found} == {LONG}
-    assert "within the limits" in complaint(f"sharegpt,path={file},max_input_len=2")
+    assert "fits the limits" in complaint(f"sharegpt,path={file},max_input_len=2")
 
 
 def test_sharegpt_files_that_are_none(tmp_path: Path) -> None:
@@ -296,7 +296,9 @@ def test_broken_traces_name_the_line(tmp_path: Path) -> None:
     head = "TIMESTAMP,ContextTokens,GeneratedTokens"
     assert "line 2" in complaint(f"mooncake,path={write(tmp_path / 'a', good, row(0, 0, 3))}")
     assert "no requests" in complaint(f"mooncake,path={write(tmp_path / 'b', '')}")
-    assert "no column GeneratedTokens" in complaint(f"azure,path={write(tmp_path / 'c', 'TIMESTAMP,ContextTokens')}")
+    assert "the header lacks GeneratedTokens" in complaint(
+        f"azure,path={write(tmp_path / 'c', 'TIMESTAMP,ContextTokens')}"
+    )
     assert "line 3" in complaint(f"azure,path={write(tmp_path / 'd', head, '2023-11-16 18:15:46,1,1', 'soon,1,1')}")
     assert "line 2" in complaint(f"azure,path={write(tmp_path / 'e', head, '2023-11-16 18:15:46,-1,1')}")
 

@@ -90,7 +90,7 @@ def _count_alone(bodies: object, _body: object, size: int) -> None:
 def test_kinds_are_chosen_by_name() -> None:
     assert parse_tricks("silence, long-bodies") == ("long_bodies", "silence")
     assert parse_tricks("none") == ()
-    with pytest.raises(BadRequest, match="--adversary: there is no 'rain'"):
+    with pytest.raises(BadRequest, match="--adversary: 'rain' is not a trick"):
         parse_tricks("silence,rain")
     assert plan_tricks(1, 60.0, 30.0, ()) == ()
     planned = plan_tricks(1, 600.0, 30.0, TRICKS)

@@ -91,7 +91,7 @@ def test_what_cannot_happen_is_refused() -> None:
     shape = msgspec.structs.replace(shape_of(3), kinds=("kill",))
     with pytest.raises(BadRequest, match="clock"):
         plan_faults(0, shape, 1, 10, ["clock"])
-    with pytest.raises(BadRequest, match="spared"):
+    with pytest.raises(BadRequest, match="needs at least"):
         plan_faults(0, shape_of(1), 1, 10)
     for minutes, rate, kinds in ((0, 10, None), (1, 0, None), (1, 10, [])):
         with pytest.raises(BadRequest, match="positive"):

@@ -51,8 +51,8 @@ def test_what_has_no_end_is_found() -> None:
 @pytest.mark.parametrize(
     ("pieces", "why"),
     [
-        ((1, 2, 3, 3, 4, 5, 6, 7, 8), "token 2 comes again at 3"),
-        ((1, 2, 3, 4, 1, 2, 3, 4, 5), "token 0 comes again at 4"),
+        ((1, 2, 3, 3, 4, 5, 6, 7, 8), "token 2 is repeated at 3"),
+        ((1, 2, 3, 4, 1, 2, 3, 4, 5), "token 0 is repeated at 4"),
         ((1, 2, 4, 5, 6, 7, 8), "1 tokens are missing at 2"),
         ((1, 2, 9, 4, 5, 6, 7, 8), "token 2 is 9 instead of 3"),
         ((1, 2), "too few: 2 tokens instead of 8"),
@@ -92,7 +92,9 @@ def test_silence_is_found_before_the_first_token_between_two_and_before_an_error
 
 def test_no_error_may_reach_a_client() -> None:
     records = [record_of(1, outcome="failed", error="no_space"), record_of(*CALM[0]), record_of(1, outcome="left")]
-    assert [found.detail for found in unanswered(records)] == ["() got 1 events, and at 1.000 s no_space: "]
+    assert [found.detail for found in unanswered(records)] == [
+        "() received 1 events, and failed at 1.000 s with no_space: "
+    ]
 
 
 def test_leftovers_and_what_nobody_handled_are_violations_of_the_run() -> None:
@@ -113,7 +115,7 @@ def test_leftovers_and_what_nobody_handled_are_violations_of_the_run() -> None:
     lines = violation_lines(result.violations, 7, "tercet chaos --seed 7")
     assert "seed 7; again: tercet chaos --seed 7" in lines[0]
     assert "    e: leases: 2" in lines
-    assert "    r: () got 2 events, and at 2.000 s no_space: full" in lines
+    assert "    r: () received 2 events, and failed at 2.000 s with no_space: full" in lines
     assert violation_lines([], 7, "") == ["no violations"]
 
 
@@ -134,7 +136,7 @@ def test_moves_are_told_by_reason_and_outcome() -> None:
         ["drain", "moved", "3", "15", "3", "100 ms", "150 ms"],
     ]
     assert result.orphans == 3
-    assert figures(result)[-2].startswith("3 of 4 moves went through, 3 orphan generations, ")
+    assert figures(result)[-2].startswith("3 of 4 moves succeeded, 3 orphan generations, ")
 
 
 @pytest.mark.parametrize(("seq_id", "is_his"), [("s-1", True), ("s-1.2", True), ("s-11", False), ("x", False)])

@@ -184,7 +184,7 @@ def test_output_from_elsewhere_counts() -> None:
         whole = await tokens_of(here, request_of("s", 50, 10))
         rest = await tokens_of(there, request_of("s", 50, 10), output=tuple(whole[:4]))
         assert rest == whole[4:]
-        with pytest.raises(BadRequest, match="max_tokens: 10 is already reached"):
+        with pytest.raises(BadRequest, match="max_tokens: is 10, and must exceed"):
             await tokens_of(there, request_of("s", 50, 10), output=tuple(whole))
 
     run_virtual(main())

@@ -70,7 +70,7 @@ def test_what_is_wrong_with_a_profile_is_said(change: dict[str, object], says: s
     assert raised.value.param == "profile"
 
 
-@pytest.mark.parametrize(("name", "says"), [("nonsense", "choose .*smollm2"), ("no/such.json", "there is no file")])
+@pytest.mark.parametrize(("name", "says"), [("nonsense", "choose .*smollm2"), ("no/such.json", "does not exist")])
 def test_an_unknown_profile_is_refused(name: str, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         load_profile(name)

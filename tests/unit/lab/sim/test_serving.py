@@ -226,7 +226,7 @@ def test_errors_cross_the_wire_with_their_kind() -> None:
         async with decode.prep_recv(request_of("t", 60)) as reservation:
             for change in ({"transport": "tcp"}, {"ranks": ()}):
                 info = msgspec.structs.replace(reservation.kv_addr_info, **change)
-                with pytest.raises(BadRequest, match="not one that prep_recv"):
+                with pytest.raises(BadRequest, match="is not from prep_recv"):
                     await prefill.remote_send(request_of("t", 60), Reservation(info, 0), 0)
             ended = msgspec.structs.replace(reservation.kv_addr_info, lease="over")
             with pytest.raises(TransferFailed, match="the lease has ended"):

@@ -1,7 +1,7 @@
-"""Requests to engines, directly or through a router, with the times of their tokens.
+"""The timing of requests to engines, directly or through a router, and the interference of two engines of one machine.
 
-Also the interference of two engines of one machine: one is measured while the other sleeps, computes, or lingers. An
-engine lingers when it has no more work and its processes still poll without a pause, which keeps their cores busy.
+For the interference, one engine is measured while the other one sleeps, computes or lingers. An engine lingers when it
+has no more work and its processes still poll without a pause, which keeps their cores busy.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.connection_errors import reason_of
 
-# Token ids that every vocabulary has, and that are not special in most.
+# Token ids that every vocabulary has; in most vocabularies they are not special.
 FIRST_ID, LAST_ID = 1000, 20_000
 TOKENS = 16
 TIMEOUT_SECONDS = 60.0
 
 
 def names_from(chance: random.Random) -> Iterator[str]:
-    """Unique sequence ids."""
+    """Return an endless iterator of unique sequence ids."""
     return (f"profile-{chance.getrandbits(64):x}-{index}" for index in count())
 
 
 class Probe:
-    """Sends requests to one engine and times them; all times in seconds."""
+    """A client that sends requests to one engine and measures their times, in seconds."""
 
     def __init__(self, engine: Engine, chance: random.Random, names: Iterator[str]) -> None:
         self.engine = engine
@@ -47,23 +47,23 @@ class Probe:
         self._clock = asyncio.get_running_loop().time
 
     def fresh(self, tokens: int) -> tuple[int, ...]:
-        """A prompt that no cache has."""
+        """Return a random prompt that no cache has."""
         return tuple(self._random.choices(range(FIRST_ID, LAST_ID), k=tokens))
 
     def request(self, prompt: tuple[int, ...], tokens: int) -> Request:
-        """A request for exactly ``tokens`` output tokens."""
+        """Return a request for exactly ``tokens`` output tokens."""
         sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         return Request(seq_id=next(self._names), prompt=prompt, sampling_params=sampling)
 
     async def ttft(self, prompt: tuple[int, ...]) -> tuple[float, Output]:
-        """Time to the first token, and its output."""
+        """Send a request for one token. Return the seconds until it arrived, and its output."""
         began = self._clock()
         async with aclosing(self.engine.start_generate(self.request(prompt, 1))) as outputs:
             first = await anext(outputs)
             return self._clock() - began, first
 
     async def token_times(self, prompt: tuple[int, ...], tokens: int) -> list[float]:
-        """Times of ``tokens`` output tokens."""
+        """Generate ``tokens`` output tokens. Return the time of each, in seconds of the loop's clock."""
         times = list[float]()
         async with aclosing(self.engine.start_generate(self.request(prompt, tokens))) as outputs:
             async for output in outputs:
@@ -71,15 +71,22 @@ class Probe:
         return times
 
     async def decode(self, batch: int, context: int, steps: int) -> tuple[float, float]:
-        """Seconds of a step that decodes ``batch`` sequences, and their mean number of tokens by then."""
+        """Measure decode steps of ``batch`` sequences, as :meth:`together` does.
+
+        Each prompt has ``context`` tokens; at least ``steps`` steps decode the whole batch.
+        """
         prompts = [self.fresh(context) for _ in range(batch)]
         for prompt in prompts:
-            await self.ttft(prompt)  # from now on it is cached, so that all of them begin at once
-        # While the first ones of a batch decode, the last ones begin: at most a step for each.
+            await self.ttft(prompt)  # from now on it is cached, so that all sequences begin at the same time
+        # The last sequences of a batch begin while the first ones decode already: at most one step for each.
         return await self.together(prompts, steps + 2 * batch)
 
     async def together(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> tuple[float, float]:
-        """Seconds of a step while all of them decode, and their number of tokens in the middle of that time."""
+        """Generate for all prompts at the same time.
+
+        Return the mean seconds of a step while all of them decode, and the mean number of output tokens in the middle
+        of that time. Raise ``EngineError`` if they never decoded at the same time.
+        """
         times = await asyncio.gather(*(self.token_times(prompt, tokens) for prompt in prompts))
         begin, end = max(each[0] for each in times), min(each[-1] for each in times)
         gaps, positions = list[float](), list[float]()
@@ -89,15 +96,17 @@ class Probe:
                 gaps.append((each[inside[-1]] - each[inside[0]]) / (inside[-1] - inside[0]))
                 positions.append((inside[0] + inside[-1]) / 2)
         if not gaps:
-            raise EngineError(f"{len(prompts)} sequences were never decoded together; is max-num-seqs that low?")
+            raise EngineError(
+                f"{len(prompts)} sequences did not decode at the same time; raise the engine's max-num-seqs"
+            )
         return statistics.mean(gaps), statistics.mean(positions)
 
 
 async def measure_router(url: str, engine: Probe, rounds: int, note: Callable[[str], None]) -> float:
-    """Seconds by which a first token comes later through the router at ``url`` than from its engine itself.
+    """Return the seconds that the router at ``url`` adds to the time to first token.
 
-    Requests of a few tokens alternate between both ways, and the medians count. Raises
-    :class:`~tercet.protocol.BadRequest` when there is no router, ``EngineError`` when it fails.
+    Requests of a few tokens go through the router and directly to the engine, in turn; the result is the difference of
+    the medians. Raise :class:`~tercet.protocol.BadRequest` if no router answers, ``EngineError`` if a request fails.
     """
     model = await _model_of(url)
     direct, through = list[float](), list[float]()
@@ -122,7 +131,7 @@ async def _model_of(url: str) -> str:
 
 async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, ...]) -> float:
     body = body_of(model, prompt, 1, Sampling(), chat=False)
-    # On one engine, as the request that it is compared with.
+    # One engine serves it, as for the direct request.
     call = PreparedCall(0, url + path_of("completions"), body, {PROGRAM_HEADER: "data_parallel"})
     record = (await client.send(call, client.now())).record
     if record.failure is not None or record.first_token is None:
@@ -134,23 +143,23 @@ Seconds = tuple[float, float]
 """Mean seconds of a prefill and of a decode step."""
 Neighbour = Literal["sleep", "prefill", "decode", "linger"]
 NEIGHBOURS: tuple[Neighbour, ...] = ("sleep", "prefill", "decode", "linger")
-# What is measured, and what the other engine does in the meantime.
+# The measured steps, and the number of output tokens of the other engine's requests.
 PREFILLS, BATCH, CONTEXT, STEPS = 4, 2, 128, 48
 DECODE_TOKENS = 512
 SETTLE_SECONDS = 1.0
-# Before each prefill, as between requests: the caches of an engine that slept while another one computed are cold.
+# Pause before each prefill, as between requests: the CPU caches of an engine are cold when another one computed.
 SLEEP_SECONDS = 1.0
-# A lingering neighbour gets a short prompt this often; its linger time is searched within some seconds.
+# A lingering neighbour gets a prompt of this length at this interval; its linger time is at most LINGER_SECONDS.
 POKE_TOKENS, POKE_SECONDS = 16, 0.5
 LINGER_SECONDS = 3.0
-# Smaller factors are noise.
+# Smaller factors are regarded as noise.
 NOTABLE = 1.1
 
 
 async def measure_sharing(
     one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
 ) -> HostSharing:
-    """Factors of ``one``'s steps while ``other`` computes or lingers, and the time for which it lingers."""
+    """Measure how much longer steps of ``one`` take while ``other`` computes or lingers, and how long it lingers."""
     found = await measure_steps(one, other, prefill_tokens, rounds, note)
     gaps = list[tuple[float, float]]()
     for number in range(rounds):
@@ -162,9 +171,9 @@ async def measure_sharing(
 async def measure_steps(
     one: Probe, other: Probe, prefill_tokens: int, rounds: int, note: Callable[[str], None]
 ) -> dict[Neighbour, list[Seconds]]:
-    """Times of ``one``'s steps, by the activity of ``other``.
+    """Measure the times of steps of ``one``, by the activity of ``other``.
 
-    The conditions alternate, so that a slower machine affects all of them.
+    The activities alternate, so that a slowdown of the machine affects all of them.
     """
     found: dict[Neighbour, list[Seconds]] = {neighbour: [] for neighbour in NEIGHBOURS}
     for number in range(rounds):
@@ -176,7 +185,7 @@ async def measure_steps(
 
 
 def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) -> HostSharing:
-    """The factors, as ratios of means; less than 1 is noise, and counts as 1. ``linger`` is taken as it is."""
+    """Return the factors, as ratios of means. Factors below 1 are noise, and become 1. ``linger`` is in seconds."""
     means = {
         neighbour: [statistics.mean(each) for each in zip(*rows, strict=True)] for neighbour, rows in found.items()
     }
@@ -196,7 +205,11 @@ def sharing_from(found: Mapping[Neighbour, Sequence[Seconds]], linger: float) ->
 
 
 def linger_from(gaps: Sequence[tuple[float, float]]) -> float:
-    """The time for which steps stay longer after a neighbour's work: the step function that fits best."""
+    """Return the seconds for which steps stay longer after a neighbour's work; 0 if there is no clear effect.
+
+    ``gaps`` are pairs of a time since the end of that work and a step's seconds. The result is the edge of the step
+    function that fits them best.
+    """
     rows = np.array(sorted(gaps))
     at, sums = rows[:, 0], np.cumsum(rows[:, 1])
     cuts = np.arange(1, len(rows))
@@ -207,7 +220,7 @@ def linger_from(gaps: Sequence[tuple[float, float]]) -> float:
 
 
 async def _gaps_after(one: Probe, other: Probe, prefill_tokens: int) -> list[tuple[float, float]]:
-    """The decode steps of ``one`` after a prefill on ``other``, each with the time since its end."""
+    """Return the decode steps of ``one`` after a prefill on ``other``: seconds since the prefill's end, and seconds."""
     step, _ = await one.decode(1, CONTEXT, STEPS)
     tokens = round(2 * LINGER_SECONDS / step)
     decoding = asyncio.create_task(one.token_times(one.fresh(CONTEXT), tokens))
@@ -223,7 +236,7 @@ async def _gaps_after(one: Probe, other: Probe, prefill_tokens: int) -> list[tup
 
 
 async def _steps(one: Probe, prefill_tokens: int) -> Seconds:
-    """Mean seconds of a prefill and of a decode step."""
+    """Measure prefills and decode steps of ``one``. Return the mean seconds of each."""
     prefills = list[float]()
     for _ in range(PREFILLS):
         await asyncio.sleep(SLEEP_SECONDS)
@@ -234,7 +247,7 @@ async def _steps(one: Probe, prefill_tokens: int) -> Seconds:
 
 @asynccontextmanager
 async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> AsyncGenerator[None]:
-    """Keep an engine busy with one activity."""
+    """Keep an engine busy with one activity while the context is open. Raise the error if the activity fails."""
     tasks = list[asyncio.Task[None]]()
     if neighbour == "prefill":
         tasks.append(asyncio.create_task(_prefill(other, prefill_tokens)))
@@ -247,7 +260,7 @@ async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> Asyn
         yield
         for task in tasks:
             if task.done():
-                task.result()  # raises: it computes until it is stopped
+                task.result()  # a task that ended has failed: this raises its error
     finally:
         for task in tasks:
             task.cancel()

@@ -1,9 +1,9 @@
-"""Measures a running engine's step times through the verbs: prefills, decodes, and the effect of a second engine.
+"""The measurement of a running engine's step times through the verbs: prefills, decodes, effects of a second engine.
 
 Every step is measured alone: one prompt on an idle engine, or a batch of decodes while no prompt is computed. The time
-of a prefill is that from its call to its first token, less the cost of a call. A decode step is the mean gap between
-tokens while the whole batch decodes. Values of a profile beyond the largest measured step are extrapolated. A second
-engine receives transfers, and if it shares the first one's host, it computes at the same time for a while.
+of a prefill is the time from the call to the first token, minus the time of a call. The time of a decode step is the
+mean gap between tokens while the whole batch decodes. A profile extrapolates beyond the largest measured step. A second
+engine receives transfers. If it shares the first engine's host, both compute at the same time in one measurement.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ROUTER_REQUESTS = 8
 
 
 class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured, each ``repeats`` times.
+    """The plan of a measurement. Each point is measured ``repeats`` times; sizes are in tokens.
 
     ``max_step_tokens`` is the engine's ``--max-num-batched-tokens``: longer prompts would take several steps. With
-    ``same_host``, the second engine is on the first one's machine, and what they do to one another is measured.
-    ``router`` is the URL of a router of both.
+    ``same_host``, the second engine is on the first one's machine, and their effects on each other are measured.
+    ``router`` is the URL of a router of both engines (None: not measured).
     """
 
     name: str
@@ -49,15 +49,15 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
         if self.max_step_tokens < 128:
-            raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be 128 at least", "max_step_tokens")
+            raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be at least 128", "max_step_tokens")
         if self.repeats < 1:
-            raise BadRequest(f"repeats: is {self.repeats}, and must be 1 at least", "repeats")
+            raise BadRequest(f"repeats: is {self.repeats}, and must be at least 1", "repeats")
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured; times in seconds."""
+    """The results of a measurement. Times are in seconds; None: not measured."""
 
     status: EngineStatus
     layout: KVLayout
@@ -70,9 +70,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meter:
-    """Measures one engine, and the effect of ``other`` if there is one.
+    """The measurement of one engine, and of the effects of ``other`` (None: no second engine).
 
-    ``note`` is called with the next step and its number: ``12 of 40: decode of 4 sequences ...``.
+    ``note`` gets a line of progress before each step, such as ``12 of 40: decode of 4 sequences ...``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Meter:
         self._clock = asyncio.get_running_loop().time
 
     async def measure(self) -> Measured:
-        """Measure everything; raises :class:`~tercet.protocol.BadRequest` when others use the engine."""
+        """Measure all parts of the plan. Raise :class:`~tercet.protocol.BadRequest` if an engine is not idle."""
         status = await self._idle(self._engine)
         if self._other is not None:
             await self._idle(self._other)
@@ -127,16 +127,16 @@ class Meter:
     def _note(self, what: str) -> None:
         self._tell(f"{self._begun} of {self._steps}: {what}")
 
-    # ---- the parts -------------------------------------------------------------------------------------------
+    # ---- the parts of a measurement --------------------------------------------------------------------------
 
     async def _idle(self, probe: Probe) -> EngineStatus:
         status = await probe.engine.status()
         if status.running or status.waiting:
-            raise BadRequest(f"engine: {probe.engine.name} is serving others; measure an idle one", "engine")
+            raise BadRequest(f"engine: {probe.engine.name} is serving requests; measure an idle engine", "engine")
         return status
 
     async def _call(self) -> tuple[KVLayout, float]:
-        """The KV layout, and the seconds of a call that computes nothing."""
+        """Return the KV layout, and the seconds of a call that computes nothing."""
         self._tell("calls")
         found = [await self._reserve() for _ in range(max(5, self._plan.repeats))]
         return found[0][0], statistics.median(seconds for _, seconds in found)
@@ -148,7 +148,7 @@ class Meter:
             return reservation.kv_addr_info.layout, self._clock() - began
 
     def _prefill_sizes(self, block_size: int, longest: int) -> list[tuple[int, int]]:
-        """Numbers of cached tokens, in whole blocks, and of computed tokens after them."""
+        """Return pairs: a number of cached tokens, in whole blocks, and a number of computed tokens after them."""
         sizes = [size for size in self._plan.prefills if size <= self._plan.max_step_tokens]
         cached = sorted({size // block_size * block_size for size in self._plan.cached})
         return [(behind, size) for behind in cached for size in sizes if behind + size < longest]
@@ -159,7 +159,7 @@ class Meter:
             if cached != len(prefix):
                 prefix = self._engine.fresh(cached)
                 await self._engine.ttft(prefix)
-            self._begin(f"prefill of {size} tokens behind {cached}")
+            self._begin(f"prefill of {size} tokens after {cached} cached ones")
             points.append(await self._prefill(prefix, size, call))
         return tuple(points)
 
@@ -171,7 +171,7 @@ class Meter:
         return PrefillPoint(int(tokens), len(prefix) + size - int(tokens), max(seconds, 1e-6))
 
     def _decode_sizes(self, longest: int, room: int) -> list[tuple[int, int]]:
-        """Sizes of batches and numbers of context tokens that fit."""
+        """Return pairs of a batch size and a number of context tokens that fit into the KV cache."""
         found = list[tuple[int, int]]()
         for context in self._plan.contexts:
             for batch in self._plan.batches:
@@ -183,7 +183,7 @@ class Meter:
     async def _decodes(self, sizes: Sequence[tuple[int, int]]) -> tuple[DecodePoint, ...]:
         points = list[DecodePoint]()
         for batch, context in sizes:
-            self._begin(f"decode of {batch} sequences at {context} tokens")
+            self._begin(f"decode of {batch} sequences with {context} tokens each")
             points.append(await self._decode(batch, context))
         return tuple(points)
 
@@ -196,7 +196,7 @@ class Meter:
         return [tokens for tokens in self._plan.sends if tokens < longest]
 
     async def _transfer(self, other: Probe, longest: int) -> Transfer:
-        """A line through the median times of sends of several sizes, of KV that is cached already."""
+        """Measure sends of cached KV of several sizes, and fit a line to their median times."""
         sizes = self._send_sizes(longest)
         sent = dict[int, list[Sent]]()
         for number in range(2 * self._plan.repeats + 1):
@@ -217,24 +217,32 @@ class Meter:
         return await measure_router(url, self._engine, ROUTER_REQUESTS * self._plan.repeats, self._note)
 
     async def _sharing(self, other: Probe) -> HostSharing:
-        """Effects of both engines on each other; with more rounds than other points: a ratio has the noise of two."""
+        """Measure the effects of the engines on each other.
+
+        It takes twice the rounds of other points, since a ratio has the noise of two measurements.
+        """
         tokens = self._plan.max_step_tokens // 2
         self._begun += 1
         return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)
 
 
 def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:
-    """Fit to sends of several sizes, a list for each size; raises ``EngineError`` if more KV did not take longer."""
+    """Return the fit to sends of several sizes, one list per size.
+
+    Raise ``EngineError`` if more KV did not take longer.
+    """
     sizes = [statistics.median(each.bytes for each in same) for same in sent]
     seconds = [statistics.median(each.seconds for each in same) for same in sent]
     slope, latency = np.polyfit(sizes, seconds, 1) if len(set(sizes)) > 1 else (0.0, 0.0)
     if slope <= 0:
-        raise EngineError("more KV took no longer than less: the machine is too busy to measure transfers")
+        raise EngineError(
+            "a larger transfer took no longer than a smaller one: measure transfers on a less busy machine"
+        )
     return Transfer(bytes_per_second=float(1 / slope), latency=max(0.0, float(latency)))
 
 
 def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transfer: Transfer) -> Profile:
-    """The fitted profile; ``transfer`` is assumed if none was measured, as its note tells."""
+    """Return the fitted profile. It has ``transfer`` if transfers were not measured, and its note then says so."""
     status, layout = measured.status, measured.layout
     largest = max(point.tokens for point in measured.prefills)
     knots = [knot for knot in (1, 4, 16, 64, 256) if knot < largest] + [largest]
@@ -269,7 +277,7 @@ def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transf
             fit_error=errors,
             note=(
                 f"{len(measured.prefills)} prefill and {len(measured.decodes)} decode steps, median of {plan.repeats}. "
-                f"Steps are at most {plan.max_step_tokens} tokens there: simulate with "
+                f"Its steps have at most {plan.max_step_tokens} tokens: simulate with "
                 f"--option max_num_batched_tokens={plan.max_step_tokens}."
                 + (f" Not measured: {missing}." if missing else "")
             ),
@@ -283,5 +291,5 @@ def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transf
 def _bytes_of(dtype: str) -> int:
     name = dtype.removeprefix("torch.")
     if name not in BYTES_OF:
-        raise EngineError(f"the engine's KV is of type {dtype}, whose size is not known here")
+        raise EngineError(f"the engine's KV has type {dtype}, whose size is unknown; use one of {', '.join(BYTES_OF)}")
     return BYTES_OF[name]

@@ -1,4 +1,4 @@
-"""Programs over fleets of simulated engines, in virtual time: describe fleet and traffic, run, report, sweep."""
+"""Simulations of programs on fleets of simulated engines, in virtual time, with reports and sweeps."""
 
 from tercet.lab.bench.simulated.moving_fleet import MovingSettings
 from tercet.lab.bench.simulated.planned import PlannedWorkload

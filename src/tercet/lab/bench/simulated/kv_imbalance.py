@@ -1,4 +1,4 @@
-"""Imbalance of KV between the engines of a fleet, over time."""
+"""The imbalance of KV usage between the engines of a fleet, over time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SAMPLE_SECONDS, OFTEN = 0.1, 100
 
 
 class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
-    """KV usage of the fullest engine less the mean over all engines, both as shares of a KV cache (0 to 1).
+    """The KV usage of the fullest engine minus the mean over all engines, both as shares of a KV cache (0 to 1).
 
-    ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` from the first arrival to the last one: the drain
-    at the end is not a load to balance. With more engines than :data:`OFTEN` samples are less frequent, and cost no
-    more. ``usage`` is the mean KV usage of all engines over the same time.
+    ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` seconds from the first arrival to the last one:
+    the drain at the end is not a load to balance. With more than :data:`OFTEN` engines, samples are less frequent, so
+    that they cost no more. ``usage`` is the mean KV usage of all engines over the same time.
     """
 
     mean: float
@@ -27,12 +27,12 @@ class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
     usage: float
 
     def flat(self) -> dict[str, float]:
-        """By name, for a report."""
+        """Return the values by name, for a report."""
         return {"mean_kv_imbalance": self.mean, "p95_kv_imbalance": self.p95, "mean_kv_usage": self.usage}
 
 
 class ImbalanceSamples:
-    """Samples all engines again and again, until ``over`` is set."""
+    """The sampling of all engines at regular intervals, until ``over`` is set."""
 
     def __init__(self, engines: Sequence[SimEngine]) -> None:
         self._engines = engines
@@ -41,7 +41,7 @@ class ImbalanceSamples:
         self.over = False
 
     async def take(self) -> None:
-        """Sample until cancelled, or over."""
+        """Take samples until cancelled, or until ``over`` is set."""
         interval = SAMPLE_SECONDS * max(1.0, len(self._engines) / OFTEN)
         while not self.over:
             usages = [engine.kv_usage for engine in self._engines]
@@ -51,7 +51,7 @@ class ImbalanceSamples:
             await asyncio.sleep(interval)
 
     def summary(self) -> KVImbalance | None:
-        """The result; None without samples."""
+        """Return the result, or None without samples."""
         if not self._imbalances:
             return None
         found = np.array(self._imbalances)

@@ -1,4 +1,4 @@
-"""The router's service in a simulation, its moves and its rescheduler, in virtual time; and the results of moves."""
+"""The router's service in a simulation, with moves and a rescheduler in virtual time, and the results of moves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tercet.settings.planner_settings import NO_PLANNER, PlannedBy, PlannerSetti
 from tercet.settings.role_settings import OBJECTIVES, Objectives, RolesBy, require_objectives
 from tercet.settings.session_settings import SessionSettings
 
-# The interval of the router's watch for stuck engines.
+# Seconds between two checks for stuck engines, as in a router.
 WATCH_SECONDS = 0.5
 _UNCOUNTED = nullcontext()
 
 
 class MovingSettings(Settings, frozen=True):
-    """The settings of ``tercet router`` for moves, sessions, objectives and roles, and those of ``tercet planner``."""
+    """The settings of ``tercet router`` for moves, sessions, objectives and roles, and of ``tercet planner``."""
 
     moves: MoveSettings = MoveSettings()
     reschedule: RescheduleSettings = RescheduleSettings()
@@ -45,7 +45,8 @@ class MovingSettings(Settings, frozen=True):
     class_traffic: Annotated[
         Mapping[str, str],
         Setting(
-            "NAME=WEIGHT: how often a simulated request is of this class; `default` has no class. Repeatable.",
+            "Frequency of a class among simulated requests: NAME=WEIGHT; `default` is requests without a class. "
+            "Repeatable",
             panel=OBJECTIVES,
         ),
     ] = {}
@@ -58,11 +59,11 @@ class MovingSettings(Settings, frozen=True):
 
 
 class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """All moves of a run. ``outcomes`` count them by reason and outcome, as ``neutral_load moved``.
+    """The totals of a run's moves. ``outcomes`` counts them by reason and outcome, such as ``neutral_load moved``.
 
-    ``pause_p50`` and ``pause_p99`` are seconds between the last token from the source and the next one; None if no
-    sequence that had a token was moved. ``bytes`` of KV were sent, ``recomputed`` positions computed again.
-    ``held_back`` counts proposals that limits did not allow in a round; the next one may propose the same again.
+    ``pause_p50`` and ``pause_p99`` are the seconds between the source's last token and the next token; None if no
+    sequence with a token was moved. ``bytes`` is the amount of KV sent, ``recomputed`` the number of positions computed
+    again. ``held_back`` counts proposals that limits did not allow in a round; the next round may repeat them.
     """
 
     outcomes: dict[str, int] = {}
@@ -78,7 +79,7 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
         return sum(count for name, count in self.outcomes.items() if name.endswith(" moved"))
 
     def flat(self) -> dict[str, float]:
-        """By name, for a report; pauses in milliseconds."""
+        """Return the values by name, for a report. Pauses are in milliseconds."""
         found: dict[str, float] = {f"moves_{name.replace(' ', '_')}": count for name, count in self.outcomes.items()}
         found |= {"moved_bytes": self.bytes, "moves_recomputed": self.recomputed, "moves_held_back": self.held_back}
         for name, pause in (("p50", self.pause_p50), ("p99", self.pause_p99)):
@@ -88,7 +89,7 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionCounts:
-    """Counts sessions: turns by where they ran, moves of contexts, and pins, by how they ended."""
+    """The counters of sessions: turns by place, moves of contexts by outcome, and pins by outcome."""
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
@@ -110,7 +111,7 @@ class SessionCounts:
 
 
 class MoveCounts:
-    """Counts moves, and sessions; the rest of a service's metrics is in the traces of sequences."""
+    """The counters of moves and sessions. The traces of sequences contain the other metrics of a service."""
 
     def __init__(self) -> None:
         self.sessions = SessionCounts()
@@ -149,7 +150,7 @@ class MoveCounts:
         self._held_back += moves
 
     def totals(self) -> MoveTotals:
-        """Totals so far."""
+        """Return the totals so far."""
         p50, p99 = (float(value) for value in np.percentile(self._pauses, (50, 99))) if self._pauses else (None, None)
         return MoveTotals(
             outcomes=dict(sorted(self._outcomes.items())),
@@ -162,10 +163,10 @@ class MoveCounts:
 
 
 class MovingFleet:
-    """Background work of a router: a rescheduler of the service's sequences, and a watch over engines.
+    """The background work of a router: a rescheduler of the service's sequences, and a check for stuck engines.
 
-    Each runs only if it can find work: with policies, or with engines that may be stuck or drained, if there are faults
-    (``has_faults``).
+    The rescheduler runs if policies, sessions or faults need it. The check runs only with faults (``has_faults``),
+    since engines are never stuck otherwise.
     """
 
     def __init__(
@@ -197,12 +198,12 @@ class MovingFleet:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Run the background work while entered; raises its error."""
+        """Run the background work while the context is open. Raise its error."""
         async with alongside(*self._work):
             yield
 
     async def _report(self) -> None:
-        """Engines that skip steps have nothing to report in that time; real ones would."""
+        """Report the loads of engines that compute: they report nothing themselves during a run of steps."""
         loads = self._fleet.knowledge.loads
         while True:
             for name, engine in self._engines.items():
@@ -211,7 +212,7 @@ class MovingFleet:
             await asyncio.sleep(self._interval)
 
     async def _watch(self) -> None:
-        """Detect stuck engines, and their recovery, as :mod:`tercet.fleet.membership` does."""
+        """Detect stuck engines and their recovery, as :mod:`tercet.fleet.membership` does."""
         fleet = self._fleet
         while True:
             for member in fleet.members:
@@ -225,7 +226,7 @@ class MovingFleet:
 
 @asynccontextmanager
 async def alongside(*work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run these while entered, then cancel them; raises the error of one."""
+    """Run coroutines while the context is open, then cancel them. Raise the error of one that failed."""
     tasks = [asyncio.get_running_loop().create_task(each) for each in work]
     try:
         yield

@@ -1,4 +1,4 @@
-"""The workloads of ``tercet bench``, for simulated engines: the same text plans the same requests."""
+"""The workloads of ``tercet bench`` for simulated engines. The same text gives the same plan of requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tercet.lab.bench.workloads.hashed_words import HashedWords
 from tercet.protocol import BadRequest, Request
 
 WORDS = HashedWords()
-# Ends the names of requests that follow an answer.
+# Suffix of the names of later turns, one for each turn.
 LATER = "+"
 
 
 class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests planned by ``workload``, a text for each phase (:func:`tercet.lab.bench.workloads.parse_phase`).
+    """A workload in text form, one text per phase (:func:`tercet.lab.bench.workloads.parse_phase`).
 
-    ``requests`` are all of a trace if None. ``rate`` is in requests per second: a conversation of several keeps the
-    next one waiting for as many gaps. ``arrivals`` as in :class:`~tercet.lab.bench.simulated.SyntheticWorkload`, or
-    ``trace``: at the trace's own times, stretched to the rate if there is one. The first ``warm_up`` conversations
-    count in no metric.
+    ``requests`` is their number; None means all of a trace. ``rate`` is in requests per second: after a conversation of
+    n requests, the next one begins n gaps later. ``arrivals`` are those of
+    :class:`~tercet.lab.bench.simulated.SyntheticWorkload`, or ``trace``: the times of the trace, scaled to the rate
+    unless it is None. The first ``warm_up`` conversations are in no metric.
     """
 
     workload: tuple[str, ...]
@@ -37,16 +37,22 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     warm_up: int = 0
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
-        _require(self.finite or self.arrivals != "trace", "arrivals", "trace needs one workload: a trace")
-        _require(self.rate is not None or self.arrivals == "trace", "rate", "is missing")
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
+        _require(
+            self.finite or self.arrivals != "trace", "arrivals", "trace needs exactly one workload, a recorded trace"
+        )
+        _require(self.rate is not None or self.arrivals == "trace", "rate", "is missing; give requests per second")
         _require(self.rate is None or self.rate > 0, "rate", "must be positive")
         _require(self.burstiness > 0, "burstiness", "must be positive")
-        _require(self.requests is None or self.requests > self.warm_up >= 0, "warm_up", "leaves no requests")
+        _require(
+            self.requests is None or self.requests > self.warm_up >= 0,
+            "warm_up",
+            "must be 0 or more, and less than requests",
+        )
 
     @property
     def finite(self) -> bool:
-        """Whether it is one trace."""
+        """True if the workload is a single recorded trace."""
         phases = parse_phases(self.workload)
         return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
 
@@ -57,7 +63,7 @@ def _require(fine: bool, field: str, why: str) -> None:
 
 
 class FollowUp(NamedTuple):
-    """A later turn of a conversation: ``request`` is sent after a pause of seconds, in which a tool ran or a user."""
+    """A later turn of a conversation. Before ``request`` is sent, a tool runs or a user thinks ``pause`` seconds."""
 
     pause: float
     request: Request
@@ -65,16 +71,16 @@ class FollowUp(NamedTuple):
 
 
 class PlannedTraffic:
-    """The requests of a planned workload, equal for equal seeds, made on demand."""
+    """The requests of a planned workload, which are made on demand. Equal seeds give equal requests."""
 
     def __init__(self, workload: PlannedWorkload, seed: int) -> None:
         self._workload = workload
         self._seed = seed
-        # By the name of the running request: its conversation, the tokens until its answer, and its turn.
+        # By the name of a running request: its conversation, the tokens before its answer, and its turn.
         self._open: dict[str, tuple[Conversation, tuple[int, ...], int]] = {}
 
     def arrivals(self) -> Iterator[tuple[float, Request]]:
-        """``(arrival time, first request)`` of each conversation, in order of arrival."""
+        """Yield ``(arrival time in seconds, first request)`` of each conversation, in the order of arrival."""
         number = 0
         for when, conversation in self._timed():
             yield when, self._request(f"r{number}", conversation, (), 0)
@@ -86,12 +92,12 @@ class PlannedTraffic:
     def _timed(self) -> Iterator[tuple[float, Conversation]]:
         given = self._workload
         if given.arrivals == "trace" and given.rate is not None:
-            # Read twice, and never stored: the prompts of a trace are gigabytes.
+            # Read twice and not stored: the prompts of a trace may have gigabytes.
             offsets = [conversation.offset or 0.0 for conversation in self._plan()]
             yield from zip(replayed(offsets, given.rate), self._plan(), strict=True)
         elif given.arrivals == "trace":
             first: float | None = None
-            for conversation in self._plan():  # in the order of their times
+            for conversation in self._plan():  # conversations are in the order of their times
                 offset = conversation.offset or 0.0
                 first = offset if first is None else first
                 yield offset - first, conversation
@@ -114,7 +120,7 @@ class PlannedTraffic:
         )  # fmt: skip
 
     def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
-        """What follows the answer to a request; None at the end."""
+        """Return the next turn after the answer to a request, or None at the end of the conversation."""
         found = self._open.pop(request.seq_id, None)
         if found is None:
             return None
@@ -124,6 +130,6 @@ class PlannedTraffic:
         return FollowUp(next_turn.think_time, following, next_turn.is_after_tool)
 
     def unsent(self, request: Request) -> int:
-        """Number of requests that are not sent because this one failed."""
+        """Return the number of later requests that are not sent because this request failed."""
         found = self._open.pop(request.seq_id, None)
         return 0 if found is None else len(found[0].turns) - 1 - found[2]

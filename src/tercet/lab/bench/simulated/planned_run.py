@@ -1,4 +1,4 @@
-"""What a planner did in a simulated run, and what it cost."""
+"""The results of a planner in a simulated run: its changes, and the cost of the engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import msgspec
 
 
 class PlannedChange(msgspec.Struct, frozen=True):
-    """What a planner did ``at`` a second of the run: the fleet from then on, how, and why."""
+    """One change by a planner, ``at`` a time of the run in seconds: the new plan, its effects and its reason.
+
+    ``flipped``, ``started`` and ``stopped`` are numbers of engines.
+    """
 
     at: float
     plan: str
@@ -17,9 +20,10 @@ class PlannedChange(msgspec.Struct, frozen=True):
 
 
 class FleetSample(msgspec.Struct, frozen=True):
-    """The fleet at a second of the run. ``rate`` are arrivals per second, ``waiting_s`` seconds of prefill in line.
+    """The state of the fleet ``at`` a time of the run, in seconds.
 
-    ``met`` of ``ended`` requests that ended in the second before met the objectives.
+    ``rate`` is arrivals per second, ``waiting_s`` the seconds of prefill that wait. ``ended`` requests ended in the
+    second before; ``met`` of them met the objectives.
     """
 
     at: float
@@ -34,9 +38,10 @@ class FleetSample(msgspec.Struct, frozen=True):
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a planner did in a run, and what the engines cost: ``engine_seconds`` from their start's order to their end.
+    """The results of a planner in a run.
 
-    ``simulations`` with ``simulated_requests`` were made for its decisions.
+    ``engine_seconds`` is the cost of the engines, from the order to start each one to its end. For its ``decisions``,
+    the planner ran ``simulations`` with ``simulated_requests`` requests in total.
     """
 
     changes: tuple[PlannedChange, ...] = ()
@@ -48,11 +53,11 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flips(self) -> int:
-        """Changes in which engines changed their roles."""
+        """Number of changes in which engines changed their roles."""
         return sum(each.flipped > 0 for each in self.changes)
 
     def flat(self, met: int) -> dict[str, float]:
-        """By name, for a report; ``met`` requests met the objectives."""
+        """Return the values by name, for a report. ``met`` is the number of requests that met the objectives."""
         hours = self.engine_seconds / 3600
         return {
             "planner_changes": len(self.changes),

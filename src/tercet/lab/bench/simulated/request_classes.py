@@ -1,4 +1,4 @@
-"""Classes of simulated requests: which class each is of, and how many meet its objectives, as a router counts them."""
+"""The classes of simulated requests: the class of each request, and the share that meets the class's objectives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objecti
 
 
 def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, float]:
-    """How often each class comes; raises :class:`~tercet.protocol.BadRequest` for an unknown one."""
+    """Return the weight of each class. Raise :class:`~tercet.protocol.BadRequest` for an unknown or missing class."""
     known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"
     found = dict[str, float]()
     for name, given in traffic.items():
         if name not in known:
-            raise BadRequest(f"{flag}: the configuration has no class {name}; choose from {', '.join(known)}", flag)
+            raise BadRequest(
+                f"{flag}: {name} is not a class of the configuration; choose from {', '.join(known)}", flag
+            )
         try:
             found[name] = float(given)
         except ValueError:
@@ -30,14 +32,14 @@ def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, 
             raise BadRequest(f"{flag}: the weight of {name} is {given!r}, and must be a positive number", flag)
     missing = [each.name for each in objectives.classes if each.name not in found]
     if missing:
-        raise BadRequest(f"{flag}: no simulated request is of class {missing[0]}; give its weight", flag)
+        raise BadRequest(f"{flag}: the weight of class {missing[0]} is missing; give it", flag)
     return found
 
 
 def classed(
     arrivals: Iterable[tuple[float, Request]], weights: Mapping[str, float], header: str, seed: int
 ) -> Iterator[tuple[float, Request]]:
-    """The arrivals, each of a class that is drawn; the same for the same seed."""
+    """Yield the arrivals, each with a class, drawn by weight, in its ``header``. Equal seeds give equal classes."""
     chance, names = random.Random(f"{seed} classes"), list(weights)
     for when, request in arrivals:
         (name,) = chance.choices(names, list(weights.values()))
@@ -46,19 +48,19 @@ def classed(
 
 
 def slo_of_class(wanted: Objectives | ObjectiveClass) -> Slo:
-    """The same objectives in milliseconds."""
+    """Return the same objectives in milliseconds."""
     ttft, tpot = (None if limit is None else limit * MS for limit in (wanted.ttft, wanted.tpot))
     return Slo(ttft=ttft, tpot=tpot)
 
 
 @dataclass(frozen=True)
 class ClassedSamples(Samples):
-    """A run whose requests are of ``classes``; None has the objectives of requests without a class."""
+    """The requests of a run with their ``classes``. None is a request without a class, with the default objectives."""
 
     classes: tuple[ObjectiveClass | None, ...] = ()
 
     def meets(self, slo: Slo) -> NDArray[np.bool_]:
-        """Which requests succeeded within every limit of their class, or of ``slo`` without one."""
+        """Return, for each request, True if it succeeded within every limit of its class (without one: of ``slo``)."""
         good = super().meets(slo)
         for each in {*self.classes}:
             if each is not None:
@@ -67,7 +69,7 @@ class ClassedSamples(Samples):
         return good
 
     def attainment(self, slo: Slo) -> dict[str, float]:
-        """By class, the share of its requests that met its objectives."""
+        """Return, by class, the share of requests that met the objectives."""
         good = self.meets(slo)
         found = {each: float(good[self._are_of(each)].mean()) for each in dict.fromkeys(self.classes)}
         return {DEFAULT_CLASS if each is None else each.name: share for each, share in found.items()}

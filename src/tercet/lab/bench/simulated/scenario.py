@@ -1,4 +1,4 @@
-"""The simulated fleet, as a line for the command line or a YAML file, and its synthetic traffic."""
+"""The description of a simulated fleet, in one line or a YAML file, and its synthetic traffic."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Equal engines; ``profile`` (a shipped name or a JSON file) and ``options`` override the run's.
+    """A group of ``count`` equal engines.
 
-    Engines with the same ``host`` share a machine: they slow one another while they compute, according to their
-    profiles. Without one, each has its own machine.
+    ``profile`` (a shipped name or a JSON file) and ``options`` override those of the run. Engines with the same
+    ``host`` share a machine: they slow each other while they compute, according to their profiles. With None, each
+    engine has its own machine.
     """
 
     role: Role
@@ -36,10 +37,10 @@ class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An event on engine ``engine`` at second ``at``, and ends ``down`` seconds later (``None``: never).
+    """A fault of engine ``engine`` at second ``at``, which ends ``down`` seconds later (None: never).
 
-    ``die``: it loses everything, and comes back empty. ``freeze``: its core stops, as after SIGSTOP. ``drain``: the
-    router empties it, and does not pick it.
+    ``die``: the engine loses everything, and restarts with an empty cache. ``freeze``: its core stops, as after
+    SIGSTOP. ``drain``: the router moves its sequences away and picks it for nothing new.
     """
 
     engine: str
@@ -49,9 +50,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet; engines are called by their role and number, ``prefill-0``, ``decode-0``, ``both-0``, ...
+    """A simulated fleet. The names of its engines are role and number: ``prefill-0``, ``decode-0``, ``both-0``, ...
 
-    Engines that cannot send KV to one another are refused unless ``without_kv_exchange`` is set.
+    Engines that cannot send KV to each other are refused unless ``without_kv_exchange`` is set.
     """
 
     engines: tuple[EngineGroup, ...]
@@ -60,9 +61,9 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def parse_fleet(given: str) -> FleetSpec:
-    """``ROLE=COUNT[@HOST][,...]``, ``2P6D[@HOST]`` or the path of a YAML file.
+    """Return the fleet of a text: ``ROLE=COUNT[@HOST][,...]``, ``2P6D[@HOST]`` or the path of a YAML file.
 
-    Raises :class:`~tercet.protocol.BadRequest`.
+    Raise :class:`~tercet.protocol.BadRequest` for an invalid one.
     """
     short = SHORT.fullmatch(given)
     if short:
@@ -85,7 +86,7 @@ def _group(part: str) -> EngineGroup:
 def _from_file(path: str) -> FleetSpec:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise BadRequest(f"fleet: {path!r} is neither ROLE=COUNT[@HOST][,...] nor such as 2P6D nor a file", "fleet")
+        raise BadRequest(f"fleet: {path!r} is not ROLE=COUNT[@HOST][,...], a fleet such as 2P6D, or a file", "fleet")
     content = load_yaml(file, f"fleet: {path}", "fleet")
     try:
         return msgspec.convert(content, FleetSpec)
@@ -99,19 +100,22 @@ def _checked(spec: FleetSpec) -> FleetSpec:
     names = set(names_of(spec))
     for fault in spec.faults:
         if fault.engine not in names:
-            raise BadRequest(f"fleet: faults: there is no engine {fault.engine!r}", "fleet")
+            raise BadRequest(
+                f"fleet: faults: engine {fault.engine!r} does not exist; names are such as decode-0",
+                "fleet",
+            )
         if fault.at < 0 or (fault.down is not None and fault.down <= 0):
-            raise BadRequest(f"fleet: faults: {fault.engine}: at and down are seconds from now on", "fleet")
+            raise BadRequest(f"fleet: faults: {fault.engine}: at must be 0 s or more, and down more than 0 s", "fleet")
     return spec
 
 
 def names_of(spec: FleetSpec) -> list[str]:
-    """The names of a fleet's engines, in order."""
+    """Return the names of a fleet's engines, in order."""
     return [f"{group.role}-{index}" for group, index in members_of(spec)]
 
 
 def members_of(spec: FleetSpec) -> list[tuple[EngineGroup, int]]:
-    """Each engine as its group and its number among those of its role."""
+    """Return, for each engine, its group and its number among the engines of its role."""
     seen: dict[str, int] = {}
     found: list[tuple[EngineGroup, int]] = []
     for group in spec.engines:
@@ -121,21 +125,21 @@ def members_of(spec: FleetSpec) -> list[tuple[EngineGroup, int]]:
     return found
 
 
-# Prompts are windows into one list of token ids, after ids that make them unique. There are 256 of these: Python has
-# one object of each, so that prompts stay in the processor's caches when they are copied and hashed.
+# A prompt is one unique token id and then a part of one list of token ids. The list has ids below 256 only: Python has
+# one object for each, so prompts stay in the processor's caches when they are copied and hashed.
 _TEXT = 65_536
 _FIRST_UNIQUE_TOKEN = 1_000_000
 LONGEST = 20.0
 
 
 class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Requests to simulate. Lengths are tokens, at least 1.
+    """A synthetic workload of ``requests`` requests. Lengths are in tokens, at least 1.
 
     ``rate`` is in requests per second. ``arrivals``: ``poisson``; ``constant``; ``gamma`` with the shape
-    ``burstiness``, as in ``tercet bench``: below 1 is bursty, 1 is Poisson. The first ``warm_up`` requests count in no
-    metric. With ``prefixes`` each request starts with one of that number of prefixes of ``prefix`` tokens (drawn
-    evenly), within its input length. ``lengths``: ``normal``; ``lognormal`` with the same means and deviations, which
-    has a long tail, up to :data:`LONGEST` times the mean.
+    ``burstiness``, as in ``tercet bench``: below 1 is bursty, 1 is Poisson. The first ``warm_up`` requests are in no
+    metric. If ``prefixes`` is not 0, each request starts with one of that number of prefixes of ``prefix`` tokens
+    (drawn uniformly), as a part of its input length. ``lengths``: ``normal``; ``lognormal`` with the same means and
+    standard deviations, which has a long tail, up to :data:`LONGEST` times the mean.
     """
 
     rate: float
@@ -152,7 +156,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     lengths: Literal["normal", "lognormal"] = "normal"
 
     def __post_init__(self) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` naming the first invalid value."""
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
         for field in ("rate", "input_mean", "output_mean", "burstiness"):
             if not getattr(self, field) > 0:
                 raise BadRequest(f"{field}: is {getattr(self, field)}, and must be positive", field)
@@ -160,13 +164,13 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             if not getattr(self, field) >= 0:
                 raise BadRequest(f"{field}: is {getattr(self, field)}, and must not be negative", field)
         if self.requests <= self.warm_up:
-            raise BadRequest(f"requests: {self.requests} leave none after {self.warm_up} of warm-up", "requests")
+            raise BadRequest(f"requests: is {self.requests}, and must exceed warm_up, {self.warm_up}", "requests")
         if bool(self.prefixes) != bool(self.prefix):
-            raise BadRequest("prefixes: give it together with prefix, their length", "prefixes")
+            raise BadRequest("prefixes: give it together with prefix, their length in tokens", "prefixes")
 
 
 def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float, Request]]:
-    """``(arrival time, request)`` in order of arrival; the same for the same seed."""
+    """Yield ``(arrival time in seconds, request)`` in the order of arrival. Equal seeds give equal requests."""
     when, chance = 0.0, random.Random(f"{seed} lengths")
     text = _text(seed) * 2
     prefixes = [_prompt(text, chance, index, workload.prefix) for index in range(workload.prefixes)]
@@ -187,7 +191,10 @@ def _text(seed: int) -> tuple[int, ...]:
 
 
 def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
-    """Seconds between arrivals, without end, 0 at an infinite rate; names are those of :class:`SyntheticWorkload`."""
+    """Return an endless iterator of gaps between arrivals, in seconds; 0 at an infinite rate.
+
+    ``arrivals`` and ``burstiness`` are those of :class:`SyntheticWorkload`.
+    """
     if math.isinf(rate):
         return itertools.repeat(0.0)
     mean = 1 / rate

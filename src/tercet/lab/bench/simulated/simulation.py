@@ -1,4 +1,4 @@
-"""A simulation described in text and numbers, and its report: the same bytes for the same seed."""
+"""A simulation that is described in text and numbers, and its report. Equal seeds give equal bytes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tercet.settings.planner_settings import NO_PLANNER
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: ``rate`` in requests per second, the figures of ``tercet bench``, and the engines' counters.
+    """The results of one run: the metrics of ``tercet bench``, and the engines' counters.
 
-    ``rate`` is None for a trace at its own times. ``fallbacks`` counts requests that one engine served after another
-    program had failed, ``retries`` every attempt after a failure, those included; the router's metrics count so.
-    ``busy`` is the share of the engines' time in which a step ran, and ``counts`` are sums over all engines.
-    ``imbalance`` is None without samples.
+    ``rate`` is in requests per second; None means a trace with its recorded times. ``fallbacks`` counts requests that
+    one engine served after their program had failed; ``retries`` counts all attempts after a failure, fallbacks
+    included, as the router's metrics do. ``busy`` is the share of the engines' time in which a step ran; ``counts`` are
+    sums over all engines. ``imbalance`` is None without samples.
     """
 
     rate: float | None
@@ -56,11 +56,11 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _met(self) -> int:
-        """Requests that met the objectives."""
+        """Number of requests that met the objectives."""
         return round((self.summary.attainment or 0.0) * (self.summary.completed + self.summary.failed))
 
     def metrics(self) -> dict[str, float | int | None]:
-        """All values under flat names: those of :meth:`Summary.flat`, and the engines' counters."""
+        """Return all values by name: those of :meth:`Summary.flat`, and the engines' counters."""
         engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
         engines |= self.counts
         engines |= {f"attainment_{name}": share for name, share in self.classes.items()}
@@ -74,7 +74,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs of one program that differ in their rate. ``arguments`` has everything that the numbers depend on."""
+    """The runs of one program at several rates. ``arguments`` has everything that the numbers depend on."""
 
     label: str
     program: str
@@ -84,9 +84,9 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[SimulatedPoint, ...]
 
     def to_json(self) -> bytes:
-        """The report as a file that ``tercet bench report`` draws, together with real runs or alone.
+        """Return the report as a file for ``tercet bench report``, which draws it alone or together with real runs.
 
-        It has no time of day, so that the same simulation gives the same bytes.
+        It contains no time of day, so the same simulation gives the same bytes.
         """
         result = BenchResult(
             source="sim",
@@ -99,7 +99,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
         text = msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1)
         timelines = {_run_name(point): point.timeline for point in self.points if point.timeline}
-        if timelines:  # a timeline has many numbers, so it is one line
+        if timelines:  # a timeline has many numbers, so it is written on one line
             text = text.removesuffix(b"\n}") + b',\n "timelines": ' + msgspec.json.encode(timelines) + b"\n}"
         return text + b"\n"
 
@@ -116,12 +116,12 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _run_name(point: SimulatedPoint) -> str:
-    """What the page calls a run."""
+    """Return the name of a run on the web page."""
     return f"{_shown(point.rate)} requests/s" if point.rate is not None else _shown(None)
 
 
 def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
-    """One run's figures."""
+    """Return the results of one run; ``slo`` (None: no limits) defines goodput."""
     samples = outcome.samples()
     summary = summarize(samples, slo)
     return SimulatedPoint(
@@ -133,10 +133,10 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
 
 
 def _made_good(outcome: Outcome) -> str:
-    """A warning about retries: otherwise readers would take the figures for the program's."""
+    """Return a warning about retries: without it, readers would think that the program served all requests."""
     requests, retries, fallbacks = len(outcome.ended), outcome.retries, outcome.fallbacks
-    said = f"warning: {retries} attempts after a failure, and of {requests} requests {fallbacks} were served by one "
-    return f"{said}engine as their program had failed; the first failure: {outcome.first_retried}"
+    said = f"warning: {retries} attempts after failures; one engine served {fallbacks} of {requests} requests, because "
+    return f"{said}their program had failed; the first failure: {outcome.first_retried}"
 
 
 FIGURE_HEADINGS = ["TTFT, ms", "P99, ms", "TPOT, ms", "P99, ms", "JCT, s", "P99, s", "busy"]
@@ -145,12 +145,12 @@ NONE = "-"
 
 
 def headings(report: SimulationReport) -> list[str]:
-    """Headings of the columns of :func:`table`."""
+    """Return the headings of the columns of :func:`table`."""
     return ["rate", "done", "failed", "retries", "fallbacks", "requests/s", *figure_headings(report.points)]
 
 
 def figure_headings(points: Sequence[SimulatedPoint]) -> list[str]:
-    """Headings of :func:`figures_of`; without moves, there are no columns for them."""
+    """Return the headings for :func:`figures_of`; columns of moves only if a point has moves."""
     return FIGURE_HEADINGS + (MOVE_HEADINGS if _any_moves(points) else [])
 
 
@@ -159,7 +159,7 @@ def _any_moves(points: Sequence[SimulatedPoint]) -> bool:
 
 
 def table(report: SimulationReport) -> list[list[str]]:
-    """A row for each point: means and 99th percentiles."""
+    """Return a row for each point: means and 99th percentiles."""
     return [[*_counts(point), *figures_of([point], report.points)] for point in report.points]
 
 
@@ -175,9 +175,10 @@ def _shown(rate: float | None) -> str:
 
 
 def figures_of(runs: Sequence[SimulatedPoint], beside: Sequence[SimulatedPoint]) -> list[str]:
-    """Means over runs that differ in their seed, under the :func:`figure_headings` of all runs that are shown.
+    """Return the means over runs that differ only in their seeds, one per heading of :func:`figure_headings`.
 
-    A percentile for which a run has too few requests is not shown.
+    ``beside`` are all runs of the table, which decide the columns. A percentile is not shown if a run has too few
+    requests for it.
     """
     cells = list[str]()
     for name, scale in (("ttft", 1e3), ("tpot", 1e3), ("e2el", 1.0)):
@@ -198,7 +199,10 @@ def figures_of(runs: Sequence[SimulatedPoint], beside: Sequence[SimulatedPoint])
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """To three significant figures, whole numbers of one run unchanged; empty unless all runs have one."""
+    """Return the mean with three significant figures; :data:`NONE` unless all runs have a value.
+
+    A whole number of a single run is unchanged.
+    """
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return NONE
@@ -206,7 +210,7 @@ def _mean(values: Sequence[float | None]) -> str:
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """All arguments of a run except its rate (that of ``workload`` is ignored)."""
+    """All arguments of a run except its rate. The rate of ``workload`` is ignored."""
 
     program: str
     program_args: dict[str, str]
@@ -222,18 +226,19 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     def point(
         self, rate: float | None, note: Callable[[str], None] = lambda _: None, record_s: float | None = None
     ) -> SimulatedPoint:
-        """Run it at a rate; ``note`` is called with the speed of the run, ``record_s`` has a timeline recorded.
+        """Run the simulation at a rate (requests per second; None: a trace's times) and return the results.
 
-        Raises :class:`~tercet.protocol.BadRequest` for invalid arguments, and the program's own error when it refuses
-        every request.
+        ``note`` gets lines of text about the run, such as its speed. With ``record_s``, a timeline is recorded, with a
+        frame every ``record_s`` virtual seconds. Raise :class:`~tercet.protocol.BadRequest` for invalid arguments, and
+        the program's ``BadRequest`` if it refuses every request.
         """
         program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
         options = options_from(EngineOptions(), self.options)
         workload = msgspec.structs.replace(self.workload, rate=rate)
-        # Loaded again for each run: its plugins remember requests.
+        # Loaded for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
-        # Imported here: the planner itself simulates.
+        # Imported here: the planner imports this module.
         from tercet.lab.planning.simulated_planning import planning_of
 
         planning = planning_of(self, rate) if self.moving.planner != NO_PLANNER else None
@@ -257,17 +262,17 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         if point.summary.attainment is not None:
             note(f"rate {_shown(rate)}: {point.summary.attainment:.2%} of the requests met the SLO")
         for name, share in point.classes.items():
-            note(f"rate {_shown(rate)}: of class {name} {share:.2%} met its objectives")
+            note(f"rate {_shown(rate)}: {share:.2%} of class {name} met its objectives")
         if outcome.retries:
             note(f"rate {_shown(rate)}: {_made_good(outcome)}")
         if outcome.first_error is not None:
             if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
                 raise outcome.first_error
-            note(f"rate {_shown(rate)}: {point.summary.failed} failed, the first one: {outcome.first_error}")
+            note(f"rate {_shown(rate)}: {point.summary.failed} requests failed; the first error: {outcome.first_error}")
         return point
 
     def _objectives(self) -> Slo | None:
-        """The same objectives as a router's, in milliseconds."""
+        """Return the router's objectives in milliseconds, or None without objectives."""
         wanted = self.moving.objectives
         return slo_of_class(wanted) if wanted.any or wanted.classes else None
 
@@ -278,7 +283,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         note: Callable[[str], None] = lambda _: None,
         record_s: float | None = None,
     ) -> SimulationReport:
-        """Run it at each rate; ``label`` names its line in figures. With ``record_s`` each has a timeline."""
+        """Run the simulation at each rate, as :meth:`point` does. ``label`` is the name of its line in figures."""
         model = load_profile(self.profile).name
         points = tuple(self.point(rate, note, record_s) for rate in rates)
         return SimulationReport(
@@ -286,7 +291,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Everything that the numbers depend on, except the rate."""
+        """Return everything that the numbers depend on, except the rate."""
         given = msgspec.to_builtins(self)
         del given["workload"]["rate"]
         return {**given, "moving": encode_settings(self.moving)}

@@ -1,6 +1,6 @@
-"""One simulation with many settings, each with one or more seeds, and the settings that no other one beats.
+"""The sweep of a simulation over settings, each with one or more seeds, and the settings that no other setting beats.
 
-Trials share their seeds, and so their arrivals and lengths: they are compared seed by seed, which cancels the common
+Trials have the same seeds, so the same arrivals and lengths. They are compared seed by seed, which cancels the common
 effect of a seed.
 """
 
@@ -37,10 +37,10 @@ SUMMED = ("completed", "failed", "interrupted", "fallbacks", "retries")
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A setting that varies, and its values.
+    """One axis of a sweep: a setting and its values.
 
-    It is ``fleet``, ``profile``, ``program``, ``request-rate``, an engine option, a setting of moves without its dashes
-    (``reschedule-threshold``), or a program's parameter.
+    The setting is ``fleet``, ``profile``, ``program``, ``request-rate``, an engine option, a setting of moves without
+    leading dashes (``reschedule-threshold``), or a parameter of a program.
     """
 
     name: str
@@ -52,9 +52,9 @@ MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A metric over seeds, in seconds; ``half`` is half of the 95% interval of its mean.
+    """The mean of a metric over seeds, in seconds; ``half`` is half the width of its 95% interval.
 
-    It is None for a single seed, and if no seed made a difference, which tells nothing about chance.
+    ``half`` is None for a single seed, and if all seeds gave the same value, which says nothing about chance.
     """
 
     mean: float
@@ -62,7 +62,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(values: Sequence[float]) -> Estimate:
-        """Student's interval; the metric is infinite if it is so for any seed."""
+        """Return the mean with Student's interval. The mean is infinite if the value of any seed is."""
         mean = statistics.fmean(values)
         if len(set(values)) < 2 or not math.isfinite(mean):
             return Estimate(mean, None)
@@ -73,20 +73,20 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def is_above_zero(self) -> bool:
-        """Whether all of the interval is."""
+        """True if the whole interval is above zero."""
         return self.mean - (self.half or 0.0) > 0
 
     @property
     def is_below_zero(self) -> bool:
-        """Whether all of the interval is."""
+        """True if the whole interval is below zero."""
         return self.mean + (self.half or 0.0) < 0
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting of all axes, run once for each seed.
+    """One combination of the axes' values, run once for each seed.
 
-    ``standing``: the ``best`` are on the frontier of means, where no other is as good in both metrics and better in
-    one; the ``beaten`` are not; ``near`` are those that chance, judged by the seeds, may have put on it or off it.
+    ``standing``: ``best`` trials are on the frontier of means, where no other trial is as good in both metrics and
+    better in one; ``beaten`` trials are not. For ``near`` trials, the variation between seeds is too large to decide.
     """
 
     settings: dict[str, str]
@@ -97,7 +97,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All trials of a sweep; ``x`` and ``y`` name the two compared metrics (smaller is better)."""
+    """All trials of a sweep. ``x`` and ``y`` are the names of the two compared metrics; smaller is better."""
 
     kind: str = "simulated sweep"
     version: str = __version__
@@ -108,9 +108,9 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     trials: tuple[Trial, ...]
 
     def to_json(self) -> bytes:
-        """The report as a file that ``tercet bench report`` draws: a line for each trial, of means over seeds.
+        """Return the report as a file for ``tercet bench report``, with one line of means over seeds for each trial.
 
-        Everything else is under ``sweep`` in its config.
+        All other results are under ``sweep`` in its config.
         """
         arguments = dict(self.arguments)
         told = {"kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials}
@@ -140,7 +140,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _over_seeds(name: str, values: Sequence[float | int | None]) -> float | int | None:
-    """Requests of all seeds, and means of all else; None unless each seed has one."""
+    """Return the sum over seeds for counts of requests, else the mean; None unless each seed has a value."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
@@ -148,9 +148,9 @@ def _over_seeds(name: str, values: Sequence[float | int | None]) -> float | int 
 
 
 def parse_axis(given: str) -> Axis:
-    """``NAME=VALUE,VALUE,...``; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the axis of a text ``NAME=VALUE,VALUE,...``. Raise :class:`~tercet.protocol.BadRequest` if invalid."""
     name, _, values = given.partition("=")
-    found = tuple(values.split(","))  # an empty one counts: reschedule=,neutral_load is with and without
+    found = tuple(values.split(","))  # an empty value counts: reschedule=,neutral_load is without and with a policy
     if not name or not values:
         raise BadRequest(f"--over: {given!r} is not NAME=VALUE[,VALUE...]", "--over")
     return Axis(name, found)
@@ -165,7 +165,11 @@ def sweep(
     seeds: int = 1,
     note: Callable[[str], None] = lambda _: None,
 ) -> SweepReport:
-    """Run every combination of the axes' values at ``rate``, which an axis may replace, with ``seeds`` seeds each."""
+    """Run every combination of the axes' values at ``rate``, which an axis may replace, with ``seeds`` seeds each.
+
+    ``x`` and ``y`` are metrics such as ``ttft.p99``; ``note`` gets lines about progress. Raise
+    :class:`~tercet.protocol.BadRequest` for an unknown metric or setting.
+    """
     for metric in (x, y):
         check_metric(metric)
     _require_known(base, axes)
@@ -178,7 +182,7 @@ def sweep(
         found.append((settings, tuple(runs)))
     standings = standings_of([([value_of(p, x) for p in runs], [value_of(p, y) for p in runs]) for _, runs in found])
     if seeds > 1 and all(alike(runs) for _, runs in found):
-        note(f"warning: all {seeds} seeds gave the same: a trace at its own times leaves nothing to chance")
+        note(f"warning: all {seeds} seeds gave the same results: a trace with its recorded times has no randomness")
     trials = tuple(
         Trial(
             settings=settings,
@@ -189,19 +193,19 @@ def sweep(
         )
         for (settings, runs), standing in zip(found, standings, strict=True)
     )
-    # JSON knows no infinity.
+    # JSON has no number for infinity.
     load = {"rate": "inf" if math.isinf(rate) else rate, "over": {axis.name: list(axis.values) for axis in axes}}
     arguments = {**base.arguments(), **load}
     return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials)
 
 
 def alike(runs: Sequence[SimulatedPoint]) -> bool:
-    """Whether runs with several seeds are equal."""
+    """True if runs with several seeds are equal."""
     return all(run == runs[0] for run in runs)
 
 
 def standings_of(trials: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Standing]:
-    """The standing of each trial among all, of its two metrics seed by seed."""
+    """Return the standing of each trial. A trial is given by the values of its two metrics, one value per seed."""
     frontier = pareto([(statistics.fmean(x), statistics.fmean(y)) for x, y in trials])
     return [
         _standing(index in frontier, any(_beats(one, trial) for one in trials)) for index, trial in enumerate(trials)
@@ -215,7 +219,7 @@ def _standing(on_frontier: bool, beaten: bool) -> Standing:
 
 
 def _beats(one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]) -> bool:
-    """Whether one is better in a metric and worse in none, by more than the variation between seeds."""
+    """True if ``one`` is better than ``other`` in a metric and not worse in any, beyond the variation between seeds."""
     if not all(map(math.isfinite, (*one[0], *one[1]))):
         return False
     if not all(map(math.isfinite, (*other[0], *other[1]))):
@@ -230,7 +234,7 @@ def _beats(one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[f
 def _settings(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
-        raise BadRequest("--over: a setting has one axis", "--over")
+        raise BadRequest("--over: two axes have the same setting; give all its values in one", "--over")
     for values in itertools.product(*(axis.values for axis in axes)):
         yield dict(zip(names, values, strict=True))
 
@@ -247,7 +251,7 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
         elif name in MOVING:
             of = {**encode_settings(changed.moving), name: value}
             if not value:
-                del of[name]  # as if it were not given
+                del of[name]  # an empty value means that the setting is not given
             given = Source(of, names={name: f"--over {name}"})
             changed = msgspec.structs.replace(changed, moving=decode_settings(MovingSettings, given))
         else:
@@ -256,13 +260,13 @@ def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simu
 
 
 def _require_known(base: Simulation, axes: Sequence[Axis]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for an axis that is not a setting."""
+    """Raise :class:`~tercet.protocol.BadRequest` for an axis whose name is not a setting."""
     programs = next((axis.values for axis in axes if axis.name == "program"), (base.program,))
     arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
     known = [*OWN, *EngineOptions.__struct_fields__, *sorted(MOVING), *sorted(arguments - {"request", "fleet"})]
     for axis in axes:
         if axis.name not in known:
-            raise BadRequest(f"--over: there is no setting {axis.name}; {near(axis.name, known)}", "--over")
+            raise BadRequest(f"--over: {axis.name} is not a setting; {near(axis.name, known)}", "--over")
 
 
 def _rate(value: str) -> float:
@@ -284,14 +288,14 @@ def check_metric(metric: str) -> None:
 
 
 def value_of(point: SimulatedPoint, metric: str) -> float:
-    """A point's metric in seconds; infinite if no request got that far or some failed."""
+    """Return a metric of a point in seconds; infinite if a request failed or no request has the metric."""
     latency, _, figure = metric.partition(".")
     found = getattr(point.summary, latency)
     return float("inf") if found is None or point.summary.failed else float(getattr(found, figure))
 
 
 def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
-    """Indices of the pairs that no other pair beats: as small in both places, and smaller in one."""
+    """Return the indices of the pairs that no other pair beats, by one smaller value and no larger one."""
     efficient: set[int] = set()
     best = float("inf")
     in_order = sorted(range(len(values)), key=lambda index: values[index])
@@ -305,13 +309,13 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def headings(report: SweepReport) -> list[str]:
-    """The headings of :func:`rows`."""
+    """Return the headings of the columns of :func:`rows`."""
     spread = [f"{metric}, ms" for metric in (report.x, report.y)] if len(report.seeds) > 1 else []
     return [*report.trials[0].settings, "failed", "fallbacks", *figure_headings(_points(report)), *spread, "best"]
 
 
 def rows(report: SweepReport) -> list[list[str]]:
-    """A row for each trial: its settings, means over seeds with intervals, and ``*`` or ``~`` if it is best or near."""
+    """Return a row for each trial: settings, means over seeds with intervals, and a mark (``*``: best, ``~``: near)."""
     points = _points(report)
     return [
         [

@@ -1,4 +1,4 @@
-"""The figure of a sweep: its trials by the two compared metrics, and the line of the best ones."""
+"""The figure of a sweep: its trials by the two compared metrics, and the frontier of the best trials."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tercet.lab.bench.simulated.sweep import Standing, SweepReport, Trial, paret
 WIDTH, HEIGHT = 6.0, 4.4
 ORDER: tuple[Standing, ...] = ("best", "near", "beaten")
 MARKER_POINTS, GAP_POINTS, LEADER_POINTS, LABEL_SIZE = 6.0, 4.5, 8.0, 7.0
-# From here on seconds are easier to read.
+# From this value on, seconds are easier to read than milliseconds.
 MANY_SECONDS = 1.0
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "JCT"}
 
 
 def plot_sweep(report: SweepReport, file: Path) -> None:
-    """Draw every trial; raises :class:`~tercet.protocol.BadRequest`."""
+    """Draw every trial to ``file``. Raise :class:`~tercet.protocol.BadRequest` if it cannot be written."""
     trials = sorted(
         (trial for trial in report.trials if math.isfinite(trial.x.mean) and math.isfinite(trial.y.mean)),
         key=lambda trial: ORDER.index(trial.standing),
@@ -74,13 +74,13 @@ def _on_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _frontier(drawn: Picture, axis: Any, best: Sequence[tuple[float, float]]) -> None:
-    """Trials above this line or right of it have a mean that is beaten."""
+    """Draw the frontier: trials above it or to the right of it have means that another trial beats."""
     axis.plot([x for x, _ in best], [y for _, y in best], drawstyle="steps-post", color=drawn.palette.series[0],
               linewidth=0.9, alpha=0.6, zorder=2)  # fmt: skip
 
 
 def _bars(trials: Sequence[Trial], units: Sequence[tuple[str, float]]) -> Iterator[Box]:
-    """The error bars, as boxes without an area, in the axes' units."""
+    """Yield the error bars as boxes without area, in the axes' units."""
     for trial in trials:
         (x, dx), (y, dy) = (
             (each.mean * scale, (each.half or 0.0) * scale)
@@ -91,7 +91,7 @@ def _bars(trials: Sequence[Trial], units: Sequence[tuple[str, float]]) -> Iterat
 
 
 def _steps(frontier: Sequence[tuple[float, float]]) -> Iterator[Box]:
-    """The frontier's line, as such boxes."""
+    """Yield the segments of the frontier as boxes without area."""
     for (x, y), (next_x, next_y) in pairwise(frontier):
         yield Box(x, y, next_x, y)
         yield Box(next_x, next_y, next_x, y)
@@ -100,7 +100,7 @@ def _steps(frontier: Sequence[tuple[float, float]]) -> Iterator[Box]:
 def _labels(
     drawn: Picture, axis: Any, texts: Sequence[str], points: Sequence[tuple[float, float]], lines: Sequence[Box]
 ) -> None:
-    """Labels with the settings next to the points; with a line to points that are farther away."""
+    """Add labels with the settings next to the points; a line joins a label to its point if it is farther away."""
     notes = [
         axis.annotate(
             text, point, xytext=(0, 0), textcoords="offset points", fontsize=LABEL_SIZE, annotation_clip=False,
@@ -111,9 +111,9 @@ def _labels(
     ]  # fmt: skip
     for note in notes:
         note.set_in_layout(False)
-    # Without the arrow, which an annotation includes in its size.
+    # Text's method gives the size without the arrow; an annotation includes the arrow.
     Text: Any = import_module("matplotlib.text").Text
-    # The positions of points on the page are only known now.
+    # Only this makes the positions of points on the page known.
     drawn.canvas.draw_without_rendering()
     pixels = drawn.canvas.dpi / 72
     at = [(float(x), float(y)) for x, y in axis.transData.transform(points)]
@@ -160,6 +160,6 @@ def _footer(report: SweepReport, undrawn: int) -> Iterator[str]:
     told += [f"n = {requests} requests" + (f" x {seeds} seeds" if seeds > 1 else "")] if requests else []
     yield " · ".join((*told, f"Tercet {report.version}"))
     if seeds > 1:
-        yield "Bars: 95% intervals of means over seeds. Settings are told apart seed by seed, which is finer."
+        yield "Bars: 95% intervals of means over seeds. Settings are compared seed by seed, which is more exact."
     if undrawn:
         yield f"{undrawn} settings are not drawn: some of their requests failed."

@@ -1,4 +1,4 @@
-"""The timeline of a simulated run, for the page: the frames of a router's stream, in virtual time."""
+"""The timeline of a simulated run for the web page: the frames of a router's stream, in virtual time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.service import Service
 
 MOST_FRAMES, FEWEST_FRAMES, MOST_ROWS = 600, 60, 300_000
-"""Frames that are kept, and rows of engines in them: a longer run, or a larger fleet, gets fewer frames."""
+"""Limits of the frames that are kept, and of the rows of engines in them; larger fleets get fewer frames."""
 OFTEN_S = 0.1
-"""Virtual seconds between frames, unless others are asked for; doubled whenever there are too many."""
+"""Default interval between frames, in virtual seconds. It is doubled whenever there are too many frames."""
 
 
 class EngineLoads:
-    """Loads of simulated engines, as they are; the router of the simulation learns nothing from it."""
+    """The present loads of simulated engines. Reading them does not inform the simulated router."""
 
     def __init__(self, engines: Mapping[str, SimEngine]) -> None:
         self._engines = engines
@@ -42,7 +42,7 @@ def _row(engine: SimEngine) -> tuple[float, float, float, float]:
 
 
 class TimelineRecorder:
-    """Records a run every ``interval_s`` virtual seconds, or less often if it is long; ``frames`` are the timeline."""
+    """The recorder of a run's ``frames``: one every ``interval_s`` virtual seconds, fewer if the run is long."""
 
     def __init__(self, service: Service[Any], engines: Mapping[str, SimEngine], model: str, interval_s: float) -> None:
         self._sequences = service.sequences
@@ -58,12 +58,12 @@ class TimelineRecorder:
             await asyncio.sleep(self._interval)
 
     def close(self) -> None:
-        """Record the end, and observe no more."""
+        """Record the last frame, and stop observing."""
         self._take()
         self._watch.close()
 
     def _take(self) -> None:
-        for sequence in self._sequences:  # engines that skip steps deliver their tokens when they are asked for them
+        for sequence in self._sequences:  # simulated engines deliver the tokens of a run of steps only on request
             if sequence.generation is not None and sequence.generation.stream is not None:
                 sequence.generation.stream.catch_up()
         self.frames.append(self._watch.frame())

@@ -1,4 +1,4 @@
-"""Roles by themselves in a simulation: the router's own code, in virtual time, and what it did."""
+"""Automatic roles in a simulation: the router's code in virtual time, and the changes that it made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tercet.settings.role_settings import Objectives
 
 
 class VirtualFlip(msgspec.Struct, frozen=True):
-    """A change of roles ``at`` a time of the run, in seconds: these engines have the role ``role`` from then on."""
+    """A change of roles, ``at`` a time of the run in seconds: ``engines`` have the role ``role`` from then on."""
 
     at: float
     engines: tuple[str, ...]
@@ -24,7 +24,7 @@ class VirtualFlip(msgspec.Struct, frozen=True):
 
 
 class VirtualRoles:
-    """Looks of a router at simulated engines, and its flips."""
+    """The automatic roles of a router for simulated engines, with the list of changes."""
 
     def __init__(self, fleet: EngineFleet, engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
         self._fleet = fleet
@@ -33,15 +33,15 @@ class VirtualRoles:
 
     @property
     def flips(self) -> list[VirtualFlip]:
-        """What was changed, oldest first."""
+        """Changes of roles, the oldest first."""
         return [VirtualFlip(each.at, each.flip.engines, each.flip.role, each.flip.reason) for each in self._roles.flips]
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check the roles at regular intervals, until cancelled."""
         await repeat(self._look, INTERVAL_S)
 
     async def _look(self) -> None:
-        """Engines that skip steps report nothing in that time; real ones would."""
+        """Report the engines' loads, as real engines do: a simulated engine reports nothing during a run of steps."""
         for name, engine in self._engines.items():
             self._fleet.report(name, engine.load())
         await self._roles.look()

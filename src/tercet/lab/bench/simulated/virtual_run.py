@@ -1,4 +1,4 @@
-"""One run: a program over a fleet under a workload, from the first arrival to the last token."""
+"""One simulated run of a program on a fleet under a workload, from the first arrival to the last token."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ MOVING = MovingSettings()
 
 @dataclass
 class Outcome:
-    """Results of one run: a row per measured request, and the engines' counters.
+    """The results of one run: columns with one entry per measured request, and the engines' counters.
 
-    Times are seconds of virtual time; a failed request's ``first`` is NaN. ``busy`` is the share of the engines' time
-    in which a step ran. ``timeline`` is empty unless it was asked for.
+    Times are in seconds of virtual time; ``first`` is NaN for a failed request. ``busy`` is the share of the engines'
+    time in which a step ran. ``timeline`` is empty unless it was requested.
     """
 
     sent: array[float] = field(default_factory=lambda: array("d"))
@@ -78,7 +78,7 @@ class Outcome:
     classes: list[ObjectiveClass | None] = field(default_factory=list[ObjectiveClass | None])
 
     def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
-        """Record a request; ``first`` is NaN if it failed."""
+        """Record a request with its times in seconds; ``first`` is NaN if it failed."""
         self.sent.append(sent)
         self.first.append(first)
         self.ended.append(ended)
@@ -88,7 +88,7 @@ class Outcome:
             self.classes.append(self.objectives.class_of(request.headers))
 
     def count_attempts(self, trace: Trace) -> None:
-        """Count the attempts after failures in the trace of a request."""
+        """Count the attempts after failures in a request's trace."""
         for event in trace.events:
             if event.verb in (RETRY, FALLBACK):
                 self.retries += 1
@@ -96,7 +96,7 @@ class Outcome:
                 self.first_retried = self.first_retried or event.reason
 
     def samples(self) -> ClassedSamples:
-        """The rows as the benchmark's columns; gaps between tokens are not stored."""
+        """Return the requests in the benchmark's form, without gaps between tokens, which are not stored."""
         sent, first, ended = np.array(self.sent), np.array(self.first), np.array(self.ended)
         ok = ~np.isnan(first)
         return ClassedSamples(
@@ -115,19 +115,19 @@ class Outcome:
 
 
 class FollowUps(Protocol):
-    """Requests after the answers: later turns of conversations."""
+    """The source of the requests that follow an answer: later turns of conversations."""
 
     def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
-        """What follows the answer to a request; None if nothing does."""
+        """Return the next turn after the answer to a request, or None at the end."""
         ...
 
     def unsent(self, request: Request) -> int:
-        """Number of requests that are not sent because this one failed."""
+        """Return the number of later requests that are not sent because this request failed."""
         ...
 
 
 Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
-"""What runs together with a run until it ends, and may change the fleet."""
+"""A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet."""
 
 
 @dataclass
@@ -151,10 +151,11 @@ def run_once(
     record_s: float | None = None,
     companion: Companion | None = None,
 ) -> Outcome:
-    """Simulate one run; the outcome depends on the arguments alone.
+    """Simulate one run. The outcome depends only on the arguments.
 
-    ``scheduling`` has the profiles for the program's picks, newly made; by default the built-in ones. ``moving`` are
-    the settings and policies of moves. With ``record_s`` a timeline is recorded, with a frame after so many seconds.
+    ``scheduling`` has the profiles for the program's picks, loaded for this run (None: the built-in ones). ``moving``
+    has the settings and policies of moves. With ``record_s``, a timeline is recorded, with a frame every ``record_s``
+    virtual seconds. ``companion`` is that of :func:`run_requests`.
     """
     if isinstance(workload, SyntheticWorkload):
         arrivals, follow_ups = requests_of(workload, seed), None
@@ -191,9 +192,10 @@ def run_requests(
     record_s: float | None = None,
     companion: Companion | None = None,
 ) -> Outcome:
-    """Simulate requests at given times, in order; the first ``warm_up``, and their follow-ups, are not measured.
+    """Simulate requests at given times (seconds), in order.
 
-    ``companion`` is called with the fleet, and returns what runs together with the run.
+    The first ``warm_up`` requests and their follow-ups are not measured. ``companion`` is called with the service and
+    the engines; its coroutine runs until the end of the run.
     """
     with _young_garbage_only():
         return run_virtual(
@@ -216,7 +218,7 @@ def run_requests(
 
 @contextmanager
 def _young_garbage_only() -> Generator[None]:
-    """Collect garbage rarely: runs make hardly any cycles, and walking their data is useless."""
+    """Make the garbage collector run rarely: a run creates few reference cycles, and walking its data is useless."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 1000)
     try:
@@ -280,7 +282,7 @@ def _build(
         members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
     if not spec.without_kv_exchange:
         _require_exchange(list(engines.values()))
-    # Simulated engines report every change, so the last report is valid, however old.
+    # Simulated engines report every change, so the last report is valid at any age.
     fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
 
     fleet.costs.watch_once_asked()
@@ -293,8 +295,8 @@ def _build(
         for name, engine in engines.items():
             engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
 
-    fleet.knowledge.hear_from(listen, listen_for_blocks)  # programs that never ask need not pay for it
-    # A fleet has one router: that of the default profile of its engines.
+    fleet.knowledge.hear_from(listen, listen_for_blocks)  # only programs that ask for reports cause their cost
+    # A fleet has one router, with the time of the engines' default profile.
     router = profiles[profile].router if profile in profiles else 0.0
     service = Service(
         fleet, name_of(program), {}, MoveCounts(), retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
@@ -305,7 +307,7 @@ def _build(
 
 
 def _require_exchange(engines: Sequence[SimEngine]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless all engines can exchange KV: each send would fail."""
+    """Raise :class:`~tercet.protocol.BadRequest` unless all engines can exchange KV: sends would fail."""
     for first, other in itertools.combinations({engine.profile.name: engine for engine in engines}.values(), 2):
         try:
             first.require_exchange(other)
@@ -349,7 +351,7 @@ async def _serve_all(
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
     samples = ImbalanceSamples(list(built.engines.values()))
     all_sent: asyncio.Future[None] = loop.create_future()
-    # Not a TaskSet: it would log an error in a program, while an unhandled exception must end the simulation.
+    # Not a TaskSet: it would log an error of a program, but an unhandled exception must end the simulation.
     running: set[asyncio.Task[None]] = set()
 
     def await_next() -> None:
@@ -359,7 +361,7 @@ async def _serve_all(
             all_sent.set_result(None)
         else:
             number, (when, request) = following
-            # After other callbacks of that moment: engines are sampled before the arrivals of the moment.
+            # After the other callbacks of that moment: engines are sampled before the arrivals of the same moment.
             loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
 
     def arrive(request: Request, measured: bool) -> None:
@@ -382,7 +384,7 @@ async def _converse(
     follow_ups: FollowUps | None,
     on_end: Callable[[asyncio.Task[Any] | None], object],
 ) -> None:
-    """Run a request and its follow-ups, one after the other; ``on_end`` is called with the task that did it."""
+    """Run a request and its follow-ups, one after the other. Call ``on_end`` with the current task at the end."""
     try:
         while True:
             sequence = await _serve(built, request, outcome, measured)
@@ -399,7 +401,7 @@ async def _converse(
                 built.service.sessions.answered(request, calls_tool=following is not None and following.is_after_tool)
             if following is None:
                 return
-            if outcome.objectives.classes:  # those of one conversation are of one class
+            if outcome.objectives.classes:  # all requests of a conversation have the same class
                 headers = {**following.request.headers, **request.headers}
                 following = following._replace(request=msgspec.structs.replace(following.request, headers=headers))
             request = following.request
@@ -409,9 +411,9 @@ async def _converse(
 
 
 async def _serve(built: _Fleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
-    """Serve one sequence to its end, as the router does; None after a failure.
+    """Serve one request to its end, as the router does. Return its sequence, or None after a failure.
 
-    The program's own errors are raised: a simulation must show them.
+    Raise the errors of the program itself: a simulation must show them.
     """
     loop, trace, begun = asyncio.get_running_loop(), Trace(), list[RunningSequence]()
     sent, error = loop.time(), None
@@ -434,11 +436,11 @@ async def _serve(built: _Fleet, request: Request, outcome: Outcome, measured: bo
 
 
 def _drop(_: Output) -> None:
-    """The sequence has recorded it."""
+    """Ignore an output: the sequence has already recorded it."""
 
 
 def _cause_of(error: TercetError) -> TercetError:
-    """The error of a failed request; raises what a program itself raised."""
+    """Return the error of a failed request. Raise the exception that the program itself raised, if there is one."""
     cause = error.__cause__
     if not isinstance(error, ProgramFailed) or cause is None or isinstance(cause, ProgramFault):
         return error

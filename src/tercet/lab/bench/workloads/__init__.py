@@ -1,4 +1,4 @@
-"""Workloads: they plan conversations as token ids; the only I/O is reading the files that users name."""
+"""Workloads, which plan conversations as token ids. Their only I/O is reading the files that users name."""
 
 from tercet.lab.bench.workloads.conversations import Conversation, ConversationTurn, Vocabulary, Workload
 from tercet.lab.bench.workloads.phases import Phase, parse_phase, parse_phases, plan

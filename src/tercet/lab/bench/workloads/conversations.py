@@ -1,4 +1,4 @@
-"""Output of every workload: conversations of token ids and their lengths; and the sources of randomness and words."""
+"""The output of workloads (conversations of token ids, with lengths), and the sources of randomness and words."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and back, in the served model's tokens."""
+    """A mapping between text and the token ids of the served model."""
 
     @property
     def size(self) -> int:
-        """Ids are below this."""
+        """Number of ids: every id is smaller."""
         ...
 
     @property
     def special(self) -> frozenset[int]:
-        """Ids that are not text: ends of sequences, roles, padding."""
+        """Ids that are not text: end of sequence, roles, padding."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, with nothing added before or after it."""
+        """Return the ids of ``text``, without special tokens before or after it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``."""
+        """Return the text of ``ids``."""
         ...
 
 
 def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ...]:
-    """``count`` ids, uniform over all text ids."""
+    """Return ``count`` ids, drawn uniformly from all text ids."""
     size, special = vocabulary.size, vocabulary.special
     found: list[int] = []
     while len(found) < count:
@@ -48,9 +48,9 @@ def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ..
 
 
 def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> int:
-    """A normal deviate rounded to a whole number of tokens, drawn again until it is at least ``least``.
+    """Return a normal deviate, rounded to a whole number of tokens, that is at least ``least``.
 
-    If the mean is too far below ``least``, returns ``least``.
+    Smaller ones are drawn again. If all draws are too small, return ``least``.
     """
     if deviation <= 0:
         return max(least, round(mean))
@@ -65,9 +65,9 @@ def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> i
 class ConversationTurn:
     """One request of a conversation.
 
-    ``tokens`` are the new part of its prompt: the prompt is the whole conversation before, answers included, and these.
-    ``think_time`` passes between the end of the turn before and this one (seconds). ``text`` is the original of
-    ``tokens`` if the workload was text. ``is_after_tool``: a tool ran in that time.
+    Its prompt is the whole conversation before, with answers, followed by ``tokens``. ``think_time`` is the time from
+    the end of the turn before to this turn, in seconds; ``is_after_tool`` is True if a tool ran in that time. ``text``
+    is the source of ``tokens`` if the workload has texts.
     """
 
     tokens: tuple[int, ...]
@@ -79,10 +79,10 @@ class ConversationTurn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests that follow one another; most have a single turn.
+    """A sequence of requests in one dialogue; most conversations have a single turn.
 
-    ``offset`` is its time in a trace (seconds); ``group`` names the conversations with its prefix; ``phase`` is its
-    part of the workload.
+    ``offset`` is its time in a trace, in seconds (None: no trace). ``group`` is equal for conversations that share a
+    prefix; ``phase`` is the index of the workload's phase.
     """
 
     turns: tuple[ConversationTurn, ...]
@@ -92,7 +92,7 @@ class Conversation:
 
     @property
     def requests(self) -> int:
-        """How many requests it makes."""
+        """Number of requests."""
         return len(self.turns)
 
 
@@ -100,9 +100,9 @@ class Conversation:
 class Draw:
     """The sources of a workload's randomness.
 
-    ``shape`` decides lengths, choices and pauses; ``content`` decides the words. Two runs that share only the first
-    request the same work, and match nothing of each other in a prefix cache. ``content_seed`` is for content that must
-    be the same everywhere, such as a trace's hashed blocks.
+    ``shape`` decides lengths, choices and pauses; ``content`` decides the words. Two runs that share only ``shape``
+    request the same amount of work, and do not match each other's prefixes in a cache. ``content_seed`` is for content
+    that must be the same everywhere, such as a trace's hashed blocks.
     """
 
     vocabulary: Vocabulary
@@ -112,15 +112,15 @@ class Draw:
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """One kind of request. ``weight`` is its share of a mix, relative to the others."""
+    """One kind of requests. ``weight`` is its share of a mix, relative to the other kinds."""
 
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
-        """Conversations without end, or in the order of a recorded trace until it ends."""
+        """Yield conversations without end, or those of a recorded trace in order."""
         raise NotImplementedError
 
     @property
     def finite(self) -> bool:
-        """Whether it ends by itself: a recorded trace."""
+        """True for a recorded trace, which ends."""
         return False

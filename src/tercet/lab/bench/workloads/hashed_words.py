@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class HashedWords:
-    """A vocabulary without a model: each word has the id that its CRC-32 gives it.
+    """A vocabulary without a model: the id of each word is its CRC-32, modulo the size.
 
-    Text that is alike has ids that are alike, so prefixes match as they do with a real tokenizer; lengths in tokens are
-    exact by construction of the workloads, and only the words per token are not those of a model.
+    Equal texts have equal ids, so prefixes match as with a real tokenizer. Workloads have exact lengths in tokens; only
+    the number of words per token differs from that of a model.
     """
 
     def __init__(self, size: int = 32_000) -> None:

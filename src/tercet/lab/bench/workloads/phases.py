@@ -1,4 +1,4 @@
-"""Workloads in their text form, one text per phase, kinds mixed with ``+``; and the plan that is drawn from them."""
+"""The text form of workloads (one text per phase, kinds joined with ``+``), and plans that are drawn from them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ KINDS: dict[str, type[AnyWorkload]] = {
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run: requests of ``mix``, each kind with its weight."""
+    """One part of a run: requests of the kinds in ``mix``, each with its weight."""
 
     mix: tuple[Workload, ...]
 
 
 def parse_phases(texts: Sequence[str]) -> tuple[Phase, ...]:
-    """One phase per text, in order; each has an equal share of the requests."""
+    """Return one phase per text, in order. Raise :class:`~tercet.protocol.BadRequest` without texts."""
     if not texts:
-        raise BadRequest("workload: there is none", "workload")
+        raise BadRequest("workload: is empty; give at least one kind", "workload")
     return tuple(parse_phase(text) for text in texts)
 
 
 def parse_phase(text: str) -> Phase:
-    """``sonnet,input_len=3000+random,input_len=200,weight=2``: two kinds, the second twice as often.
+    """Return the phase of a text: kinds with keys, joined with ``+``.
 
-    Raises :class:`~tercet.protocol.BadRequest` naming the key.
+    ``sonnet,input_len=3000+random,input_len=200,weight=2`` has two kinds, the second twice as often. Raise
+    :class:`~tercet.protocol.BadRequest` that names the key.
     """
-    # A + begins another kind only before a kind's name, so that paths may contain it.
+    # A + begins another kind only before the name of a kind, so that paths may contain it.
     pieces = re.split(rf"\+(?=(?:{'|'.join(KINDS)})(?:,|\+|$))", text)
     return Phase(tuple(_workload(piece.strip()) for piece in pieces))
 
@@ -56,7 +57,7 @@ def parse_phase(text: str) -> Phase:
 def _workload(text: str) -> AnyWorkload:
     kind, *pairs = text.split(",")
     if kind not in KINDS:
-        raise BadRequest(f"workload: no kind {kind!r}; {_near(kind, list(KINDS), 'the kinds are')}", "workload")
+        raise BadRequest(f"workload: {kind!r} is not a kind; {_near(kind, list(KINDS), 'the kinds are')}", "workload")
     fields: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -72,7 +73,7 @@ def _convert(kind: str, fields: dict[str, str]) -> AnyWorkload:
     known = [field.name for field in msgspec.structs.fields(model)]
     for name in fields:
         if name not in known:
-            raise BadRequest(f"workload: {kind}: no key {name}; {_near(name, known, 'its keys are')}", name)
+            raise BadRequest(f"workload: {kind}: {name} is not a key; {_near(name, known, 'its keys are')}", name)
     try:
         return msgspec.convert(fields, model, strict=False)
     except msgspec.ValidationError as error:
@@ -93,12 +94,13 @@ def plan(
     content: int | str | None = None,
     warmups: int = 0,
 ) -> Iterator[Conversation]:
-    """``count`` requests, in the order in which they begin; all of a trace when ``count`` is None.
+    """Yield conversations with ``count`` requests in total, in the order in which they begin (None: a whole trace).
 
-    ``seed`` decides lengths, order and pauses; ``content`` (``seed`` if None) decides the words. Phases have equal
-    shares of the requests, the first ones one more where they do not divide. The last conversation of a phase is cut
-    where the phase ends. ``warmups`` more requests come first, of the first phase; those of a whole trace are its own
-    first ones. Raises :class:`~tercet.protocol.BadRequest` when a trace has fewer requests than ``count``.
+    ``seed`` decides lengths, order and pauses; ``content`` (None: ``seed``) decides the words. Phases have equal shares
+    of the requests; if these do not divide evenly, the first phases have one more. The last conversation of a phase is
+    cut where the phase ends. ``warmups`` more requests come first, from the first phase; a whole trace has no more
+    requests, and its first ones are the warm-up. Raise :class:`~tercet.protocol.BadRequest` if a trace has fewer
+    requests than ``count``.
     """
     words = seed if content is None else content
     for index, phase in enumerate(phases):
@@ -113,7 +115,7 @@ def plan(
 
 def _all_of(phase: Phase, draw: Draw) -> Iterator[Conversation]:
     if len(phase.mix) != 1 or not phase.mix[0].finite:
-        raise BadRequest("num-prompts: must be given, since this workload has no end", "num-prompts")
+        raise BadRequest("num-prompts: is missing; give it, since this workload has no end", "num-prompts")
     return phase.mix[0].conversations(draw)
 
 
@@ -134,12 +136,12 @@ def _mixed(
 
 
 def _take(conversations: Iterator[Conversation], requests: int) -> Iterator[Conversation]:
-    """Conversations of ``requests`` requests in total."""
+    """Yield conversations with ``requests`` requests in total."""
     left = requests
     while left:
         following = next(conversations, None)
         if following is None:
-            raise BadRequest(f"num-prompts: the trace has {requests - left} requests, not {requests}", "num-prompts")
+            raise BadRequest(f"num-prompts: is {requests}, and the trace has {requests - left} requests", "num-prompts")
         turns = following.turns[:left]
         left -= len(turns)
         yield replace(following, turns=turns)

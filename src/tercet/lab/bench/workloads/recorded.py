@@ -1,4 +1,4 @@
-"""Recorded traffic: Mooncake's JSON lines, Azure's and BurstGPT's CSV (times and lengths), ShareGPT's conversations."""
+"""Recorded traffic: Mooncake (JSON lines), Azure and BurstGPT (CSV of times and lengths), ShareGPT (conversations)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 HASHED_TEXT = 65_536
-"""Tokens of the text that hashed blocks are cut from."""
+"""Number of tokens in the text from which hashed blocks are cut."""
 SCATTER = 0x9E3779B97F4A7C15
 PEOPLE = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
@@ -41,9 +41,9 @@ Exchange = tuple[str, str]
 
 
 def read_text(path: str, kind: str) -> str:
-    """The text of a workload's file; raises :class:`~tercet.protocol.BadRequest` naming the workload and the file."""
+    """Return the text of a workload's file. Raise :class:`~tercet.protocol.BadRequest`, which names both."""
     if not path:
-        raise BadRequest(f"workload: {kind}: path is missing, as in {kind},path=FILE", "path")
+        raise BadRequest(f"workload: {kind}: path is missing; write {kind},path=FILE", "path")
     try:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -53,20 +53,21 @@ def read_text(path: str, kind: str) -> str:
 
 
 def json_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a file of JSON lines, numbered from 1.
+    """Return the lines of a file of JSON lines, numbered from 1.
 
-    Only a line feed ends one: ``str.splitlines`` also cuts at characters that JSON has in its texts, such as U+2028.
+    Only a line feed ends a line: ``str.splitlines`` also splits at characters that JSON strings may contain, such as
+    U+2028.
     """
     return enumerate(text.split("\n"), start=1)
 
 
 def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
-    """The error for one line of a file."""
+    """Return the error for an invalid line of a file."""
     return BadRequest(f"workload: {kind}: {path}, line {line}: {why}", "path")
 
 
 class RecordedTrace(Workload, frozen=True):
-    """Requests of a file, as recorded; ``max_input_len`` and ``max_output_len`` cut longer ones."""
+    """The requests of a file, as recorded. ``max_input_len`` and ``max_output_len`` (tokens) cut longer ones."""
 
     path: str = ""
     max_input_len: Tokens | None = None
@@ -78,10 +79,9 @@ class RecordedTrace(Workload, frozen=True):
 
 
 class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
-    """Mooncake's trace: per line ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+    """A trace of Mooncake. Each line has ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
 
-    Each id stands for ``block`` tokens of the prompt, and equal ids for equal tokens, so that prefixes are shared as
-    recorded.
+    Each id represents ``block`` tokens of the prompt. Equal ids are equal tokens, so prefixes are shared as recorded.
     """
 
     block: Tokens = 512
@@ -100,10 +100,10 @@ class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
 
 
 class TraceOfLengths(RecordedTrace, frozen=True):
-    """Times and lengths only; prompts are lines of the sonnets."""
+    """A trace that has times and lengths only. Its prompts are lines of the sonnets."""
 
     def rows(self) -> list[tuple[float, int, int]]:
-        """Time (seconds), prompt and answer lengths of each request."""
+        """Return time (seconds), prompt length and answer length (tokens) of each request."""
         raise NotImplementedError
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
@@ -114,21 +114,21 @@ class TraceOfLengths(RecordedTrace, frozen=True):
 
 
 class Azure(TraceOfLengths, frozen=True, tag="azure"):
-    """Azure's LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
+    """A trace of Azure's LLM inference, with the columns ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
 
     def rows(self) -> list[tuple[float, int, int]]:
         return read_lengths(self.path, "azure", AZURE_COLUMNS, timestamp)
 
 
 class BurstGPT(TraceOfLengths, frozen=True, tag="burstgpt"):
-    """BurstGPT's traces: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``, and ignored columns."""
+    """A trace of BurstGPT: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``; others are ignored."""
 
     def rows(self) -> list[tuple[float, int, int]]:
         return read_lengths(self.path, "burstgpt", BURSTGPT_COLUMNS, float)
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
-    """One line of a Mooncake trace; other fields are ignored."""
+    """One line of a Mooncake trace. Other fields are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -137,7 +137,7 @@ class MooncakeRow(msgspec.Struct, frozen=True):
 
 
 def read_mooncake(path: str) -> list[MooncakeRow]:
-    """The rows of a trace in its file's order; raises :class:`~tercet.protocol.BadRequest` naming the line."""
+    """Return the rows of a trace in the file's order. Raise ``BadRequest``, which names the line."""
     decoder = msgspec.json.Decoder(MooncakeRow)
     found: list[MooncakeRow] = []
     for number, line in json_lines(read_text(path, "mooncake")):
@@ -159,14 +159,15 @@ def _rows(rows: csv.DictReader[str], kind: str, path: str) -> Iterator[dict[str,
 def read_lengths(
     path: str, kind: str, columns: Sequence[str], seconds: Callable[[str], float]
 ) -> list[tuple[float, int, int]]:
-    """Time (``seconds`` of its text), prompt and answer lengths of each row of a CSV file, by its ``columns``.
+    """Return time (seconds), prompt length and answer length (tokens) of each row of a CSV file.
 
-    Raises :class:`~tercet.protocol.BadRequest`.
+    ``columns`` name the three columns; ``seconds`` converts the text of a time. Rows with a length of 0 are left out.
+    Raise :class:`~tercet.protocol.BadRequest`, which names the line.
     """
     rows = csv.DictReader(StringIO(read_text(path, kind), newline=""))
     missing = [name for name in columns if name not in (rows.fieldnames or ())]
     if missing:
-        raise broken(kind, path, 1, f"no column {', '.join(missing)}")
+        raise broken(kind, path, 1, f"the header lacks {', '.join(missing)}")
     found: list[tuple[float, int, int]] = []
     for row in _rows(rows, kind, path):
         try:
@@ -177,21 +178,21 @@ def read_lengths(
             found.append((at, *lengths))
         except (TypeError, ValueError) as error:
             raise broken(kind, path, rows.line_num, str(error)) from error
-    # A few rows of the published traces generated nothing: there is nothing to measure in them.
+    # A few rows of the published traces have no output: they cannot be measured.
     return _some([row for row in found if row[1] and row[2]], kind, path)
 
 
 def timestamp(text: str) -> float:
-    """Seconds since 1970; UTC if the text names no zone. Fractions beyond microseconds are dropped."""
+    """Return the seconds since 1970 of an ISO time, in UTC if it has no zone. Digits after microseconds are dropped."""
     when = datetime.fromisoformat(text.strip())
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
 class HashedText:
-    """The tokens that hashed blocks stand for: equal tokens for equal ids, other tokens for other ids.
+    """The tokens that hashed blocks represent: equal tokens for equal ids, different tokens for different ids.
 
-    A block begins with its id in digits of the vocabulary, as many as ``last``, the largest id, needs, and continues
-    with a part of one random text. ``seed`` makes the text.
+    A block begins with its id, written with text tokens as digits, in the number of digits that ``last``, the largest
+    id, needs. It continues with a part of one random text, which ``seed`` determines.
     """
 
     def __init__(self, vocabulary: Vocabulary, seed: str, block: int, last: int) -> None:
@@ -203,10 +204,12 @@ class HashedText:
         self._text = random_ids(vocabulary, HASHED_TEXT, Random(seed))
         self._text *= 1 + -(-block // HASHED_TEXT)
         if self._places > block:
-            raise BadRequest(f"block: {block} tokens cannot tell {last + 1} blocks apart", "block")
+            raise BadRequest(
+                f"block: {block} tokens cannot distinguish {last + 1} blocks; give a larger block", "block"
+            )
 
     def of(self, hash_ids: Sequence[int], length: int) -> tuple[int, ...]:
-        """The blocks of these ids, cut to ``length`` tokens."""
+        """Return the tokens of the blocks of these ids, cut to ``length`` tokens."""
         found: list[int] = []
         for block_id in hash_ids[: -(-length // self._block)]:
             rest, base = block_id, len(self._digits)
@@ -219,7 +222,7 @@ class HashedText:
 
 
 def at_most(value: int, limit: int | None) -> int:
-    """``value``, cut to ``limit`` if there is one."""
+    """Return ``value``, but at most ``limit`` (None: no limit)."""
     return value if limit is None else min(value, limit)
 
 
@@ -230,13 +233,13 @@ def _some(found: list[T], kind: str, path: str) -> list[T]:
 
 
 class ShareGPT(Workload, frozen=True, tag="sharegpt"):
-    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``; JSON lines are accepted, too.
+    """Recorded conversations: ``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``.
 
-    Requests are the texts of people; answers are as long as the recorded ones, or ``output_len`` tokens. ``turns``
-    limits how many of a conversation's turns are sent, and ``think_time`` (seconds) passes between them. Left out, as
-    in ``vllm bench serve``: conversations whose first question or answer has fewer than ``min_len`` tokens, or whose
-    first question is longer than ``max_input_len``, or than ``max_total_len`` together with its answer; a conversation
-    ends before the turn that takes its total past ``max_total_len``.
+    JSON lines are accepted too. Requests are the texts of people; answers are as long as the recorded ones, or
+    ``output_len`` tokens. At most ``turns`` turns of a conversation are sent, ``think_time`` seconds apart. As in
+    ``vllm bench serve``, a conversation is left out if its first question or answer has fewer than ``min_len`` tokens,
+    if its first question is longer than ``max_input_len``, or if both together are longer than ``max_total_len``. A
+    conversation ends before the turn that makes its total exceed ``max_total_len``.
     """
 
     path: str = ""
@@ -257,7 +260,9 @@ class ShareGPT(Workload, frozen=True, tag="sharegpt"):
                     yield Conversation(turns, group=f"session-{number}" if len(turns) > 1 else None)
                     number += 1
             if number == began_with:
-                raise BadRequest(f"workload: sharegpt: no conversation of {self.path} is within the limits", "path")
+                raise BadRequest(
+                    f"workload: sharegpt: no conversation of {self.path} fits the limits; change them", "path"
+                )
 
     def _turns(self, exchanges: list[Exchange], vocabulary: Vocabulary) -> tuple[ConversationTurn, ...]:
         found: list[ConversationTurn] = []
@@ -279,12 +284,15 @@ class ShareGPT(Workload, frozen=True, tag="sharegpt"):
 
 
 def read_sharegpt(path: str) -> list[list[Exchange]]:
-    """Question and answer of each turn, per conversation; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return question and answer of each turn, per conversation.
+
+    Raise :class:`~tercet.protocol.BadRequest` for an invalid file or one without conversations.
+    """
     text = read_text(path, "sharegpt")
     entries = _entries(text, path)
     found = [exchanges for entry in entries if (exchanges := _exchanges(entry))]
     if not found:
-        raise BadRequest(f"workload: sharegpt: {path} has no conversation of a person with a model", "path")
+        raise BadRequest(f"workload: sharegpt: {path} has no conversation between a person and a model", "path")
     return found
 
 
@@ -305,7 +313,7 @@ def _entries(text: str, path: str) -> list[Any]:
 
 
 def _exchanges(entry: Any) -> list[Exchange]:
-    """The pairs of a person's message and the model's answer right after it; files contain much else."""
+    """Return the pairs of a person's message and the model's answer directly after it. Skip other messages."""
     fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     messages = fields.get("conversations") or fields.get("conversation") or fields.get("messages")
     if not isinstance(messages, list):

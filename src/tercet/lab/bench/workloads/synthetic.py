@@ -1,4 +1,4 @@
-"""Synthetic prompts: lines of the sonnets, random tokens, sets of shared prefixes, and sessions of several turns."""
+"""Synthetic workloads: lines of the sonnets, random tokens, shared prefixes, and sessions of several turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INSTRUCTION = "Recite lines of the verses below in any order, {output_len} token
 
 
 class MadeUp(Workload, frozen=True):
-    """Lengths in tokens are normal with mean and deviation, and never below 1."""
+    """A workload with drawn lengths in tokens: normal, with a mean and a standard deviation, and at least 1."""
 
     input_len: Tokens = 512
     input_len_std: Spread = 0.0
@@ -36,15 +36,15 @@ class MadeUp(Workload, frozen=True):
     output_len_std: Spread = 0.0
 
     def lengths(self, draw: Draw) -> tuple[int, int]:
-        """Tokens of one prompt (or what a request adds to it), and of its answer."""
+        """Return the number of tokens that one request adds to its prompt, and the number of tokens of its answer."""
         prompt = draw_length(self.input_len, self.input_len_std, draw.shape)
         return prompt, draw_length(self.output_len, self.output_len_std, draw.shape)
 
 
 class Sonnet(MadeUp, frozen=True, tag="sonnet"):
-    """LLMPerf's construction.
+    """Prompts of sonnet lines, constructed as in LLMPerf.
 
-    A prompt is an instruction that names the length of the answer, followed by lines in random order, cut to the exact
+    A prompt is an instruction with the length of the answer, followed by lines in random order, cut to the exact
     length. A prompt that is too short for the instruction has lines only.
     """
 
@@ -58,7 +58,7 @@ class Sonnet(MadeUp, frozen=True, tag="sonnet"):
 
 
 class Lines:
-    """The sonnets' lines in a vocabulary's tokens."""
+    """The lines of the sonnets as token ids of a vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._lines = [tuple(vocabulary.encode(line + "\n")) for line in sonnet_lines()]
@@ -66,11 +66,11 @@ class Lines:
     @staticmethod
     @lru_cache(maxsize=4)
     def of(vocabulary: Vocabulary) -> Lines:
-        """The lines in ``vocabulary``; encoded once."""
+        """Return the lines for ``vocabulary``. They are encoded once."""
         return Lines(vocabulary)
 
     def draw(self, count: int, rng: Random) -> tuple[int, ...]:
-        """Exactly ``count`` tokens of lines in random order; no line repeats before all of them were used."""
+        """Return exactly ``count`` tokens of lines in random order. No line repeats before all lines were used."""
         found: list[int] = []
         while len(found) < count:
             for line in rng.sample(self._lines, len(self._lines)):
@@ -82,13 +82,13 @@ class Lines:
 
 @lru_cache(maxsize=1)
 def sonnet_lines() -> tuple[str, ...]:
-    """The lines of the sonnets that this package ships; they are in the public domain."""
+    """Return the lines of the sonnets that this package ships. They are in the public domain."""
     text = resources.files("tercet.lab.bench").joinpath("data/sonnets.txt").read_text(encoding="utf-8")
     return tuple(line for line in text.splitlines() if line)
 
 
 class RandomTokens(MadeUp, frozen=True, tag="random"):
-    """Token ids drawn uniformly from the vocabulary: no prefix cache ever matches them."""
+    """Prompts of token ids that are drawn uniformly from the vocabulary. No prefix cache matches them."""
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         while True:
@@ -97,7 +97,7 @@ class RandomTokens(MadeUp, frozen=True, tag="random"):
 
 
 class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
-    """``prefixes`` prefixes of ``prefix_len`` tokens; each request has one of them, and ``input_len`` unique tokens."""
+    """Prompts of one of ``prefixes`` shared prefixes of ``prefix_len`` tokens, then ``input_len`` other tokens."""
 
     prefixes: Count = 8
     prefix_len: Tokens = 1024
@@ -114,11 +114,11 @@ class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
 
 
 class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
-    """Conversations of ``turns`` requests that continue the earlier ones, with the target's answers.
+    """Conversations of ``turns`` requests. Each request continues the earlier ones, with the target's answers.
 
-    The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens. A
-    user thinks for ``think_time`` seconds in the mean (exponential) between an answer and the next turn; a share
-    ``tool_share`` of the turns comes after a tool instead, which takes ``tool_time`` seconds in the mean.
+    The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens.
+    Between an answer and the next turn, a user thinks for ``think_time`` seconds on average (exponential). For the
+    share ``tool_share`` of the turns, a tool runs instead, for ``tool_time`` seconds on average.
     """
 
     turns: Count = 4
