@@ -1,4 +1,4 @@
-"""The fleet: its engines, their roles and loads, and what is cached where."""
+"""The fleet: its engines, their roles, their loads and their prefix caches."""
 
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.knowledge import EngineObserver, FleetKnowledge

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a fleet, computed from its engines' reports. Decides without I/O."""
+"""The LoRA adapters of a fleet, computed from its engines' reports. No I/O."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Declared = Sequence[AdapterReport]
 
 
 def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ()) -> dict[str, AdapterReport]:
-    """Adapter that each name stands for in the fleet. An engine with other contents is not asked for that name.
+    """Return the adapter that each name stands for in the fleet. An engine with other contents gets no such requests.
 
-    If operators ``declared`` a name with a digest, that digest counts; else the digest that most engines report, and of
-    equally frequent ones the smallest: each router reaches the same result.
+    If operators ``declared`` a name with a digest, that digest counts; else the digest that most engines report, and
+    among equally frequent digests the smallest. So every router computes the same result.
     """
     found = {each.name: each for each in declared if each.digest}
     reports = [report for of_one in said for report in of_one.values() if report.name not in found]
@@ -25,7 +25,10 @@ def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ())
 
 
 def wanted_by(request: Request, means: Mapping[str, AdapterReport]) -> AdapterReport | None:
-    """The adapter of a request: its contents when the request was accepted, whatever its name ``means`` now."""
+    """Return the adapter of a request, or None; its digest is that of the time when the request was accepted.
+
+    For a request without a digest, ``means`` maps the name to the adapter.
+    """
     if request.adapter is None:
         return None
     if request.adapter_digest:
@@ -34,7 +37,7 @@ def wanted_by(request: Request, means: Mapping[str, AdapterReport]) -> AdapterRe
 
 
 def has(adapters: Mapping[str, AdapterReport], wanted: AdapterReport | None) -> bool:
-    """True if an engine with these adapters has the ``wanted`` one (same name and digest), or if none is wanted."""
+    """True if an engine with these adapters has the ``wanted`` one (same name and digest); False if none is wanted."""
     if wanted is None:
         return False
     own = adapters.get(wanted.name)
@@ -44,7 +47,7 @@ def has(adapters: Mapping[str, AdapterReport], wanted: AdapterReport | None) -> 
 def differing(
     said: Mapping[str, Mapping[str, AdapterReport]], means: Mapping[str, AdapterReport]
 ) -> Iterator[tuple[str, AdapterReport]]:
-    """Engines that report other contents for a name, each with its report."""
+    """Yield each engine that reports other contents for a name than the fleet has, with its report."""
     for engine, adapters in said.items():
         for report in adapters.values():
             if report.name in means and not has(adapters, means[report.name]):

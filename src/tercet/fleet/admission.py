@@ -31,10 +31,10 @@ NEWEST = 0.1
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """``engines`` that decode and can be picked, and the prompt ``tokens`` of everything that runs on all engines.
+    """The load of a fleet: ``engines`` that decode and can be picked, and prompt ``tokens`` of all running sequences.
 
-    ``room`` is the number of requests that may be admitted at once, by the queue lengths that engines report; None if
-    they are not used.
+    ``room`` is the number of requests that may be in flight on engines, computed from the queue lengths that engines
+    report; None if queue lengths are not used.
     """
 
     engines: int = 1
@@ -44,10 +44,11 @@ class FleetLoad:
 
 @dataclass(eq=False)
 class Ticket:
-    """One request; ``state`` only moves from left to right. ``turn``: waiting requests of its flow that precede it.
+    """One request and its state of admission.
 
-    ``for_engines``: engines serve the request, and it is admitted as they have room; others count in ``in_flight``
-    only.
+    ``state`` begins as waiting, becomes in or refused, and ends as over. ``turn`` orders the flows of one priority: the
+    request with the lower turn goes first. ``for_engines`` is true if engines serve the request: it then needs room on
+    engines; other requests count in ``in_flight`` only.
     """
 
     priority: int
@@ -58,15 +59,15 @@ class Ticket:
     state: Literal["waiting", "in", "refused", "over"] = "waiting"
 
     def rank(self) -> tuple[int, int, int]:
-        """The ticket with the lower rank is admitted first."""
+        """Return the sort key of the queue: the ticket with the lowest rank is admitted first."""
         return self.priority, self.turn, self.number
 
 
 @dataclass
 class Admission:
-    """The admitted and the waiting requests. Methods return the tickets whose state they changed.
+    """The admitted and the waiting requests; its methods return the tickets whose state they changed.
 
-    ``now`` is in seconds of one clock.
+    Arguments ``now`` are seconds of one clock.
     """
 
     limits: Limits
@@ -83,9 +84,9 @@ class Admission:
     def arrive(
         self, priority: int, load: FleetLoad, flow: str = "", for_engines: bool = True
     ) -> tuple[Ticket, list[Ticket]]:
-        """Return a request's ticket: admitted, waiting or refused.
+        """Add a request; return its ticket (admitted, waiting or refused) and all tickets that changed.
 
-        A full queue refuses the request of the last rank.
+        If the queue is too long, the waiting request of the highest rank is refused.
         """
         self._number += 1
         ticket = Ticket(priority, self._number, self._turn(priority, flow), flow, for_engines)
@@ -99,7 +100,10 @@ class Admission:
         return ticket, changed
 
     def _turn(self, priority: int, flow: str) -> int:
-        """Start-time fair queueing: a new flow gets the turn that is served now, not an earlier one."""
+        """Return the turn of a flow's next request, by start-time fair queueing.
+
+        A new flow gets the turn that is served now, not an earlier one.
+        """
         turn = max(self._turns.get(priority, 0), self._next_turns.get((priority, flow), 0))
         self._next_turns[priority, flow] = turn + 1
         if len(self._next_turns) > len(self.waiting) + SPARE_FLOWS:
@@ -107,14 +111,14 @@ class Admission:
         return turn
 
     def _forget_flows_but(self, newest: tuple[int, str]) -> None:
-        """Drop the turns of flows that do not wait, except ``newest``: a queue that is never empty would keep all."""
+        """Drop the turns of flows that do not wait, except ``newest``; otherwise they would grow without limit."""
         kept = {newest, *((ticket.priority, ticket.flow) for ticket in self.waiting)}
         priorities = {priority for priority, _ in kept}
         self._next_turns = {flow: turn for flow, turn in self._next_turns.items() if flow in kept}
         self._turns = {priority: turn for priority, turn in self._turns.items() if priority in priorities}
 
     def spare(self, priority: int, load: FleetLoad) -> Ticket | None:
-        """One more slot for an admitted request, without waiting; None if there is none or other requests wait."""
+        """Return one more slot for an admitted request at once; None if the fleet is full or other requests wait."""
         if self.waiting or self.saturated(load):
             return None
         self._number += 1
@@ -124,14 +128,14 @@ class Admission:
         return ticket
 
     def look(self, load: FleetLoad) -> list[Ticket]:
-        """Admit waiting requests that the present load allows."""
+        """Admit the waiting requests that the present load allows."""
         changed: list[Ticket] = []
         at = 0
         while at < len(self.waiting) and not self._full:
             if self.waiting[at].for_engines and self.saturated(load):
                 if not self._others_waiting:
                     break
-                at += 1  # it keeps its rank among those for engines
+                at += 1  # it keeps its place among the requests for engines
                 continue
             ticket = self._no_longer_waiting(at)
             ticket.state = "in"
@@ -145,7 +149,7 @@ class Admission:
         return changed
 
     def leave(self, ticket: Ticket, load: FleetLoad, now: float) -> list[Ticket]:
-        """End a request that ran or waited; a refused one has nothing to give back."""
+        """End a request that ran or waited; a refused request has no slot to free."""
         if ticket.state == "waiting":
             self._no_longer_waiting(bisect_left(self.waiting, ticket.rank(), key=Ticket.rank))
         elif ticket.state == "in":
@@ -163,7 +167,7 @@ class Admission:
         return changed
 
     def saturated(self, load: FleetLoad) -> bool:
-        """Whether a request for engines that arrived now would have to wait."""
+        """True if a request for engines that arrived now would have to wait."""
         if self._full or (load.room is not None and self.on_engines >= load.room):
             return True
         limits, engines = self.limits, max(1, load.engines)
@@ -176,7 +180,7 @@ class Admission:
 
     @property
     def _full(self) -> bool:
-        """Whether no request at all is admitted, for engines or not."""
+        """True if no further request is admitted, whether for engines or not."""
         return self.limits.in_flight is not None and self.in_flight >= self.limits.in_flight
 
     def _no_longer_waiting(self, at: int) -> Ticket:
@@ -186,7 +190,7 @@ class Admission:
 
     @property
     def retry_after(self) -> int:
-        """Seconds until a request that came then would be admitted, if requests end at the recent rate."""
+        """Seconds after which a retried request would be admitted, if requests end at the recent rate."""
         if self._gap is None:
             return SOON
         return min(LATEST, max(SOON, math.ceil(self._gap * (len(self.waiting) + 1))))
@@ -199,7 +203,7 @@ class Admission:
 
 
 class ClientLeft(Exception):
-    """The client closed its connection while it waited."""
+    """Raised if the client closed its connection while its request waited."""
 
 
 class RefusalCounter(Protocol):
@@ -227,7 +231,7 @@ class Observing(Protocol):
 
 
 class GateMetrics(Protocol):
-    """Metrics of a gate: requests ``refused`` by reason, the seconds that others ``waited``."""
+    """Metrics of a gate: ``refused`` requests by reason, and the seconds that requests ``waited``."""
 
     @property
     def refused(self) -> RefusalCounter: ...
@@ -241,9 +245,9 @@ class GateMetrics(Protocol):
 
 
 class Gate:
-    """Admits requests, makes them wait, or refuses them, by ``limits`` and the load of ``fleet``.
+    """The gate that admits, queues or refuses requests, by ``limits`` and the load of ``fleet``.
 
-    ``room``, if given, returns how many requests may be in flight at once, by the queue lengths that engines report.
+    ``room``, if given, returns how many requests may be in flight on engines, from the queue lengths that they report.
     """
 
     def __init__(
@@ -268,11 +272,11 @@ class Gate:
         return self._admission.limits
 
     def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused before it came to the gate."""
+        """Count a request that was refused before it reached the gate."""
         self._metrics.refused.labels(reason).inc()
 
     def close(self, error: TercetError) -> None:
-        """Refuse waiting requests with ``error``; no new ones are expected."""
+        """Refuse all waiting requests with ``error``; the caller accepts no new ones."""
         self._closed_by = error
         self._wake(self._admission.refuse_all())
 
@@ -287,24 +291,24 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether every request is admitted at once: there is no limit."""
+        """True if the gate has no limit, so that every request is admitted at once."""
         return not self._admission.limits.any and self._room is None
 
     @property
     def saturated(self) -> bool:
-        """Whether a request that arrived now would have to wait."""
+        """True if a request that arrived now would have to wait."""
         return bool(self._admission.waiting) or self._admission.saturated(self._load())
 
     @asynccontextmanager
     async def place(
         self, priority: int, left: Callable[[], asyncio.Future[Any]], flow: str = "", for_engines: bool = True
     ) -> AsyncGenerator[None]:
-        """Hold a slot for a request while entered; requests of the same ``flow`` share its turns.
+        """Hold a slot for a request while entered; requests of the same ``flow`` share turns.
 
-        A request that is not ``for_engines`` does not wait for their room.
+        A request that is not ``for_engines`` does not wait for room on engines.
 
-        ``left``, called only if the request has to wait, is done when its client has closed the connection. Raises
-        :class:`~tercet.protocol.Saturated`, :class:`ClientLeft`, and the error of :meth:`close`.
+        ``left`` is called only if the request has to wait; its future is done once the client closed its connection.
+        Raises :class:`~tercet.protocol.Saturated`, :class:`ClientLeft`, and the error that :meth:`close` got.
         """
         ticket, changed = self._admission.arrive(priority, self._load(), flow, for_engines)
         try:
@@ -324,9 +328,9 @@ class Gate:
             self._tell()
 
     def spare(self, priority: int) -> Ticket | None:
-        """One more slot for an admitted request; None while others wait, or the fleet is at its limits.
+        """Return one more slot for an admitted request; None while others wait or the fleet is at its limits.
 
-        Return it with :meth:`give_back`.
+        The caller frees the slot with :meth:`give_back`.
         """
         ticket = self._admission.spare(priority, self._load())
         if ticket is not None:
@@ -339,7 +343,7 @@ class Gate:
         self._tell()
 
     async def _wait(self, ticket: Ticket, left: asyncio.Future[Any]) -> None:
-        """Wait until the ticket is admitted or refused. Raises if the client leaves or has waited for too long."""
+        """Wait until the ticket is admitted or refused; raise if the client leaves or the queue's timeout ends."""
         woken = self._woken[ticket] = asyncio.Event()
         self._tell()
         begun = self._clock()
@@ -351,7 +355,7 @@ class Gate:
                 if seconds <= 0:
                     seconds = self._admission.limits.queue_timeout_s
                     raise self._refusal("queue_timeout", f"no slot was available within {seconds:g} s")
-                # Engines join and tokens are done without a notice to the gate, so it polls.
+                # The gate is not notified when engines join or tokens are done, so it polls.
                 await asyncio.wait({waking, left}, timeout=min(seconds, POLL_INTERVAL_S), return_when="FIRST_COMPLETED")
                 if left.done() and ticket.state == "waiting":
                     self._metrics.refused.labels("client_left").inc()

@@ -1,4 +1,4 @@
-"""The LoRA adapters that a fleet serves: those of its engines, and those that operators declared."""
+"""The LoRA adapters that a fleet serves: its engines' adapters, and the adapters that operators declared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.settings import log_events
 
 
 class AgreedAdapters(Mapping[str, AdapterReport]):
-    """What each adapter's name stands for among the members of ``roster``."""
+    """The adapters of the members of ``roster``, by name: each name stands for one adapter."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -32,7 +32,7 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
 
     @property
     def declared(self) -> Declared:
-        """The adapters that every engine of this fleet should have; set it to change them."""
+        """The adapters that every engine of this fleet should have; assign to change them."""
         return self._declared
 
     @declared.setter
@@ -41,7 +41,7 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
         self.agree()
 
     def reported(self, member: Member, status: EngineStatus) -> None:
-        """Record an engine's adapters, and the number of them that one step may serve."""
+        """Record an engine's adapters, and how many of them one step may serve."""
         member.adapters = {report.name: report for report in status.adapters}
         member.max_adapters = status.max_adapters
         self.agree()
@@ -50,13 +50,13 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
             log_events.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
 
     def agree(self) -> None:
-        """Find again what each name stands for: reports, members or declarations have changed."""
+        """Compute again which adapter each name stands for: reports, members or declarations have changed."""
         said = [member.adapters for member in self._roster.members if member.adapters]
         if said or self._declared or self._agreed:
             self._agreed = agreed(said, self._declared)
 
     def pinned(self, request: Request) -> Request:
-        """Return the request, pinned to the adapter that its adapter name stands for in this fleet now.
+        """Return the request with the digest of the adapter that its adapter name stands for now.
 
         Raises :class:`~tercet.protocol.UnknownAdapter` for a name that the fleet does not know.
         """

@@ -1,7 +1,7 @@
-"""Request bodies that are buffered before their requests are admitted: their total size is limited.
+"""A limit for the total size of request bodies that are buffered before their requests are admitted.
 
-One body may be as large as the largest that is accepted, and a client may begin many and end none. When the bodies
-exceed the limit of one process, the largest one is dropped, with 429: small requests pass, whatever other clients send.
+A client may begin many bodies of the largest accepted size and end none. When the bodies of one process exceed the
+limit, the largest one is dropped, with HTTP status 429, so that small requests of other clients still pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.protocol import Saturated
 
 LARGEST_AT_ONCE = 4
-"""Bodies of the largest accepted size that fit into the limit together."""
+"""Number of bodies of the largest accepted size that fit into the limit together."""
 RETRY_SECONDS = 10
 
 
@@ -27,7 +27,7 @@ class HeldBody:
         self._refusal: Saturated | None = None
 
     def add(self, size: int) -> None:
-        """Add ``size`` bytes. Raises :class:`~tercet.protocol.Saturated` if this body is dropped."""
+        """Add ``size`` bytes; raise :class:`~tercet.protocol.Saturated` if this body is dropped."""
         if self._refusal is None:
             self.size += size
             self._bodies.require_room(self, size)
@@ -36,7 +36,7 @@ class HeldBody:
 
     @asynccontextmanager
     async def until_let_go(self) -> AsyncGenerator[None]:
-        """Raise :class:`~tercet.protocol.Saturated` inside the context once the body is dropped."""
+        """Raise :class:`~tercet.protocol.Saturated` inside the context when the body is dropped."""
         if self._refusal is not None:
             raise self._refusal
         async with until_lost(self.calls):
@@ -47,13 +47,13 @@ class HeldBody:
         self._bodies.forget(self)
 
     def let_go(self, refusal: Saturated) -> None:
-        """Drop the body."""
+        """Drop the body: its reader gets ``refusal``."""
         self._refusal = refusal
         self.calls.lose(refusal)
 
 
 class BodiesHeld:
-    """All buffered bodies of one process, of at most ``most`` bytes together."""
+    """All buffered bodies of one process, with at most ``most`` bytes in total."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -65,7 +65,7 @@ class BodiesHeld:
 
     @contextmanager
     def one(self) -> Generator[HeldBody]:
-        """Register a body while entered; it counts nothing until it has bytes."""
+        """Register a body while entered; it counts once it has bytes."""
         body = HeldBody(self)
         try:
             yield body
@@ -73,7 +73,7 @@ class BodiesHeld:
             self.forget(body)
 
     def require_room(self, body: HeldBody, size: int) -> None:
-        """Count ``size`` more bytes of ``body``; if they exceed the limit, drop the largest bodies, maybe this one."""
+        """Count ``size`` more bytes of ``body``; above the limit, drop the largest bodies, maybe this one."""
         self._bodies.add(body)
         self.size += size
         while self.size > self._most:

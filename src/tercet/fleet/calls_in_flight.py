@@ -1,4 +1,4 @@
-"""A router's calls to one engine, so that all can be ended when the engine is lost."""
+"""A router's calls to one engine, recorded so that all can be ended when the engine is lost."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class CallsInFlight:
         return len(self._fails)
 
     def lose(self, error: TercetError) -> None:
-        """End everything that waits for the engine with ``error``."""
+        """End every call to the engine with ``error``."""
         for fail, _ in list(self._fails.values()):
             fail(error)
 
     def lose_waiting(self, error: TercetError) -> None:
-        """End everything that has not begun to get what it waits for."""
+        """End with ``error`` every call that has no output yet."""
         for fail, waits in list(self._fails.values()):
             if waits():
                 fail(error)
 
     @contextmanager
     def noted(self, fail: Fail) -> Generator[None]:
-        """Register ``fail``, which :meth:`lose` calls, while entered."""
+        """Register ``fail`` while entered; :meth:`lose` calls it."""
         key = self.note(fail)
         try:
             yield
@@ -42,22 +42,22 @@ class CallsInFlight:
             self.forget(key)
 
     def note(self, fail: Fail, waits: Waits = lambda: True) -> object:
-        """Register ``fail``, which :meth:`lose` calls, until the returned value is passed to :meth:`forget`.
+        """Register ``fail``, which :meth:`lose` calls; pass the returned value to :meth:`forget` to end that.
 
-        ``waits`` tells whether it has not begun to get what it waits for.
+        ``waits`` returns True while the call has no output.
         """
         key = object()
         self._fails[key] = fail, waits
         return key
 
     def forget(self, noted: object) -> None:
-        """Unregister a function."""
+        """Unregister the function for which :meth:`note` returned ``noted``."""
         del self._fails[noted]
 
 
 @asynccontextmanager
 async def until_lost(*engines: CallsInFlight) -> AsyncGenerator[None]:
-    """Cancel what is awaited inside as soon as one of the engines is lost, and raise the error of that engine."""
+    """Cancel the code inside the context as soon as one of the engines is lost, and raise that engine's error."""
     loop = asyncio.get_running_loop()
     losses: list[TercetError] = []
     patience = asyncio.timeout(None)

@@ -1,4 +1,4 @@
-"""Engines by role, and the only way for a program to get one."""
+"""The engines of a fleet by role: programs get engines only from here."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ from tercet.protocol import (
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, PickEvent, TraceEvent
 
-# Engines of which a trace says how they scored.
+# Number of engines whose scores a trace records.
 SCORES_TOLD = 5
-# What a trace says that a pick went by, where the request's session decided.
+# A trace's name for the way of a pick that the request's session decided.
 SESSION = "session"
 
 
 class EngineFleet:
     """The engines of this process, as :class:`~tercet.protocol.Fleet` shows them to programs.
 
-    A fleet handed to a program is a view of the shared one: members and counts are shared, so programs that run already
-    see a change of membership. The trace belongs to the request, and so do its failures: an engine that failed it is
-    not picked for it again while there are others.
+    The fleet that a program gets is a view of the shared fleet: members and counts are shared, so running programs see
+    a change of membership. The trace and the failures belong to the request: an engine that failed the request is not
+    picked for it again while there are other engines.
 
     ``scheduling`` has the profiles that picks may name. ``clock`` is monotonic, in seconds. An engine's report older
     than ``stale_after`` seconds counts as unknown, and an engine without progress for ``stuck_after_s`` is stuck.
     ``seed`` makes random picks repeatable. ``knowledge`` holds the engines' reports and events, which their connections
-    pass to it; ``costs`` the observed cost of serving, and the work in flight; ``health`` which engines answer, and
-    ``adapters`` the LoRA adapters that the fleet serves, by name. ``on_proposal`` receives each move that an engine
-    passes on, with the engine's name, and ``on_report`` each of its reports.
+    pass to it. ``costs`` holds the observed cost of serving and the work in flight, ``health`` records which engines
+    answer, and ``adapters`` are the LoRA adapters that the fleet serves, by name. ``on_proposal`` receives each move
+    that an engine proposes, with the engine's name, and ``on_report`` each report of an engine.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class EngineFleet:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All engines, including those that are being drained."""
+        """All engines, including drained ones."""
         return self._roster.members
 
     @property
     def open(self) -> Sequence[Member]:
-        """Engines that may be picked now; the returned list changes, so do not keep it."""
+        """Engines that may be picked now; the list changes later, so do not keep it."""
         return self._roster.open
 
     def member(self, name: str) -> Member:
@@ -111,7 +111,7 @@ class EngineFleet:
         self._roster.add(member)
 
     def remove(self, name: str) -> Member:
-        """Remove an engine. Programs that use it continue with it; ``in_flight`` of the returned member counts them."""
+        """Remove an engine and return it; ``in_flight`` of the returned member counts programs that still use it."""
         member = self._roster.remove(name)
         self.health.forget(name)
         self.costs.forget(name)
@@ -120,14 +120,17 @@ class EngineFleet:
         return member
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """Stop or resume picking an engine; its sequences continue. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Stop or resume picking an engine, whose sequences continue.
+
+        Raises :class:`~tercet.protocol.UnknownEngine` for an unknown name.
+        """
         self._roster.drain(name, draining)
 
     def when_reopened(self, call: Callable[[], object]) -> None:
-        """Have it called each time that other engines may be picked than before."""
+        """Set the function that is called each time the set of engines that may be picked changes."""
         self._roster.when_reopened = call
 
-    # ---- what engines report -------------------------------------------------------------------------------------
+    # ---- engines' reports ----------------------------------------------------------------------------------------
 
     def report(self, name: str, load: EngineLoad) -> None:
         """Record an engine's load report; a report of an engine that is not a member is ignored."""
@@ -146,7 +149,7 @@ class EngineFleet:
 
     @property
     def model_dtype(self) -> str:
-        """The dtype in which all engines that reported it compute; empty if they differ."""
+        """The dtype in which the engines compute, as they report it; empty if they differ or none has reported."""
         said = {member.model_dtype for member in self._roster.members if member.model_dtype}
         return said.pop() if len(said) == 1 else ""
 
@@ -158,13 +161,13 @@ class EngineFleet:
         on_generate: Callable[[Generation], object] = lambda _: None,
         request: Request | None = None,
     ) -> EngineFleet:
-        """Return a view of this fleet whose engines record their calls in ``trace``.
+        """Return a view of this fleet for one request; its engines record their calls in ``trace``.
 
-        ``on_generate`` is called with each generation that begins on one of them. ``request`` is the view's request: a
-        role is offered only by engines with its adapter.
+        ``on_generate`` is called with each generation that begins on an engine. ``request`` is the view's request: only
+        engines with its adapter offer a role.
         """
         view = EngineFleet.__new__(EngineFleet)
-        view.__dict__.update(self.__dict__)  # as copy() does, but ten times faster
+        view.__dict__.update(self.__dict__)  # the same as copy(), but ten times faster
         view._trace, view._failed, view._on_generate = trace, {}, on_generate
         view._request = request
         view._began, view._place = self.costs.clock(), current_span()
@@ -174,7 +177,7 @@ class EngineFleet:
 
     @property
     def scheduling(self) -> Scheduling:
-        """Profiles that picks may name; set it to change them for later picks."""
+        """Profiles that picks may name; assign to change them for later picks."""
         return self._picking.scheduling
 
     @scheduling.setter
@@ -184,7 +187,7 @@ class EngineFleet:
 
     @property
     def without_role(self) -> WithoutRole:
-        """What happens to picks while no engine of their role answers."""
+        """The rule for picks while no engine of their role answers: serve by another role, or refuse."""
         return self._picking.without_role
 
     @without_role.setter
@@ -193,7 +196,7 @@ class EngineFleet:
 
     @property
     def sessions(self) -> SessionTable | None:
-        """Sessions whose turns are kept together, whatever a pick goes by; None for none."""
+        """Table of the sessions that each stay on one engine, for all kinds of picks; None if sessions are not used."""
         return self._picking.sessions
 
     @sessions.setter
@@ -208,7 +211,7 @@ class EngineFleet:
         other_than: Engine | None = None,
         request: Request | None = None,
     ) -> Generator[Engine]:
-        """See :meth:`tercet.protocol.Fleet.pick`; profiles are those of :attr:`scheduling`."""
+        """Pick an engine, see :meth:`tercet.protocol.Fleet.pick`; ``by`` may name a profile of :attr:`scheduling`."""
         partner = None if other_than is None else other_than.name
         member = self._picking.pick(role, by, self._without(other_than), request, partner)
         if not member.can(role):
@@ -239,12 +242,12 @@ class EngineFleet:
         among: Collection[str] | None = None,
         other_than: str | None = None,
     ) -> tuple[list[Member], int]:
-        """Return at most ``most`` engines in the order to try them, by the profile of the role; none is counted.
+        """Return at most ``most`` engines in the order to try them, by the profile of the role.
 
-        The second value is the number of the prompt's tokens that the first engine probably has in its cache. Plugins
-        count the first engine as picked; the others are alternatives if it fails. ``among`` are the names that may be
-        picked, all if not given; ``other_than`` is a name that is avoided while there are others: the engine that this
-        one works with.
+        No sequence is counted on them. The second value is the estimated number of the prompt's tokens in the cache of
+        the first engine. Plugins count the first engine as picked; the others are alternatives if it fails. ``among``
+        are the names that may be picked, None for all; ``other_than`` is the partner of the picked engine, which is
+        avoided while there are others.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that answers may be picked,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
@@ -254,7 +257,10 @@ class EngineFleet:
 
     @contextmanager
     def engine(self, name: str) -> Generator[Engine]:
-        """The engine of that name, counted while entered; raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Count a sequence on the engine ``name`` while entered, and yield that engine.
+
+        Raises :class:`~tercet.protocol.UnknownEngine` for an unknown name.
+        """
         with self._counted(self.member(name), None) as engine:
             yield engine
 
@@ -262,7 +268,7 @@ class EngineFleet:
     def route(
         self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
     ) -> Generator[Route]:
-        """See :meth:`tercet.protocol.Fleet.route`; the decision is recorded in the trace."""
+        """Choose a route as :meth:`tercet.protocol.Fleet.route` says, and record the decision in the trace."""
         targets = Targets(ttft, tpot)
         if not 0 <= explore <= 1:
             raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
@@ -303,13 +309,13 @@ class EngineFleet:
                        self.require_exchange, self.hits, self._began, self._place)  # fmt: skip
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
-        """Return the engine of that name as destination of a running sequence, with the sequence's trace and counts."""
+        """Return the engine ``name`` as destination of a running sequence, with the sequence's trace and counts."""
         return generation.engine.instead(self.member(name))
 
     def require_exchange(self, sender: str, receiver: str) -> None:
         """Raise :class:`~tercet.protocol.LayoutMismatch` if these members must not exchange KV.
 
-        Engines check it as well; this is known before anything is reserved.
+        Engines check this as well; here it is checked before any KV is reserved.
         """
         here, there = self._roster.get(sender), self._roster.get(receiver)
         if here is not None and there is not None and (why := kv_obstacle(here.revision, there.revision)):
@@ -319,7 +325,7 @@ class EngineFleet:
         return may_exchange_kv(self.member(one).revision, self.member(other).revision)
 
     def offers(self, role: Role) -> bool:
-        """Whether there is an engine for the role that answers and has not failed this view's request."""
+        """True if an engine for the role answers and has not failed this view's request."""
         failed = self._failed or ()
         able = (member for member in self._roster.open if role == "both" or member.role in (role, "both"))
         if self._request is not None and self._request.adapter is not None:
@@ -340,7 +346,7 @@ class EngineFleet:
         return member.calls if member is not None else CallsInFlight()  # the engine was removed, and is not watched
 
     def at_fault(self, error: BaseException) -> tuple[str, BaseException]:
-        """Name of the engine whose ``error`` failed this view's request, and its error; an empty name if there is none.
+        """Return the name of the engine that caused ``error``, and that engine's own error; an empty name if none did.
 
         An output that ends a sequence too early is reported twice: here, and by the code that runs the program.
         """
@@ -360,13 +366,13 @@ class EngineFleet:
         among: Collection[str] | None = None,
         by: PrefillRule | None = None,
     ) -> bool:
-        """Whether another engine ``among`` these should prefill, by the scheduling's decider or the rule ``by``.
+        """True if another engine ``among`` these should prefill, by the scheduling's decider or the rule ``by``.
 
         ``cached`` is the estimated number of the prompt's tokens in the cache of ``decode``.
         """
         return self._picking.disaggregates(request, decode, by, cached, among)
 
     def _without(self, other_than: Engine | None) -> Sequence[str]:
-        """Names that are avoided while there are others; the last one matters least."""
+        """Return the names to avoid while there are other engines; the last one matters least."""
         failed = tuple(self._failed) if self._failed else ()
         return failed if other_than is None else (other_than.name, *failed)

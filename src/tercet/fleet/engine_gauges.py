@@ -1,4 +1,4 @@
-"""Metrics of engines' last reports, for ``/metrics`` of routers and endpoint pickers."""
+"""Metrics of engines' last reports, for the ``/metrics`` page of routers and endpoint pickers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GAUGES = {
 
 
 class EngineCollector(Collector):
-    """Gauges by engine. An engine without a report, or that does not answer, has only the gauge that tells if it is up.
+    """Gauges by engine; an engine without a report, or that does not answer, has only the gauge ``tercet_engine_up``.
 
     The age of a report is in seconds.
     """
@@ -38,7 +38,9 @@ class EngineCollector(Collector):
         for name, (_, age) in reports.items():
             ages.add_metric([name], age)
         yield ages
-        up = GaugeMetricFamily("tercet_engine_up", "Whether the engine answers and makes progress.", labels=["engine"])
+        up = GaugeMetricFamily(
+            "tercet_engine_up", "1 if the engine answers and makes progress, 0 if not.", labels=["engine"]
+        )
         for member in self._fleet.members:
             up.add_metric([member.name], member.reachable)
         yield up
@@ -51,5 +53,5 @@ class EngineCollector(Collector):
             yield gauge
 
     def describe(self) -> Iterable[Metric]:
-        """Describe no metrics: the registry need not collect at registration."""
+        """Return no metrics: the registry need not collect at registration."""
         return ()

@@ -1,4 +1,4 @@
-"""Which engines of a fleet answer, fit and make progress, and what happens to calls to those that do not."""
+"""The health of a fleet's engines: whether they answer, fit and make progress; calls to the others fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineHealth:
         self._clock = clock
         self._lost: set[str] = set()
 
-    # ---- what engines show ---------------------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------------------------
 
     def heard(self, name: str, stalled_s: float) -> None:
         """Record for how many seconds an engine has made no progress; an engine that is not a member is ignored."""
@@ -42,25 +42,25 @@ class EngineHealth:
             self._liveness.heard(name, self._clock(), stalled_s)
 
     def heard_within(self, name: str, seconds: float) -> bool:
-        """Whether an engine has sent anything in the last ``seconds``."""
+        """True if an engine has sent anything in the last ``seconds``."""
         return self._liveness.heard_within(name, seconds, self._clock())
 
     def note_stopping(self, name: str, stopping: bool) -> None:
-        """Record whether an engine is stopping: then it is not picked."""
+        """Record whether an engine is stopping; a stopping engine is not picked."""
         member = self._roster.get(name)
         if member is not None and member.stopping is not stopping:
             member.stopping = stopping
             if stopping:
-                log_events.ENGINE_STOPPING.tell(engine=name, reason="it is stopping")
+                log_events.ENGINE_STOPPING.tell(engine=name, reason="the engine reports that it is stopping")
             else:
-                log_events.ENGINE_BACK.tell(engine=name, reason="it is no longer stopping")
+                log_events.ENGINE_BACK.tell(engine=name, reason="the engine is no longer stopping")
             self._roster.reopen()
 
     def note_paused(self, name: str, paused: Paused) -> None:
-        """Record what an engine has paused: then it is not picked.
+        """Record whether an engine has paused, and for which sequences; a paused engine is not picked.
 
-        What waits for it fails, so that another engine takes it, as soon as there is one that may be picked. With none
-        it waits on: the engine may be resumed.
+        Calls that wait for it fail, so that another engine serves them, as soon as another engine may be picked. Until
+        then they wait on: the paused engine may be resumed.
         """
         member = self._roster.get(name)
         if member is None or not (paused or member.paused):
@@ -78,23 +78,23 @@ class EngineHealth:
             (member.calls.lose if paused == "all" else member.calls.lose_waiting)(error)
 
     def restarted(self, name: str) -> None:
-        """Drop all knowledge of an engine: it was restarted."""
+        """Drop all knowledge of an engine that was restarted."""
         log_events.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
         self._knowledge.cleared(name)
         self.note_stopping(name, False)
         self.note_paused(name, "")
 
     def forget(self, name: str) -> None:
-        """Forget an engine that was removed."""
+        """Drop the record of an engine that was removed."""
         self._liveness.forget(name)
         self._lost.discard(name)
 
     # ---- lost and found ------------------------------------------------------------------------------------------
 
     def stand_still(self, interval: float) -> list[Stuck]:
-        """Engines that are stuck now and were not ``interval`` seconds ago.
+        """Check for stuck engines; return those that were not stuck ``interval`` seconds ago.
 
-        Everything that waits for a stuck engine fails, even if it began to wait after that was found.
+        Every call that waits for a stuck engine fails, even one that began after the engine was found stuck.
         """
         new = self._liveness.look(self._clock(), interval)
         for engine, why in self._liveness.stuck:
@@ -102,7 +102,7 @@ class EngineHealth:
         return new
 
     def lose(self, name: str, why: str) -> None:
-        """Fail everything that waits for a stuck engine, and do not pick it until it is reachable again."""
+        """Fail every call that waits for a stuck engine, and stop picking it until it is reachable again."""
         member = self._roster.get(name)
         if member is not None:
             error = EngineUnreachable(f"{name} is stuck: {why}")
@@ -130,11 +130,11 @@ class EngineHealth:
             self._lost.discard(member.name)
             log_events.ENGINE_BACK.tell(engine=member.name, reason="it answers and makes progress")
 
-    # ---- whether any answers -------------------------------------------------------------------------------------
+    # ---- engines that answer -------------------------------------------------------------------------------------
 
     @property
     def answers(self) -> bool:
-        """Whether at least one engine that may be picked answers."""
+        """True if at least one engine that may be picked answers."""
         return any(member.reachable for member in self._roster.open)
 
     def require_answers(self) -> None:
@@ -152,7 +152,7 @@ class EngineHealth:
         others = len(members) - len(refused)
         silent = f", and {others} of {len(members)} do not answer" if others else ""
         return (
-            f"no engine serves what this router has promised its clients: {refused[0].name} answers, but "
-            f"{refused[0].refused}{silent}. Put engines of this fleet's model there, or restart the router for "
-            "the other model (with another state file, if it has one)"
+            f"no engine serves the model that this router announced to its clients: {refused[0].name} answers, but "
+            f"{refused[0].refused}{silent}. Start engines with this fleet's model at these addresses, or restart the "
+            "router for the other model (with another state file, if it has one)"
         )

@@ -1,6 +1,6 @@
-"""Knowledge about engines beyond membership: shared by all views, kept when programs and plugins change.
+"""Knowledge about engines beyond membership: all views share it, and it is kept when programs and plugins change.
 
-Engines' reports are stored as columns, so that a thousand engines can be compared at once.
+Engines' reports are stored as columns, so that numpy compares a thousand engines at once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.protocol.block_hashes import Extras
 
 STALE_AFTER = 1.0
-"""Seconds after which a report counts as unknown: ten reports, one every 100 ms, are missing."""
-# Fields of a report that no plugin has as a column.
+"""Seconds after which a report counts as unknown: ten reports, one every 100 ms, are then missing."""
+# Fields of a report that are not stored as columns.
 NO_NUMBERS = frozenset({"adapters", "paused"})
 
 
 class LoadTable:
     """The last report of each engine; every engine has a row from :meth:`add` to :meth:`remove`.
 
-    Plugins see :class:`~tercet.decisions.scheduling.plugin.Reports`. ``clock`` gives seconds that never go back.
+    Plugins see :class:`~tercet.decisions.scheduling.plugin.Reports`. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
@@ -44,11 +44,11 @@ class LoadTable:
 
     @property
     def size(self) -> int:
-        """Number of rows, including unused ones: every row number is below it."""
+        """Number of rows, including unused ones: every row number is below this number."""
         return len(self._at)
 
     def add(self, name: str) -> int:
-        """Add a row for an engine that has not reported yet."""
+        """Add a row for an engine that has not reported yet, and return its number."""
         if not self._free:
             self._grow()
         row = self._rows[name] = self._free.pop()
@@ -58,18 +58,18 @@ class LoadTable:
         return row
 
     def remove(self, name: str) -> int:
-        """Free an engine's row; its data is void."""
+        """Free an engine's row, whose data is void, and return its number."""
         row = self._rows.pop(name)
         self._free.append(row)
         self._adapters.pop(row, None)
         return row
 
     def row(self, name: str) -> int | None:
-        """Return an engine's row, if it has one."""
+        """Return the number of an engine's row; None if it has no row."""
         return self._rows.get(name)
 
     def report(self, name: str, load: EngineLoad) -> None:
-        """Record an engine's report of now; a name without a row, such as that of a removed engine, is ignored."""
+        """Record a report that an engine sent now; a name without a row, such as a removed engine's, is ignored."""
         row = self._rows.get(name)
         if row is None:
             return
@@ -90,7 +90,7 @@ class LoadTable:
             self._counts["in_flight_tokens"][row] = in_flight_tokens
 
     def last(self, name: str) -> tuple[EngineLoad, float] | None:
-        """An engine's last report, however old, and its age in seconds; None if there is none."""
+        """Return an engine's last report, of any age, and its age in seconds; None without a report."""
         row = self._rows.get(name)
         if row is None or not math.isfinite(self._at[row]):
             return None
@@ -134,7 +134,7 @@ class LoadTable:
 
 
 class FleetKnowledge:
-    """Reports, prefixes and turns of every engine, by its row.
+    """Reports, cached prefixes and turns of every engine, by its row.
 
     Plugins see :class:`~tercet.decisions.scheduling.Knowledge`.
     ``clock`` is monotonic, in seconds; reports older than ``stale_after`` seconds count as unknown.
@@ -150,21 +150,24 @@ class FleetKnowledge:
         self._begin_blocks: Callable[[], None] | None = None
 
     def hear_from(self, begin: Callable[[], None], begin_blocks: Callable[[], None]) -> None:
-        """Set what to call at the first use of knowledge (``begin``) and of stored blocks (``begin_blocks``).
+        """Set the functions to call at the first use of knowledge (``begin``) and of stored blocks (``begin_blocks``).
 
-        From then on engines report their load, and the blocks that they store and drop.
+        They make engines report their load, and the blocks that they store and drop.
         """
         self._begin, self._begin_blocks = begin, begin_blocks
 
     def needed(self) -> None:
-        """Start reports: a profile picks, or a program asks what is cached."""
+        """Start engines' reports at the first use: a profile's pick, or a program that asks for cached tokens."""
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
 
     @property
     def stored(self) -> dict[int, StoredBlocks]:
-        """See :class:`tercet.decisions.scheduling.Knowledge`; ``told`` is the same, but does not start the reports."""
+        """Indexes of engines' blocks by block size; ``told`` is the same, but does not start the reports.
+
+        See :class:`tercet.decisions.scheduling.Knowledge`.
+        """
         self.needed()
         begin, self._begin_blocks = self._begin_blocks, None
         if begin is not None:
@@ -172,23 +175,26 @@ class FleetKnowledge:
         return self.told
 
     def add(self, name: str) -> int:
-        """Add a joining engine and return its row."""
+        """Add an engine that joins, and return its row."""
         return self.loads.add(name)
 
     def remove(self, name: str) -> None:
-        """Remove an engine that left: another engine may get its row."""
+        """Remove an engine that left; another engine may get its row."""
         row = self.loads.remove(name)
         self._cold.pop(row, None)
         self._forget_cache(row)
 
     def rows(self, names: Sequence[str]) -> Integers:
-        """Rows of engines that are members."""
+        """Return the rows of engines that are members."""
         return np.array([self.loads.row(name) for name in names], dtype=np.int64)
 
     # ---- prefixes --------------------------------------------------------------------------------------------
 
     def routed(self, block_size: int, capacity: int) -> RoutingHistory:
-        """See :class:`tercet.decisions.scheduling.Knowledge`; a history begins with its first use."""
+        """Return the history of routed prompts for this block size and capacity (blocks per engine).
+
+        A history begins with its first use; see :class:`tercet.decisions.scheduling.Knowledge`.
+        """
         history = self._routed.get((block_size, capacity))
         if history is None:
             history = self._routed[block_size, capacity] = RoutingHistory(lambda: self.loads.size, capacity)
@@ -205,13 +211,13 @@ class FleetKnowledge:
         adapter: str | None = None,
         extras: Extras | None = None,
     ) -> None:
-        """Record an engine's KV event: it holds these blocks now. See :meth:`StoredBlocks.store`."""
+        """Record an engine's KV event: the engine holds these blocks now; see :meth:`StoredBlocks.store`."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
-        """Record the same from an engine that names blocks by our hashes (:mod:`tercet.protocol.block_hashes`)."""
+        """Record blocks of an engine that names them by Tercet's hashes (:mod:`tercet.protocol.block_hashes`)."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).hold(row, hashes)
@@ -223,20 +229,20 @@ class FleetKnowledge:
         return index
 
     def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
-        """Record an engine's KV event: it dropped these blocks."""
+        """Record an engine's KV event: the engine dropped these blocks."""
         row = self.loads.row(name)
         if row is not None:
             for index in self.told.values():
                 index.remove(row, blocks)
 
     def cleared(self, name: str) -> None:
-        """Record that an engine's cache is empty: it reported so, or it was restarted."""
+        """Record that an engine's cache is empty, because the engine reported it or was restarted."""
         row = self.loads.row(name)
         if row is not None:
             self._forget_cache(row)
 
     def cached_tokens(self, name: str, request: Request) -> int:
-        """Estimated number of the prompt's tokens in an engine's cache; 0 if nothing is known."""
+        """Return the estimated number of the prompt's tokens in an engine's cache; 0 if nothing is known."""
         self.needed()
         row = self.loads.row(name)
         if row is None:
@@ -255,7 +261,7 @@ class FleetKnowledge:
     # ---- turns with new prompts ------------------------------------------------------------------------------
 
     def cold_turns(self, rows: Integers, size: int) -> Floats:
-        # In the order of turns: the last ones are the latest.
+        # In the order of turns: the last items are the latest turns.
         known = list(self._cold.items())[-size:]
         turns = np.zeros(self.loads.size)
         if known:
@@ -270,24 +276,24 @@ class FleetKnowledge:
 
 @dataclass(frozen=True)
 class EngineObserver:
-    """A simulated engine's observer that records its events."""
+    """Observer of a simulated engine, which records the engine's events in ``knowledge``."""
 
     knowledge: FleetKnowledge
     name: str
     block_size: int
 
     def load(self, load: EngineLoad) -> None:
-        """The engine's load."""
+        """Record the engine's load."""
         self.knowledge.loads.report(self.name, load)
 
     def stored(self, hashes: Sequence[int]) -> None:
-        """Blocks that it holds now."""
+        """Record blocks that the engine holds now."""
         self.knowledge.hold(self.name, self.block_size, hashes)
 
     def dropped(self, hashes: Sequence[int]) -> None:
-        """Blocks that it no longer holds."""
+        """Record blocks that the engine no longer holds."""
         self.knowledge.unstore(self.name, hashes)
 
     def cleared(self) -> None:
-        """Its cache is empty."""
+        """Record that the engine's cache is empty."""
         self.knowledge.cleared(self.name)

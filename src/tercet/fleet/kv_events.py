@@ -1,4 +1,4 @@
-"""Subscribes to the KV events of engines that publish them."""
+"""Subscription to the KV events of engines that publish them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tercet.transport.bounded_sockets import bounded
 
 logger = logging.getLogger("tercet.fleet")
 RETRY_DELAY_S, ASK_SETTLED_SECONDS = 5.0, 60.0
-"""Seconds between questions where an engine publishes: before it has answered, and after that."""
+"""Seconds between polls for an engine's publisher address: before the engine has answered, and after that."""
 REPLAY_SECONDS = 5.0
 # The queue length of vLLM's publisher for a slow subscriber. Beyond it batches are lost and must be replayed.
 MOST_UNREAD = 100_000
@@ -46,10 +46,10 @@ async def cache_followed(
 async def follow_cache(
     name: str, url: str, engine: Engine, knowledge: FleetKnowledge, restarted: asyncio.Event | None = None
 ) -> None:
-    """Keep ``knowledge`` of the engine's cache up to date while it publishes KV events, until cancelled.
+    """Keep ``knowledge`` of an engine's cache up to date while the engine publishes KV events, until cancelled.
 
-    The publisher's address is part of the engine's status, which is polled: it changes with a restart. ``restarted`` is
-    set when another incarnation of the engine is met.
+    The publisher's address is part of the engine's status, which is polled: the address changes with a restart.
+    ``restarted`` is set when another incarnation of the engine is met.
     """
     restarted = restarted or asyncio.Event()
     following: asyncio.Task[None] | None = None
@@ -70,7 +70,7 @@ async def follow_cache(
 
 
 def at(events: KVEvents, url: str) -> KVEvents:
-    """Replace local hosts in the addresses by the host of ``url``, the engine's URL."""
+    """Return ``events`` with wildcard hosts in the addresses replaced by the host of ``url``, the engine's URL."""
     host = bracketed(urlsplit(url).hostname or "127.0.0.1")
 
     def reached(address: str) -> str:
@@ -83,15 +83,15 @@ def at(events: KVEvents, url: str) -> KVEvents:
 
 
 async def _published(engine: Engine, before: KVEvents | None) -> tuple[KVEvents | None, bool]:
-    """The publisher's addresses, and whether the engine answered now."""
+    """Return the publisher's addresses, and True if the engine answered now; otherwise ``before`` and False."""
     try:
         return (await engine.status()).kv_events, True
     except TercetError:
-        return before, False  # the engine may be back soon, with its cache; a new epoch tells if the cache was lost
+        return before, False  # the engine may be back soon with its cache; numbers that restart show a lost cache
 
 
 async def _wait(restarted: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
-    """Wait until the engine is polled again; sooner if following its events has failed."""
+    """Wait ``seconds`` until the next poll; less if the engine was restarted or following its events has failed."""
     waits = asyncio.create_task(restarted.wait())
     try:
         await asyncio.wait(
@@ -130,7 +130,7 @@ async def _follow(events: KVEvents, inbox: KVInbox) -> None:
 
 
 async def _replay(events: KVEvents, inbox: KVInbox) -> None:
-    """Request all batches from the next one on; without a replay address, or an answer, there are none."""
+    """Request and apply all batches from the next expected one on; do nothing without a replay address or an answer."""
     if events.replay is None:
         return
     context = zmq.asyncio.Context.instance()

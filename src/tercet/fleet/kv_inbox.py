@@ -1,6 +1,6 @@
-"""Updates the fleet's knowledge of one engine's cache by the engine's KV events. Decides without I/O.
+"""Application of one engine's KV events to the fleet's knowledge of its cache. No I/O.
 
-The messages are vLLM's wire format (``vllm/distributed/kv_events.py``), as far as prefix indexes need it.
+Messages have vLLM's wire format (``vllm/distributed/kv_events.py``); only fields that prefix indexes need are read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tercet.protocol.block_hashes import extra_of
 from tercet.protocol.wire import UNREADABLE
 
 BlockName = int | bytes
-# Layers that do not look back at all tokens: their blocks say little about a prompt's matches.
+# Kinds of layers that do not attend to all tokens: their blocks say little about a prompt's matches.
 WINDOWED = frozenset(
     ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "cross_attention",
      "encoder_only_attention")
 )  # fmt: skip
 DEVICE, HERE = "gpu", "local"
 MOST_SIZES = 8
-"""Different block sizes of one engine: vLLM has up to two per kind of layer, if a prompt's last block is not full."""
+"""Largest number of block sizes of one engine: vLLM has up to two per kind of layer, for full and for last blocks."""
 MOST_WARNINGS = 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
 logger = logging.getLogger("tercet.fleet")
@@ -33,10 +33,11 @@ logger = logging.getLogger("tercet.fleet")
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """A copy of consecutive blocks of ``block_size`` tokens each was stored in the cache.
 
-    ``extra_keys`` has, for each block, the parts of its name besides its tokens: the cache salt (first block only), an
-    adapter, pictures. ``group_idx`` numbers the groups of layers of models that have several, ``kv_cache_spec_kind`` is
-    their kind. ``medium`` names the place: the device, or a lower tier, which may report hashes only, with no tokens
-    and a size of 0, and may have blocks of another size; ``locality`` and ``ownership`` describe the place, too.
+    ``extra_keys`` has, for each block, the parts of its name in addition to its tokens: the cache salt (first block
+    only), an adapter, images. ``group_idx`` numbers the groups of layers of models that have several groups,
+    ``kv_cache_spec_kind`` is their kind. ``medium`` names the place: the device or a lower tier. A lower tier may
+    report hashes only, without tokens and with size 0, and may have blocks of another size. ``locality`` and
+    ``ownership`` describe the place, too.
     """
 
     block_hashes: list[BlockName]
@@ -64,14 +65,14 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """The cache is empty."""
+    """All blocks were removed: the cache is empty."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """The events of one engine step; ``ts`` is the engine's time."""
+    """The events of one engine step; ``ts`` is the engine's clock in seconds."""
 
     ts: float
     events: list[KVEvent]
@@ -93,11 +94,11 @@ _decode_kind = msgspec.msgpack.Decoder(_Kind).decode
 
 
 class KVInbox:
-    """Applies each numbered batch once and in order.
+    """The receiver of one engine's numbered batches, which applies each batch once and in order.
 
-    vLLM numbers batches from 0 at each start of an engine, publishes without waiting for subscribers, and replays the
-    last ones on request. ``name`` is the engine's name in the fleet. ``expected`` is the number of the next batch,
-    where a replay must begin.
+    vLLM numbers batches from 0 at each start of an engine, publishes without waiting for subscribers, and replays
+    recent batches on request. ``name`` is the engine's name in the fleet. ``expected`` is the number of the next
+    batch, where a replay must begin.
     """
 
     def __init__(self, name: str, knowledge: FleetKnowledge) -> None:
@@ -110,14 +111,14 @@ class KVInbox:
         self._group, self._looks_back = 0, False
 
     def reset(self) -> None:
-        """Forget everything: the engine was restarted, and its cache is empty."""
+        """Drop all knowledge: the engine was restarted, and its cache is empty."""
         self._knowledge.cleared(self._name)
         self.expected, self._last_live = 0, -1
         self._sizes.clear()
         self._group, self._looks_back = 0, False
 
     def take(self, number: int, payload: bytes) -> bool:
-        """Apply a published batch; returns whether batches before it are missing, so that a replay is needed.
+        """Apply a published batch; return True, and do not apply it, if earlier batches are missing and need a replay.
 
         Raises one of ``UNREADABLE`` for an invalid batch.
         """
@@ -131,9 +132,9 @@ class KVInbox:
         return False
 
     def take_replayed(self, number: int, payload: bytes) -> None:
-        """Apply a replayed batch, or one that had to wait for earlier ones.
+        """Apply a replayed batch, or a published batch that had to wait for earlier ones.
 
-        If the replay lacks batches, removals may have been missed: then all older knowledge is dropped.
+        If batches are missing before it, removals may be missing, so all older knowledge is dropped.
         """
         batch = self._read(payload)
         if number > self.expected:
@@ -142,7 +143,7 @@ class KVInbox:
         self._apply(number, batch)
 
     def _read(self, payload: bytes) -> Sequence[KVEvent]:
-        """The events of a batch. An unreadable event is skipped, and the others count."""
+        """Return the events of a batch; an unreadable event is skipped, the others count."""
         try:
             return _decode_batch(payload).events
         except UNREADABLE:
@@ -150,15 +151,16 @@ class KVInbox:
         return [event for each in raw for event in self._read_one(each)]
 
     def _read_one(self, raw: msgspec.Raw) -> Sequence[KVEvent]:
-        """The event, or nothing if it is unreadable.
+        """Return the event; if it is unreadable, nothing or an event that clears all.
 
-        An unread storage only loses a match; an unread removal clears all.
+        A missing BlockStored event only loses a match. A missing BlockRemoved event would leave blocks that do not
+        exist any more, so all blocks are cleared.
         """
         try:
             return [_decode_event(raw)]
         except UNREADABLE as error:
             kind = _decode_kind(raw).type
-            self._warn(f"{kind} event", f"{kind} event is not read: {error}")
+            self._warn(f"{kind} event", f"ignoring an invalid {kind} event: {error}")
         return [AllBlocksCleared()] if kind == BlockRemoved.__name__ else []
 
     def _warn(self, kind: str, message: str) -> None:
@@ -183,9 +185,9 @@ class KVInbox:
                 self._knowledge.unstore(self._name, event.block_hashes)
 
     def _choose_group(self, events: Sequence[KVEvent]) -> None:
-        """Follow layers that look back at all tokens, if there are any: others drop blocks that left their window.
+        """Follow a group of layers that attends to all tokens, if there is one: others drop blocks behind their window.
 
-        Events of one step are reported together, so nothing was missed when the first of them arrive.
+        Events of one step come in one batch, so no event of that group was missed before its first event arrives.
         """
         if self._looks_back:
             return
@@ -203,17 +205,17 @@ class KVInbox:
         if any(keys):
             extras, keys = _features_of(keys)
         if any(keys):
-            # Only a salt is a single text in a chain's first block; other keys belong to prompts that are not named
-            # here.
+            # Only a salt is a single text in a chain's first block; other keys belong to prompts that Tercet cannot
+            # name.
             first = keys[0]
             if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return
             salt = first[0]
         size = event.block_size or max(self._sizes, default=0)
         if not size:
-            return  # names without tokens, before any other event
+            return  # names without tokens before any event with a size
         if size not in self._sizes and len(self._sizes) >= MOST_SIZES:
-            self._warn("block_size", f"blocks of {size} tokens are ignored, there are {MOST_SIZES} other sizes")
+            self._warn("block_size", f"ignoring blocks of {size} tokens: the engine has {MOST_SIZES} other block sizes")
             return
         self._sizes.add(size)
         self._knowledge.store(
@@ -223,16 +225,16 @@ class KVInbox:
 
 
 def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
-    """Whether the event is about the memory that the engine computes in, not a lower tier or another machine."""
+    """True if the event concerns the device's memory, not a lower tier or another machine."""
     medium, locality = (event.medium or DEVICE).lower(), (event.locality or HERE).lower()
     return medium == DEVICE and locality == HERE and event.ownership is None
 
 
 def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:
-    """Digests of images and the like by block, from vLLM's pairs of name and position; and the remaining keys.
+    """Return the extras of images and other features by block, and the remaining keys of each block.
 
-    Our names are digests. A picture that came by the engine's own API has a name from vLLM, which no prompt of a router
-    has.
+    vLLM reports pairs of name and position. Names that Tercet gives are digests. An image that reached the engine by
+    its own API has a name from vLLM, which prompts of a router never have.
     """
     extras, others = dict[int, tuple[int, ...]](), list[list[Any]]()
     for block, of_block in enumerate(keys):
@@ -253,5 +255,5 @@ def _is_feature(key: Any) -> bool:
 
 
 def _beside_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
-    """A block's keys without its adapter's name, which is the first key of each block."""
+    """Return a block's keys without the adapter's name, which is the first key of each block."""
     return keys[1:] if adapter is not None and keys and keys[0] == adapter else keys

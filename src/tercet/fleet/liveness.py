@@ -1,7 +1,7 @@
-"""Detection of stuck engines: an engine is alive if it makes progress, not if its connection is open.
+"""Detection of stuck engines: an engine is alive if it makes progress; an open connection is not enough.
 
-An engine reports for how long its processes have made no progress (``EngineLoad.stalled_s``). An engine that sends
-nothing counts as one without progress.
+An engine reports for how many seconds its processes have made no progress (``EngineLoad.stalled_s``). An engine that
+sends nothing counts as one without progress.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ STUCK_AFTER_S = 5.0
 
 
 class Stuck(NamedTuple):
-    """An engine that is stuck from now on, and the reason."""
+    """A stuck engine, and the reason."""
 
     engine: str
     why: str
 
 
 class Liveness:
-    """Decides without I/O which engines are stuck. Times are seconds of one monotonic clock.
+    """State machine, without I/O, that decides which engines are stuck. Times are seconds of one monotonic clock.
 
-    An engine is stuck when it has shown no progress for ``stuck_after_s``, which must be longer than its longest step.
-    Time in which :meth:`look` was not called does not count: then this process itself was stopped.
+    An engine is stuck when it has made no progress for ``stuck_after_s``, which must be longer than its longest step.
+    Time in which :meth:`look` was not called does not count, because this process itself was stopped.
     """
 
     def __init__(self, stuck_after_s: float) -> None:
@@ -43,11 +43,11 @@ class Liveness:
             self._stuck.discard(engine)
 
     def hung_up(self, engine: str) -> None:
-        """Record that the engine closed its connection: earlier reports do not show that it is alive."""
+        """Record that the engine closed its connection: earlier reports no longer show that it is alive."""
         self._hung_up.add(engine)
 
     def forget(self, engine: str) -> None:
-        """Forget an engine that was removed or restarted."""
+        """Drop the record of an engine that was removed or restarted."""
         self._heard_at.pop(engine, None)
         self._progressed_at.pop(engine, None)
         self._stuck.discard(engine)
@@ -55,30 +55,30 @@ class Liveness:
 
     @property
     def stuck(self) -> list[Stuck]:
-        """Engines that were found stuck, and have shown no progress since."""
+        """Engines that were found stuck and have made no progress since."""
         now = self._looked_at or 0.0
         return [Stuck(engine, self._why(engine, now)) for engine in sorted(self._stuck)]
 
     def is_stuck(self, engine: str) -> bool:
-        """Whether an engine was found stuck, and has shown no progress since."""
+        """True if an engine was found stuck and has made no progress since."""
         return engine in self._stuck
 
     def progressed_since(self, engine: str, then: float) -> bool:
-        """Whether it has made progress after that time, as far as known."""
+        """True if the engine's last known progress is not before the time ``then``, or if none is known."""
         return self._progressed_at.get(engine, then) >= then
 
     def stalled_s(self, engine: str) -> float:
-        """Seconds without progress at the last check."""
+        """Return the seconds without progress of an engine at the last check; 0 before the first check."""
         if self._looked_at is None:
             return 0.0
         return max(0.0, self._looked_at - self._progressed_at.get(engine, self._looked_at))
 
     def heard_within(self, engine: str, seconds: float, now: float) -> bool:
-        """Whether it has sent anything in the last ``seconds``, and not closed its connection since."""
+        """True if the engine has sent anything in the last ``seconds`` and not closed its connection since."""
         return engine not in self._hung_up and now - self._heard_at.get(engine, -float("inf")) <= seconds
 
     def look(self, now: float, interval: float) -> list[Stuck]:
-        """Return engines that are stuck now and were not at the last check, about ``interval`` seconds ago."""
+        """Check all engines, ``interval`` seconds after the last check; return those that are stuck only since then."""
         slept = 0.0 if self._looked_at is None else now - self._looked_at - interval
         self._looked_at = now
         if slept > interval:
@@ -92,5 +92,5 @@ class Liveness:
     def _why(self, engine: str, now: float) -> str:
         silence = now - self._heard_at[engine]
         if silence > self.stuck_after_s / 2:
-            return f"no message from it for {silence:.1f} s"
-        return f"it answers, but has made no progress for {now - self._progressed_at[engine]:.1f} s"
+            return f"the engine has sent no message for {silence:.1f} s"
+        return f"the engine answers, but has made no progress for {now - self._progressed_at[engine]:.1f} s"

@@ -1,4 +1,4 @@
-"""A fleet in the form that move policies use: engines with their reports, and the sequences that may be moved."""
+"""The view of a fleet that move policies use: engines with their reports, and the sequences that may be moved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from tercet.fleet.members import Member
 
 
 def is_stale(fleet: EngineFleet, member: Member, stale_after_s: float) -> bool:
-    """Whether an engine has shown no progress for ``stale_after_s``.
+    """True if a reachable engine has made no progress for ``stale_after_s`` seconds.
 
-    A lost engine is not stale: its sequences have left.
+    A lost engine is not stale: its sequences have left it.
     """
     return member.reachable and fleet.liveness.stalled_s(member.name) > stale_after_s
 
 
 def counted_move(fleet: EngineFleet, source: str, destination: str, tokens: int) -> CountedMove:
-    """A move of ``tokens``, as limits count it; raises :class:`~tercet.protocol.UnknownEngine`."""
+    """Return a move of ``tokens`` in the form that limits count.
+
+    Raises :class:`~tercet.protocol.UnknownEngine` for an unknown destination.
+    """
     last = fleet.knowledge.loads.last(destination)
     usage = last[0].kv_usage if last is not None else None
     return CountedMove(source, destination, tokens, fleet.member(destination).share(tokens), usage)
@@ -30,7 +33,7 @@ def loaded_engines(
     moves: Iterable[CountedMove],
     stale_after_s: float,
 ) -> list[LoadedEngine]:
-    """The engines by name, each with its ``sequences``; loads are those after all ``moves`` have ended."""
+    """Return all engines, each with its ``sequences`` and with its load after all ``moves`` have ended."""
     members = {member.name: member for member in fleet.members}
     engines = {name: _engine(fleet, member, sequences.get(name, ()), stale_after_s) for name, member in members.items()}
     for move in moves:

@@ -1,9 +1,9 @@
-"""Long request bodies: each client has one in preparation, and the event loop works on one at a time.
+"""Preparation of long request bodies: one body per client, and one at a time on the event loop.
 
-What is done for a body before its first sequence runs (parsing, validation, templates, tokenization) grows with the
-body, and most of it runs on the event loop. A client that sends many long bodies gets them prepared one after the
-other, in order; other clients do not wait for them. Between the work for two long bodies, of any clients, the loop
-does all other work that is ready, such as sending tokens.
+The work for a body before its first sequence runs (parsing, validation, templates, tokenization) grows with the body,
+and most of it runs on the event loop. The long bodies of one client are prepared one after the other, in order; other
+clients do not wait for them. Between the work for two long bodies, of any clients, the loop does all other work that
+is ready, such as sending tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tercet.protocol import Saturated
 from tercet.settings import Limits
 
 LONG_BYTES = 256 * 1024
-"""Bytes from which on a body is long, whatever it has in it: its text takes tens of milliseconds to tokenize."""
+"""Bytes from which on a body is long, regardless of its content: its text takes tens of milliseconds to tokenize."""
 LONG_ITEMS = 256
-"""Lists and objects from which on a shorter body is long, too; they take some 20 us each on the event loop."""
+"""Number of lists and objects from which on a shorter body is long, too; each takes about 20 us on the event loop."""
 COMMAS_PER_ITEM = 16
 
 
 def is_long(content: bytes) -> bool:
-    """Whether the work for a body takes so long that it waits for its turn."""
+    """True if the work for a body takes long, so that the body has to wait for its turn."""
     if len(content) >= LONG_BYTES:
         return True
     commas = content.count(b",")
@@ -40,7 +40,7 @@ class BodyTurn:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client's next body may have begun."""
+        """True if the turn has ended, so that the client's next body may have begun."""
         return self._over is None
 
     def end(self) -> None:
@@ -51,15 +51,15 @@ class BodyTurn:
 
 
 class LongBodies:
-    """The long bodies of one process by client. ``count_refusal`` gets the reason of each refusal.
+    """The long bodies of one process, by client; ``count_refusal`` gets the reason of each refusal.
 
-    Of ``limits``, ``long_queued`` is how many bodies of one client may wait, and ``queue_timeout_s`` for how long.
+    In ``limits``, ``long_queued`` is how many bodies of one client may wait, and ``queue_timeout_s`` is their timeout.
     """
 
     def __init__(self, limits: Limits, count_refusal: Callable[[str], object]) -> None:
         self._limits = limits
         self._count_refusal = count_refusal
-        # Clients with a body in preparation, and their bodies that wait.
+        # The waiting bodies of each client with a body in preparation.
         self._waiting: dict[str, deque[asyncio.Future[BodyTurn]]] = {}
         self._is_worked_on = False
         self._next: deque[asyncio.Future[None]] = deque()
@@ -68,10 +68,10 @@ class LongBodies:
         return len(self._waiting)
 
     async def turn(self, client: str, left: Callable[[], asyncio.Future[Any]]) -> BodyTurn:
-        """Wait for the client's turn to have a long body prepared; the caller ends it.
+        """Wait for the client's turn to have a long body prepared, and return the turn, which the caller ends.
 
-        ``left``, called only if the body has to wait, is done when the client has closed the connection. Raises
-        :class:`~tercet.protocol.Saturated`, and :class:`~tercet.fleet.admission.ClientLeft`.
+        ``left`` is called only if the body has to wait; its future is done once the client closed the connection.
+        Raises :class:`~tercet.protocol.Saturated` and :class:`~tercet.fleet.admission.ClientLeft`.
         """
         waiting = self._waiting.get(client)
         if waiting is None:
@@ -97,11 +97,11 @@ class LongBodies:
             raise ClientLeft
         seconds = self._limits.queue_timeout_s
         raise self._refusal(
-            "long_queue_timeout", f"other long requests of this client were still prepared after {seconds:g} s"
+            "long_queue_timeout", f"after {seconds:g} s, earlier long requests of this client were not prepared yet"
         )
 
     async def alone(self) -> None:
-        """Return in an iteration of the event loop in which no other caller returns."""
+        """Wait for an iteration of the event loop in which no other caller of this method returns."""
         if self._is_worked_on:
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._next.append(mine)
@@ -132,7 +132,7 @@ class LongBodies:
         return Saturated(f"{why}; retry after {SOON} s", retry_after=SOON)
 
     def _work(self) -> None:
-        """One caller works until it next awaits; what is scheduled now runs after that."""
+        """Let one caller work until its next await; callbacks that are scheduled already run after that."""
         self._is_worked_on = True
         asyncio.get_running_loop().call_soon(self._worked)
 

@@ -11,7 +11,7 @@ from tercet.settings.log_events import LogEvent
 
 
 class Change(NamedTuple):
-    """A log event, and its fields except the reason; ``reason`` is set if the event has its own."""
+    """A log event and its fields except the reason; ``reason`` is empty if the caller gives one."""
 
     event: LogEvent
     fields: dict[str, str | int]
@@ -19,7 +19,7 @@ class Change(NamedTuple):
 
 
 def member_changes(before: Sequence[MemberState], after: Sequence[MemberState]) -> Iterator[Change]:
-    """All changes, each once; an engine at another URL is another engine."""
+    """Yield each change from ``before`` to ``after`` once; an engine at another URL is another engine."""
     known = {each.address.name: each for each in before}
     wanted = {each.address.name: each for each in after}
     here = {name: member for name, member in known.items() if name in wanted and _is_same(member, wanted[name])}

@@ -18,16 +18,16 @@ FOLLOWED = COUNTS | {"role", "reachable", "labels", "revision"}
 class Member:
     """One engine of the fleet.
 
-    ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens`` the prompt tokens of
-    those that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` are set by its
-    operator. ``reachable`` turns false when a call gets no answer or the engine is stuck, and true again when the
-    router's watch finds it well. ``draining`` is set by its operator, ``stopping`` and ``paused`` reported by the
-    engine. ``when_idle`` is called each time that its last sequence ends. ``kv_tokens`` is the capacity of its KV cache
-    in tokens; 0 until it is reported. ``adapters`` are the LoRA adapters that it reports, by name, ``max_adapters`` the
-    number of them that one step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes,
-    ``revision`` what it is an instance of. ``said_stamp`` is the adapter stamp of its last report, ``asked_stamp`` the
-    stamp at its last status. ``refused`` is the reason why an engine that answers may not serve here, such as another
-    model. ``on_change`` is called for each change of a field in ``FOLLOWED``: picks use columns of these fields instead
+    ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens`` the prompt tokens of those
+    that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` and ``draining`` are set by
+    its operator; the engine reports ``stopping`` and ``paused``. ``reachable`` turns false when a call gets no answer
+    or the engine is stuck, and true again when the router's watch finds the engine well. ``when_idle`` is called each
+    time its last sequence ends. ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it is reported.
+    ``adapters`` are the LoRA adapters that it reports, by name, and ``max_adapters`` is the number of adapters that one
+    step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes, ``revision`` its software,
+    weights and KV layout. ``said_stamp`` is the adapter stamp of its last report, ``asked_stamp`` the stamp at its last
+    status. ``refused`` is the reason why an engine that answers may not serve here, such as another model; empty if it
+    may. ``on_change`` is called for each change of a field in ``FOLLOWED``: picks use columns of these fields instead
     of reading every engine.
     """
 
@@ -61,25 +61,25 @@ class Member:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be picked, if it answers."""
+        """True if the engine may be picked, provided that it answers."""
         return not self.leaving and self.paused == ""
 
     @property
     def leaving(self) -> bool:
-        """Whether nothing new may begin there, and its sequences should move elsewhere."""
+        """True if the engine gets no new requests and its sequences should move to other engines."""
         return self.draining or self.stopping
 
     def can(self, role: Role) -> bool:
-        """Whether it may serve in ``role``; every engine can do both, roles are set by the router."""
+        """True if the engine may serve in ``role``; every engine can do both, and the router sets roles."""
         return role == "both" or self.role in (role, "both")
 
     def share(self, tokens: int) -> float:
-        """The part of its KV cache that ``tokens`` need; 0 until its capacity is reported."""
+        """Return the share of its KV cache that ``tokens`` need; 0 until its capacity is reported."""
         return tokens / self.kv_tokens if self.kv_tokens else 0.0
 
 
 class Counted:
-    """One sequence in the counts of the engine that was picked for it; the counts follow a move."""
+    """One sequence, counted at the engine that was picked for it; the count follows a move."""
 
     __slots__ = ("_member", "_tokens")
 
@@ -89,7 +89,7 @@ class Counted:
         self._add(member, 1)
 
     def go_to(self, member: Member) -> None:
-        """Count it at another engine from now on."""
+        """Count the sequence at another engine from now on."""
         left = self._member
         if left is not None and left is not member:
             self._member = member
@@ -97,7 +97,7 @@ class Counted:
             self._add(left, -1)
 
     def end(self) -> None:
-        """Stop counting it."""
+        """Stop counting the sequence."""
         left, self._member = self._member, None
         if left is not None:
             self._add(left, -1)

@@ -1,4 +1,4 @@
-"""Engines that come and go while the router serves: their connections, and who may join."""
+"""Membership of engines that come and go while the router serves: their connections, and the check before they join."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tercet.wire.streams import StreamListener
 logger = logging.getLogger("tercet.fleet")
 POLL_INTERVAL_S = 0.5
 REPORTED_WITHIN = 1.0
-"""Seconds without a report after which an engine is polled."""
+"""Seconds without a report after which an engine's status is polled."""
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 ASK_SECONDS = 5.0
 Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
-"""Arguments: name, URL, and a function that raises for an engine that must not serve here."""
+"""Connects to an engine. Arguments: name, URL, and a function that raises for an engine that must not serve here."""
 
 
 def connecting(
@@ -38,7 +38,7 @@ def connecting(
 ) -> Connect:
     """Return a function that connects to an engine by name and URL, and passes its reports to ``fleet``.
 
-    Knowledge about an engine's cache is void once the engine was restarted. ``secret`` and ``tls`` as for
+    Knowledge about an engine's cache is dropped when the engine was restarted. ``secret`` and ``tls`` are those of
     :class:`~tercet.wire.client.HttpEngine`.
     """
 
@@ -61,9 +61,10 @@ def connecting(
 
 
 class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was announced to clients when the fleet began to serve: model names, their weights, and the context length.
+    """The announcement to clients when the fleet began to serve: model names, context length and weights.
 
-    Engines that come later, or come back, must match it. ``fingerprint`` is that of the weights; empty if not known.
+    Engines that join or return later must match it. ``max_model_len`` is in tokens; ``fingerprint`` is that of the
+    weights, empty if it is not known.
     """
 
     models: tuple[str, ...]
@@ -72,52 +73,55 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, statuses: Sequence[EngineStatus]) -> Promise:
-        """What these engines (at least one) can promise together: those that have the first one's weights."""
+        """Return the promise that these engines (at least one) keep together.
+
+        Only engines with the same weights as the first one count.
+        """
         fingerprint = statuses[0].fingerprint
         alike = [status for status in statuses if status.fingerprint == fingerprint]
         models = sorted({status.model for status in alike})
         return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
 
     def of_replaced(self, status: EngineStatus) -> Promise | None:
-        """The promise once engines have the weights of ``status``; None if clients were promised another model.
+        """Return the promise with the weights of ``status``; None if ``status`` does not keep the rest of the promise.
 
-        They know it by the same name, and its context is at least as long.
+        The model must have a name that was announced, and a context that is at least as long.
         """
         if status.model not in self.models or status.max_model_len < self.max_model_len:
             return None
         return msgspec.structs.replace(self, fingerprint=status.fingerprint)
 
     def require_kept(self, status: EngineStatus) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for an engine that does not match."""
+        """Raise :class:`~tercet.protocol.BadRequest` for an engine that does not match the promise."""
         if status.model not in self.models:
             ours = ", ".join(self.models)
             raise BadRequest(
-                f"url: the engine there serves the model {status.model}, and this fleet serves {ours}", "url"
+                f"url: the engine at this URL serves the model {status.model}, and this fleet serves {ours}", "url"
             )
         if self.fingerprint and status.fingerprint != self.fingerprint:
             raise BadRequest(
-                f"url: the engine there serves other weights (fingerprint {status.fingerprint or 'not reported'}) than "
-                f"this fleet ({self.fingerprint})",
+                f"url: the engine at this URL serves other weights (fingerprint {status.fingerprint or 'not reported'}"
+                f") than this fleet ({self.fingerprint})",
                 "url",
             )
         if status.max_model_len < self.max_model_len:
             raise BadRequest(
-                f"url: the engine there has max_model_len {status.max_model_len}, and this router has announced "
+                f"url: the engine at this URL has max_model_len {status.max_model_len}, and this router has announced "
                 f"{self.max_model_len} to its clients",
                 "url",
             )
 
 
 JOINED = "joined:"
-"""Begins the uid of an engine that has joined by itself."""
+"""Prefix of the uid of an engine that has joined by itself."""
 
 
 class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine of a fleet, and whether new picks leave it out.
+    """An engine of a fleet, and whether it may be picked.
 
-    ``draining`` is set by its operator. ``uid`` is that of the pod or of the roster's entry that it was found as, or of
-    the start that joined by itself; empty for an engine that was named. ``withheld`` is the reason why nothing new may
-    begin there, or empty.
+    ``draining`` is set by its operator. ``uid`` is that of the pod or roster entry as which the engine was found, or of
+    the start that joined by itself; empty for an engine that was named in settings. ``withheld`` is the reason why it
+    gets no new requests, or empty.
     """
 
     address: EngineAddress
@@ -127,20 +131,20 @@ class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def leaving(self) -> bool:
-        """Whether nothing new may begin there, and its sequences should move elsewhere."""
+        """True if the engine gets no new requests and its sequences should move to other engines."""
         return self.draining or bool(self.withheld)
 
     @property
     def joined(self) -> bool:
-        """Whether it is a member by its own will, and leaves by itself."""
+        """True if the engine joined by itself, and leaves by itself."""
         return self.uid.startswith(JOINED)
 
 
 class Membership:
-    """Adds engines to ``fleet`` and takes them away; opens and closes their connections by ``connect(name, url)``.
+    """The members of ``fleet``: adds and removes engines, whose connections ``connect`` opens.
 
-    Use as an async context manager; its end closes every connection. ``promise`` is None until it is known;
-    ``on_replaced`` receives another one once all engines serve other weights, and is to set it.
+    Use as an async context manager; its end closes every connection. ``promise`` is None until it is known. When all
+    engines serve other weights, ``on_replaced`` gets the new promise, and must set ``promise``.
     """
 
     def __init__(self, fleet: EngineFleet, connect: Connect) -> None:
@@ -164,7 +168,10 @@ class Membership:
         await self._closing.wait(CLOSE_SECONDS)
 
     async def enter(self, address: EngineAddress) -> Member:
-        """Make an engine a member, even if it does not answer. Raises :class:`~tercet.protocol.Conflict`."""
+        """Make an engine a member, even if it does not answer.
+
+        Raises :class:`~tercet.protocol.Conflict` for a name in use.
+        """
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._connect(address.name, address.url, self._admit))
             member = Member(address.name, address.url, address.role, engine, labels=address.labels)
@@ -173,9 +180,9 @@ class Membership:
         return member
 
     async def become(self, wanted: Sequence[MemberState]) -> list[Member]:
-        """Make the members those that are ``wanted``; another URL is another engine.
+        """Make the members equal to ``wanted``; an engine at another URL is another engine.
 
-        Returns the new members, which are not picked until they have answered.
+        Returns the new members. They are not picked until they have answered.
         """
         addresses = {state.address.name: state.address.url for state in wanted}
         for member in self._fleet.members:
@@ -196,10 +203,10 @@ class Membership:
         return entered
 
     async def check(self, address: EngineAddress) -> None:
-        """Check whether an engine may join.
+        """Check that an engine may join.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if it does not answer, and
-        :class:`~tercet.protocol.BadRequest` if it serves another model or a shorter context than announced.
+        :class:`~tercet.protocol.BadRequest` if its model, weights, context or tokenizer do not fit.
         """
         async with self._connect(address.name, address.url, lambda _: None) as engine:
             try:
@@ -207,14 +214,14 @@ class Membership:
             except EngineUnreachable:
                 raise
             except TercetError as error:
-                raise BadRequest(f"url: {address.url} does not answer as a Tercet engine: {error}", "url") from error
+                raise BadRequest(f"url: the server at {address.url} is not a Tercet engine: {error}", "url") from error
             self._admit(status)
 
     async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
-        """Wait for the first status of every member; those that do not answer are polled later.
+        """Wait for the first status of every member; engines that do not answer are polled later.
 
-        Returns what all that answered can promise. Raises :class:`~tercet.protocol.EngineUnreachable` if none answers
-        within ``seconds``.
+        Returns the promise that the engines that answered keep together. Raises
+        :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
         statuses = await self.look(seconds)
         if not statuses:
@@ -222,10 +229,10 @@ class Membership:
         return Promise.of(statuses)
 
     async def until_one_answers(self, seconds: float = READY_SECONDS) -> Promise:
-        """Wait for a status of any member, while members still come and go.
+        """Wait until any member answers, while members still come and go.
 
-        Returns what those that answered can promise. Raises :class:`~tercet.protocol.EngineUnreachable` if none answers
-        within ``seconds``.
+        Returns the promise that the engines that answered keep together. Raises
+        :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while not (statuses := await self.look()):
@@ -244,9 +251,9 @@ class Membership:
         return member
 
     async def watch(self) -> None:
-        """Detect stuck engines, and those that are back, until cancelled.
+        """Detect engines that are stuck, lost or back, until cancelled.
 
-        No engine waits for another one's answer.
+        Engines are polled at the same time: a slow answer delays no other poll.
         """
         questions, asking = TaskSet(), dict[int, asyncio.Task[None]]()
         try:
@@ -265,7 +272,10 @@ class Membership:
             await questions.close()
 
     def _noticed_replaced(self) -> Coroutine[Any, Any, object] | None:
-        """Accepts other weights that all engines have by now, if the router's tokenizer and names still fit."""
+        """Return the call of ``on_replaced`` if all engines have other weights that fit; None otherwise.
+
+        Other weights fit if the router's tokenizer, chat template and model names match.
+        """
         serves = any(member.reachable for member in self._fleet.members)
         refused = [self._others[id(member)] for member in self._fleet.members if id(member) in self._others]
         found = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
@@ -274,8 +284,8 @@ class Membership:
         promise = self.promise.of_replaced(found)
         if promise is None or promise == self.promise:
             return None
-        self._replaced = ReplacedModel()  # it is tried again if it fails
-        logger.warning("engines: all that answer have other weights (%s) now, and serve", promise.fingerprint)
+        self._replaced = ReplacedModel()  # a failed attempt is repeated
+        logger.warning("engines: accepting other weights (%s), which all engines have now", promise.fingerprint)
         return self.on_replaced(promise)
 
     async def _ask(self, member: Member) -> None:
@@ -289,11 +299,11 @@ class Membership:
             self._fleet.health.lost(member, error)
         except TercetError as error:
             logger.debug("%s answers: %s", member.name, error)
-        except Exception as error:  # such as that of a connection that was closed in the meantime
+        except Exception as error:  # for example of a connection that was closed in the meantime
             self._refuse(member, EngineError(f"{type(error).__name__}: {error}"))
 
     async def ask(self, members: Sequence[Member]) -> None:
-        """Poll ``members`` now; the watch continues to poll those that do not answer soon."""
+        """Poll ``members`` now, for a few seconds; the watch continues to poll those that did not answer."""
         asked = [asyncio.ensure_future(self._ask(member)) for member in members]
         if asked:
             _, late = await asyncio.wait(asked, timeout=ASK_SECONDS)
@@ -303,7 +313,10 @@ class Membership:
     async def look(
         self, seconds: float = POLL_INTERVAL_S, members: Sequence[Member] | None = None
     ) -> list[EngineStatus]:
-        """Poll ``members``, or all, for their status; those that do not answer in time become unreachable."""
+        """Poll ``members`` (None: all) for ``seconds``, and return their statuses.
+
+        Members that do not answer in time become unreachable.
+        """
         members = self._fleet.members if members is None else members
         if not members:
             return []
@@ -326,7 +339,7 @@ class Membership:
         return found
 
     def _answered(self, member: Member, status: EngineStatus) -> None:
-        """Record an engine's status; one that breaks the promise is not picked, and the reason is logged once."""
+        """Record an engine's status; an engine that breaks the promise is not picked, and the reason is logged once."""
         self._fleet.health.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         member.model_dtype = status.model_dtype
@@ -347,12 +360,13 @@ class Membership:
                 self._fleet.health.found_well(member)
 
     async def speak(self, text: TextFingerprint) -> None:
-        """Require this tokenizer and chat template of engines from now on, as far as both sides report theirs.
+        """Require the tokenizer and chat template of ``text`` of all engines from now on.
 
-        Raises :class:`~tercet.protocol.BadRequest` if engines answer, and none of them matches.
+        A fingerprint that either side does not report is not compared. Raises :class:`~tercet.protocol.BadRequest` if
+        engines answer and none of them matches.
         """
         self._text = text
-        # The watch polls engines that do not answer; do not wait for them here.
+        # Do not wait here for engines that do not answer: the watch polls them.
         answered = await self.look(ASK_SECONDS, [member for member in self._fleet.members if member.reachable])
         wrong = [status for status in answered if not _speaks(status, text)]
         if wrong and len(wrong) == len(answered):
@@ -376,7 +390,7 @@ class Membership:
         found = self._open.pop(id(member), None)
         self._refused.pop(id(member), None)
         self._others.pop(id(member), None)
-        if found is not None:  # when the router ends, all are closed, including those with sequences
+        if found is not None:  # at the router's end all connections are closed, also those with sequences
             self._closing.spawn(found[1].aclose())
 
 
@@ -399,14 +413,14 @@ def _require_text(status: EngineStatus, text: TextFingerprint, param: str) -> No
         )
         theirs, ours = status.text.chat_template, text.chat_template
     raise BadRequest(
-        f"{param}: the engine there ({status.engine}) has another {what} (fingerprint {theirs}) than this router "
+        f"{param}: the engine {status.engine} has another {what} (fingerprint {theirs}) than this router "
         f"({ours}), so its token ids have other meanings; {remedy}",
         param,
     )
 
 
 async def _first_status(member: Member, seconds: float) -> EngineStatus:
-    """Its status, as soon as it answers; a wait of up to ``seconds`` is logged at once."""
+    """Return a member's status as soon as it answers; a wait is logged once if ``seconds`` exceed one poll."""
     is_said = seconds <= POLL_INTERVAL_S
     while True:
         try:
@@ -418,5 +432,5 @@ async def _first_status(member: Member, seconds: float) -> EngineStatus:
             await asyncio.sleep(POLL_INTERVAL_S)
         except TercetError as error:
             if not is_said:
-                logger.error("engines: %s answers, but not as a Tercet engine: %s", member.name, error.message)
+                logger.error("engines: the server of %s is not a Tercet engine: %s", member.name, error.message)
             raise

@@ -1,4 +1,4 @@
-"""One running sequence during a move to another engine, as :func:`tercet.decisions.migration.migrate` sees it."""
+"""One running sequence during a move to another engine, in the form that ``decisions.migration.migrate`` uses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputS
 
 
 class MovingSequence:
-    """Implements :class:`tercet.decisions.migration.Movable` for the present generation of ``sequence``.
+    """A :class:`tercet.decisions.migration.Movable`: the present generation of ``sequence``.
 
-    After the cut-over, ``recomputed`` is the number of positions that the destination computes in addition to that of
-    the next token, and ``pause`` the seconds between the last token from the source and the first from the destination;
-    None if the client had no token before.
+    After the cut-over, ``recomputed`` is the number of positions that the destination computes in addition to the
+    position of the next token, and ``pause`` is the time in seconds between the last token from the source and the
+    first token from the destination; None if the client had no token before.
 
-    Raises :class:`~tercet.protocol.Conflict` if no engine generates it.
+    The constructor raises :class:`~tercet.protocol.Conflict` if no engine generates the sequence.
     """
 
     def __init__(self, sequence: RunningSequence) -> None:
@@ -35,31 +35,31 @@ class MovingSequence:
 
     @property
     def engine(self) -> TracedEngine:
-        """The engine that generates it."""
+        """The engine that generates the sequence."""
         return self.generation.engine
 
     @property
     def computed(self) -> int:
-        """See :class:`tercet.decisions.migration.Movable`.
+        """Number of tokens whose KV is computed; see :class:`tercet.decisions.migration.Movable`.
 
-        The last token's KV is computed in the step that makes the next.
+        The step that makes the next token computes the KV of the last one.
         """
         return self.generation.computed
 
     def context(self) -> Request:
-        """See :class:`tercet.decisions.migration.Movable`."""
+        """Return a request for the computed tokens; see :class:`tercet.decisions.migration.Movable`."""
         request = self.generation.request
         tokens = (*request.prompt, *self.generation.tokens)[: self.computed]
         return msgspec.structs.replace(request, seq_id=self._id, prompt=tokens, sampling_params={})
 
     async def cut_over(self, to: Engine, begin: int) -> None:
-        """See :class:`tercet.decisions.migration.Movable`."""
+        """Continue on ``to``, which has the KV up to ``begin``; see :class:`tercet.decisions.migration.Movable`."""
         arrival = _FirstOutput(self.engine.costs.clock)
         left_at = None
 
         def following() -> OutputStream:
             nonlocal left_at
-            # From here on the source sends nothing more: the tokens taken so far are what the client gets.
+            # The source sends no more tokens from here on, so the client has exactly the tokens of this generation.
             output = tuple(self.generation.tokens)
             left_at = self._sequence.last_at if self._sequence.answered else None
             self.recomputed = max(0, self.computed - begin)
@@ -82,7 +82,7 @@ class MovingSequence:
 
 
 class _FirstOutput:
-    """Observes the destination's stream: ``begun`` is the time of its first output, None if it has none."""
+    """Observer of the destination's stream; ``begun`` becomes the time of its first output, or None without output."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.begun: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()

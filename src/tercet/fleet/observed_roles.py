@@ -1,4 +1,4 @@
-"""A fleet in the form that role policies use."""
+"""The view of a fleet that role policies use."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tercet.fleet.members import Member
 
 
 class PrefillLine(NamedTuple):
-    """Prefills of one engine, as routers count them: ``waiting_s`` are seconds ahead of a new arrival.
+    """Prefills of one engine, as routers count them; ``waiting_s`` is the estimated wait of a new request in seconds.
 
-    ``busy_s`` are the seconds, since the engine was met, in which prefills ran or waited there.
+    ``busy_s`` is for how many seconds, since the engine was first seen, prefills ran or waited there.
     """
 
     waiting_s: float
@@ -22,13 +22,13 @@ class PrefillLine(NamedTuple):
 
 
 def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
-    """What this process has there."""
+    """Return the prefills of this process on the engine ``name``."""
     now, work = fleet.costs.clock(), fleet.costs.work(name)
     return PrefillLine(work.waiting(now), work.busy(now))
 
 
 def observed_engines(fleet: EngineFleet, lines: Mapping[str, PrefillLine] | None = None) -> list[ObservedEngine]:
-    """Every engine; ``lines`` are the prefills of all processes that share the fleet, of this one if not given."""
+    """Return every engine; ``lines`` are the prefills of all processes that share the fleet, None for this process."""
     return [
         _observed(fleet, member, (lines or {}).get(member.name) or prefill_line(fleet, member.name))
         for member in fleet.members
@@ -41,7 +41,7 @@ def _observed(fleet: EngineFleet, member: Member, line: PrefillLine) -> Observed
     if last is None:
         return ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
     load = last[0]
-    # Sequences whose prompts are still in line elsewhere have reserved KV here, which no step reads.
+    # Sequences whose prompts still wait on other engines have reserved KV here, which no step reads.
     share = load.running / max(load.running, member.in_flight, 1)
     contexts = int(load.kv_usage * member.kv_tokens * share) or load.running * UNKNOWN_CONTEXT
     return ObservedEngine(

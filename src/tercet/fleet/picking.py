@@ -1,4 +1,4 @@
-"""How engines are picked: by turns or load in plain picks, by profiles of a scheduling file, and for routes."""
+"""Picks of engines: by turns or load, by profiles of a scheduling file, by session, and for routes."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ AnyView = TypeVar("AnyView", bound=EngineView)
 
 @dataclass
 class Picking(Generic[ViewT]):
-    """State that all views of a fleet use for picks; ``views`` are the engines that may be picked, ``rows`` their rows.
+    """State that all views of a fleet use for picks.
 
-    ``leaving`` are those that may not be picked, since they are drained, stopping or paused.
+    ``views`` are the engines that may be picked, and ``rows`` their rows. ``leaving`` are the engines that may not be
+    picked, since they are drained, stopping or paused.
 
-    ``without_role`` says what happens to a pick while no engine of its role answers.
+    ``without_role`` is the rule for a pick while no engine of its role answers: serve by another role, or refuse.
 
-    ``believed`` are the tokens that engines probably had in their cache when they were picked, for picks that have not
-    ended: after a pick the history contains the whole prompt.
+    ``believed`` has the estimated numbers of cached tokens at the time of the pick, by sequence and engine, for picks
+    that have not ended: after a pick the history contains the whole prompt.
 
-    ``adapters`` are the fleet's LoRA adapters by name. An engine without the adapter of a request is never picked for
-    it.
+    ``adapters`` are the fleet's LoRA adapters by name. A request is never sent to an engine without its adapter.
 
-    ``explanation`` is the profile and decision of the last pick, and the row that it came to; None after one by turns.
+    ``explanation`` is the profile, decision and row of the last pick; None after a pick by turns.
 
-    ``sessions`` are those whose turns go to the engines that they belong to; ``is_by_session``: the last pick did.
+    ``sessions`` is the table of sessions that each stay on one engine; None if sessions are not used.
+    ``is_by_session`` is true if the last pick followed a session.
     """
 
     knowledge: FleetKnowledge
@@ -94,12 +95,12 @@ class Picking(Generic[ViewT]):
     def pick(
         self, role: Role, by: str, without: Sequence[str], request: Request | None, partner: str | None = None
     ) -> ViewT:
-        """Pick an engine by a picker or profile called ``by``.
+        """Pick an engine by the picker or profile called ``by``.
 
-        ``without`` are names that are avoided while there are others; the last one matters least. ``partner`` is the
-        engine that it exchanges KV with.
+        ``without`` are names to avoid while there are other engines; the last one matters least. ``partner`` is the
+        engine with which the picked one exchanges KV.
 
-        Raises :class:`~tercet.protocol.EngineUnreachable` if there is none or a strict filter leaves none,
+        Raises :class:`~tercet.protocol.EngineUnreachable` if no engine may be picked or a strict filter leaves none,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
         turns = PICKERS.get(by)
@@ -120,7 +121,7 @@ class Picking(Generic[ViewT]):
         self, sessions: SessionTable, session: str, role: Role, without: Sequence[str], request: Request,
         partner: str | None,
     ) -> ViewT:  # fmt: skip
-        """The engine that the session belongs to, if it may be picked; else one that it belongs to from now on."""
+        """Return the session's engine if it may be picked; otherwise bind the session to another engine."""
         candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
         if not len(candidates):
             raise self.no_engine_error()
@@ -175,7 +176,7 @@ class Picking(Generic[ViewT]):
         without: Sequence[str],
         partner: str | None = None,
     ) -> tuple[list[ViewT], int]:
-        """See :meth:`tercet.fleet.EngineFleet.ranked`; ``believed`` is unchanged, since these picks have no end."""
+        """Return ranked engines, see :meth:`tercet.fleet.EngineFleet.ranked`; these picks do not enter ``believed``."""
         profile = self.scheduling.profile(SCHEDULED, role)
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
@@ -192,9 +193,9 @@ class Picking(Generic[ViewT]):
         return [self.views[self._places[row]] for row in rows], cached
 
     def serving(self, request: Request | None, views: Sequence[AnyView]) -> Sequence[AnyView]:
-        """Engines that can serve the request: all, unless it has an adapter.
+        """Return the engines that can serve the request: all for a request without an adapter.
 
-        Raises :class:`~tercet.protocol.UnknownAdapter` if there are engines, and none has the adapter.
+        Raises :class:`~tercet.protocol.UnknownAdapter` if there are engines and none has the adapter.
         """
         if request is None or request.adapter is None:
             return views
@@ -216,12 +217,12 @@ class Picking(Generic[ViewT]):
         request: Request | None = None,
         partner: str | None = None,
     ) -> Engines:
-        """Engines of the role, without those that do not answer while others do.
+        """Return engines of the role; engines that do not answer are left out while others answer.
 
-        If none of them answers, engines of other roles are returned: every engine can do both. If the fleet is
+        If no engine of the role answers, engines of other roles are returned: every engine can do both. If the fleet is
         configured to refuse that, raises :class:`~tercet.protocol.RoleUnavailable`. ``among`` are the names that count,
-        all if not given. Only engines that can serve the ``request`` are returned: raises
-        :class:`~tercet.protocol.UnknownAdapter`. Of those, only engines that may exchange KV with the ``partner``.
+        None for all. Only engines that can serve the ``request`` and may exchange KV with the ``partner`` are returned.
+        Raises :class:`~tercet.protocol.UnknownAdapter` as :meth:`serving` does.
         """
         pairs_with = self._pairs_with(partner)
         for_all = pairs_with is None and among is None and (request is None or request.adapter is None)
@@ -252,7 +253,7 @@ class Picking(Generic[ViewT]):
         return others if len(others) else able if len(able) else everyone
 
     def _pairs_with(self, partner: str | None) -> Revision | None:
-        """The revision that candidates must exchange KV with; None without a partner, or if all engines are alike."""
+        """Return the partner's revision, which candidates must fit; None without a partner or if all are alike."""
         if partner is None or self._alike:
             return None
         everyone = [*self.views, *self.leaving]
@@ -260,13 +261,13 @@ class Picking(Generic[ViewT]):
         return None if self._alike else next((view.revision for view in everyone if view.name == partner), None)
 
     def _view(self, name: str | None) -> ViewT | None:
-        """The engine of that name, if it may be picked."""
+        """Return the engine of that name if it may be picked, otherwise None."""
         row = None if name is None else self.knowledge.loads.row(name)
         place = None if row is None else self._places.get(row)
         return None if place is None else self.views[place]
 
     def _preferring(self, engines: Engines, without: Sequence[str]) -> Engines:
-        """Engines without the avoided names, while there are others; the last name matters least."""
+        """Return the engines without the names to avoid, while others remain; the last name matters least."""
         for name in without:
             row = self.knowledge.loads.row(name)
             if row is not None:
@@ -275,12 +276,14 @@ class Picking(Generic[ViewT]):
         return engines
 
     def _require_role(self, role: Role, partner: str | None) -> None:
-        """Allow engines of other roles, or refuse, while none of the role answers. Roles are set by the router."""
+        """Raise :class:`~tercet.protocol.RoleUnavailable` if engines of other roles may not serve in this role."""
         if role != "both" and self.without_role == "refuse":
-            raise RoleUnavailable(f"{self.why_without(role, partner)}, and other roles may not serve in its place")
+            raise RoleUnavailable(
+                f"{self.why_without(role, partner)}, and engines of other roles may not serve in its place"
+            )
 
     def why_without(self, role: Role, partner: str | None = None) -> str:
-        """Why no engine of the role can be picked, to exchange KV with the ``partner`` if there is one."""
+        """Return the reason why no engine of the role can be picked, with regard to the ``partner`` if given."""
         if self._pairs_with(partner) is not None and any(view.reachable for view in _of_role(role, self.views)):
             return f"no engine of the role {role} may exchange KV with {partner}"
         if any(_of_role(role, self.views)):
@@ -290,27 +293,27 @@ class Picking(Generic[ViewT]):
         return f"this fleet has no engine of the role {role}"
 
     def _filled_by_others(self, role: Role, there_are_any: bool) -> None:
-        """Engines of other roles serve in its place: logged when it begins."""
+        """Log that engines of other roles serve in this role, when that begins."""
         if there_are_any and role != "both" and role not in self._unfilled:
             self._unfilled.add(role)
             log_events.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
 
     def _filled(self, role: Role) -> None:
-        """An engine of the role answers again."""
+        """Log that an engine of the role answers again, if others served in its place."""
         if role in self._unfilled:
             self._unfilled.discard(role)
-            log_events.ROLE_BACK.tell(role=role, reason="one answers")
+            log_events.ROLE_BACK.tell(role=role, reason="an engine of the role answers")
 
     def no_engine_error(self) -> EngineUnreachable:
-        """The error if there is no engine to pick."""
+        """Return the error for a pick without any engine."""
         if self.leaving:
-            return EngineUnreachable("every engine of this fleet is drained or stops: none may be picked")
+            return EngineUnreachable("every engine of this fleet is drained or stops, so none may be picked")
         return EngineUnreachable("this fleet has no engines")
 
     def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
-        """Estimated number of the prompt's tokens in each engine's cache; engines with none are left out.
+        """Return the estimated number of the prompt's tokens in each engine's cache; engines without any are left out.
 
-        Engines' own reports count; without them, the prompts that were routed there.
+        The estimate uses the engines' reports; without any, the prompts that were routed to each engine.
         """
         stored = self.knowledge.told
         found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
@@ -324,7 +327,7 @@ class Picking(Generic[ViewT]):
         return {view.name: tokens[row] for view, row in zip(views, rows, strict=True) if tokens[row]}
 
     def note_routed(self, request: Request, names: Sequence[str]) -> None:
-        """Record that the prompt will be on these engines; names without a row are ignored."""
+        """Record that these engines will have the prompt in their cache; names without a row are ignored."""
         hashes = block_hashes(request, ROUTED_BLOCK)
         for name in names:
             row = self.knowledge.loads.row(name)
@@ -339,7 +342,7 @@ class Picking(Generic[ViewT]):
         cached: int | None = None,
         among: Collection[str] | None = None,
     ) -> bool:
-        """See :meth:`tercet.fleet.EngineFleet.disaggregates`."""
+        """True if another engine should prefill; see :meth:`tercet.fleet.EngineFleet.splits`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
         prefill = self.candidates("prefill", among, request, decode)
         row = self.knowledge.loads.row(decode)

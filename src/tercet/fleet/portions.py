@@ -1,9 +1,9 @@
-"""The sequences of one request, which run in portions: a request of many sequences takes no more than its share.
+"""The sequences of one request, which run in portions, so that a request of many sequences takes only its share.
 
-An admitted request has one slot of the :class:`~tercet.fleet.admission.Gate`. One of its sequences at a time uses that
-slot, so that the request always progresses. Each further sequence that runs at the same time has a spare slot, which
-counts in all limits, and which is taken only while no other request waits. The remaining sequences wait here, in order,
-without cost to other requests.
+An admitted request has one slot of the :class:`~tercet.fleet.admission.Gate`. One of its sequences at a time uses this
+slot, so that the request always makes progress. Each further sequence that runs at the same time has a spare slot,
+which counts in all limits and is taken only while no other request waits. The remaining sequences wait here, in order,
+and delay no other request.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Spares(Protocol):
     """An object with spare slots, such as a :class:`~tercet.fleet.admission.Gate`."""
 
     def spare(self, priority: int) -> Ticket | None:
-        """Take a spare slot, if there is one and no request waits for it."""
+        """Take a spare slot if one is free and no request waits; return its ticket, or None."""
         ...
 
     def give_back(self, ticket: Ticket) -> None:
-        """Return the slot."""
+        """Free the slot of ``ticket``."""
         ...
 
 
 class Portions:
-    """The sequences of one request, of which ``at_once`` run at a time; ``spares`` is None if there are no limits."""
+    """The sequences of one request, of which at most ``at_once`` run at a time; ``spares`` is None without limits."""
 
     def __init__(self, at_once: int, spares: Spares | None = None, priority: int = 0) -> None:
         self._at_once = at_once
@@ -43,7 +43,7 @@ class Portions:
 
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[None]:
-        """Run one more sequence of the request while entered; waits until it may."""
+        """Wait until one more sequence of the request may run; it runs while the context is entered."""
         give_back = self._take() if not self.waiting else None
         if give_back is None:
             give_back = await self._turn()
@@ -61,14 +61,14 @@ class Portions:
         except asyncio.CancelledError:
             if turn in self.waiting:
                 self.waiting.remove(turn)
-            elif not turn.cancelled():  # it got its turn before it was cancelled
+            elif not turn.cancelled():  # the sequence got its turn before it was cancelled
                 turn.result()()
                 self._let_in()
             raise
 
     def _let_in(self) -> None:
         while self.waiting:
-            if self.waiting[0].done():  # it was cancelled, and will notice
+            if self.waiting[0].done():  # it was cancelled, and its task has not run since
                 self.waiting.popleft()
             elif (give_back := self._take()) is not None:
                 self.waiting.popleft().set_result(give_back)
@@ -76,7 +76,7 @@ class Portions:
                 return
 
     def _take(self) -> Callable[[], None] | None:
-        """Take a slot and return the function that gives it back; None if there is none now."""
+        """Take a slot and return the function that frees it; None if no slot is free now."""
         if self.running >= self._at_once:
             return None
         ticket: Ticket | None = None

@@ -1,4 +1,4 @@
-"""What picks predicted of engines' prefix caches, against what the engines found there."""
+"""Comparison of the cached tokens that picks predict with those that engines find in their prefix caches."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from tercet.settings import log_events
 
 NEAR = 64
-"""Tokens: a difference up to this is that of two block sizes, or of the last block, which engines compute again."""
+"""Difference in tokens that is ignored: block sizes may differ, and engines compute a prompt's last block again."""
 
 LEAST_PICKS = 16
 KEPT = 1 - 1 / 64
-"""Weight of an engine's history with each further pick: the last 64 picks or so decide."""
+"""Factor for an engine's history at each further pick: about the last 64 picks decide."""
 
 DRIFTS, AGREES = 0.25, 0.125
-"""Shares of the predicted tokens that are missing: from the first on it is a drift, below the second it is over."""
+"""Missing shares of the predicted tokens: a drift begins at the first share, and ends below the second."""
 
 
 @dataclass
 class _Hits:
-    """Tokens of an engine's latest picks: weighted sums. ``picks`` is their number, up to :data:`LEAST_PICKS`."""
+    """Weighted sums of tokens of an engine's latest picks; ``picks`` is their number, up to :data:`LEAST_PICKS`."""
 
     picks: int = 0
     predicted: float = 0.0
@@ -36,16 +36,16 @@ class _Hits:
 
 
 class PrefixHits:
-    """Compares predictions with what engines found; a drift of an engine is logged when it begins and when it ends.
+    """Predicted and found tokens of each engine; a drift is logged when it begins and when it ends.
 
-    Only what is missing counts: to find more than was predicted wastes nothing.
+    Only missing tokens count: more tokens than predicted cost nothing.
     """
 
     def __init__(self) -> None:
         self._engines: dict[str, _Hits] = {}
 
     def found(self, engine: str, predicted: int, cached: int) -> None:
-        """A pick predicted ``predicted`` tokens of a prompt in the engine's cache; it found ``cached``."""
+        """Record that a pick predicted ``predicted`` tokens of a prompt in the engine's cache, which had ``cached``."""
         if not predicted:
             return
         hits = self._engines.setdefault(engine, _Hits())
@@ -63,9 +63,9 @@ class PrefixHits:
 
     @property
     def drifting(self) -> list[str]:
-        """Engines whose caches have much less than picks predict."""
+        """Engines whose caches have far fewer tokens than picks predict."""
         return [name for name, hits in self._engines.items() if hits.drifts]
 
     def forget(self, engine: str) -> None:
-        """An engine has left the fleet."""
+        """Drop the record of an engine that has left the fleet."""
         self._engines.pop(engine, None)

@@ -1,7 +1,7 @@
-"""Which engine has which blocks, and what was routed where; :mod:`.stored_blocks` is filled by engines' events.
+"""Indexes of KV blocks by engine, and the history of routed prompts; engines' events fill :mod:`.stored_blocks`.
 
-Holders of a block are the bits of one integer, one bit per row: the engines that have all of a prompt's first blocks
-are found with one AND per block, however many engines there are.
+The holders of a block are the bits of one integer, one bit per row: one AND per block finds the engines that have all
+first blocks of a prompt, for any number of engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MANY = 24
 
 
 class Holders:
-    """For each block hash, the rows that have it: a :class:`~tercet.decisions.scheduling.plugin.PrefixIndex`.
+    """The rows that have each block, by hash: a :class:`~tercet.decisions.scheduling.plugin.PrefixIndex`.
 
     ``rows`` returns the number of rows.
     """
@@ -35,7 +35,7 @@ class Holders:
         self._holders[block] = self._holders.get(block, 0) | 1 << row
 
     def discard(self, row: int, block: int) -> None:
-        """Record that ``row`` no longer has it."""
+        """Record that ``row`` no longer has the block."""
         left = self._holders.get(block, 0) & ~(1 << row)
         if left:
             self._holders[block] = left
@@ -60,7 +60,7 @@ class Holders:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """The positions of the ones."""
+    """Yield the positions of the bits that are set."""
     if mask.bit_count() > MANY:
         octets = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), dtype=np.uint8)
         yield from np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
@@ -72,11 +72,11 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class RoutingHistory(Holders):
-    """The blocks of prompts that were routed to each engine, the ``capacity`` most recent ones of each.
+    """The ``capacity`` most recent blocks of prompts that were routed to each engine.
 
-    Plugins see :class:`~tercet.decisions.scheduling.plugin.RoutedPrefixes`. Hashes are chained: an
-    engine with a block has all blocks before it, which were routed there with it and are dropped later. So only few
-    blocks of a long prompt are looked up.
+    Plugins see :class:`~tercet.decisions.scheduling.plugin.RoutedPrefixes`. Hashes are chained: an engine with a block
+    has all blocks before it, which were routed with it and are dropped later. So a lookup of a long prompt reads only
+    a few blocks.
     """
 
     def __init__(self, rows: Callable[[], int], capacity: int) -> None:
@@ -114,7 +114,10 @@ class RoutingHistory(Holders):
         return self._holders.get(hashes[place], 0) if place < len(hashes) else 0
 
     def _end_of(self, holding: int, hashes: Sequence[int], begin: int) -> int:
-        """How far the blocks from ``begin`` on have the same holders: searched in growing strides, then between."""
+        """Return the end of the blocks from ``begin`` on that have the same holders.
+
+        The search goes in growing strides, and then between the last two.
+        """
         end, stride = begin + 1, 1
         while end < len(hashes) and self._holding(hashes, end) == holding:
             begin, end, stride = end, end + stride, 2 * stride
@@ -122,6 +125,6 @@ class RoutingHistory(Holders):
         return begin + 1 + bisect_left(between, True, key=lambda place: self._holding(hashes, place) != holding)
 
     def forget(self, row: int) -> None:
-        """The engine in ``row`` was removed, or has lost its cache."""
+        """Drop all blocks of the engine in ``row``: it was removed or has lost its cache."""
         for block in self._recent.pop(row, ()):
             self.discard(row, block)

@@ -1,6 +1,6 @@
-"""Notices that the engines at known addresses serve other weights now, all of them: a model that was replaced in place.
+"""Detection of a model that was replaced in place: all engines at the known addresses serve other weights.
 
-Pure: it is fed with statuses and times.
+No I/O: the caller passes statuses and times.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from tercet.protocol import EngineStatus
 from tercet.protocol.revision import TextFingerprint
 
 REPLACED_AFTER_S = 5.0
-"""Seconds in which no engine has served and all that answer agree, until the model counts as replaced."""
+"""Seconds for which no engine serves and all that answer agree, until the model counts as replaced."""
 
 
 class ReplacedModel:
-    """What engines say that answer and are refused, while none serves."""
+    """The statuses of engines that answer and are refused, while no engine serves."""
 
     def __init__(self) -> None:
         self._agreed: EngineStatus | None = None
         self._since = 0.0
 
     def seen(self, now: float, refused: Sequence[EngineStatus], any_serves: bool) -> EngineStatus | None:
-        """The first of the ``refused``, once they have agreed on weights and text for long enough; None until then."""
+        """Return a status of the replaced model once all ``refused`` engines have agreed long enough; None until then.
+
+        They agree on model, weights and text for :data:`REPLACED_AFTER_S` seconds. ``max_model_len`` of the returned
+        status is the smallest one of these engines.
+        """
         alike = len({_identity(status) for status in refused}) == 1
         if any_serves or not alike:
             self._agreed = None

@@ -1,4 +1,4 @@
-"""The members of a fleet by name, and which of them may be picked."""
+"""The members of a fleet by name, and the list of those that may be picked."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tercet.protocol import Conflict, UnknownEngine
 
 
 class Roster:
-    """A fleet's members. What picks use of a member, in ``knowledge`` and ``picking``, follows its changes.
+    """A fleet's members; it updates the columns in ``knowledge`` and ``picking`` when a member changes.
 
-    ``open`` are the members that may be picked now; the list changes in place, and then ``when_reopened`` is called.
+    ``open`` are the members that may be picked now. The list changes in place, and then ``when_reopened`` is called.
     """
 
     def __init__(self, members: Sequence[Member], knowledge: FleetKnowledge, picking: Picking[Member]) -> None:
@@ -28,15 +28,15 @@ class Roster:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All members, including those that are being drained."""
+        """All members, including drained ones."""
         return list(self._members.values())
 
     def get(self, name: str) -> Member | None:
-        """The member of that name, if there is one."""
+        """Return the member of that name, or None."""
         return self._members.get(name)
 
     def member(self, name: str) -> Member:
-        """The member of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Return the member of that name; raise :class:`~tercet.protocol.UnknownEngine` if there is none."""
         found = self._members.get(name)
         if found is None:
             known = ", ".join(self._members) or "none"
@@ -44,15 +44,15 @@ class Roster:
         return found
 
     def add(self, member: Member) -> None:
-        """Add a member, which may be picked at once; raises :class:`~tercet.protocol.Conflict` for a name in use."""
+        """Add a member, which may be picked at once; raise :class:`~tercet.protocol.Conflict` for a name in use."""
         if member.name in self._members:
-            raise Conflict(f"name: an engine called {member.name!r} is in this fleet already", "name")
+            raise Conflict(f"name: this fleet already has an engine {member.name!r}; choose another name", "name")
         self._members[member.name] = member
         self._follow(member)
         self.reopen()
 
     def remove(self, name: str) -> Member:
-        """Remove a member, and what is known of it; raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Remove a member and the knowledge about it; raise :class:`~tercet.protocol.UnknownEngine` if unknown."""
         member = self.member(name)
         del self._members[name]
         member.on_change = None
@@ -61,12 +61,12 @@ class Roster:
         return member
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """Stop or resume picking a member. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Stop or resume picking a member; raise :class:`~tercet.protocol.UnknownEngine` if there is none."""
         self.member(name).draining = draining
         self.reopen()
 
     def reopen(self) -> None:
-        """Find again which members may be picked: one came, left, or is leaving."""
+        """Compute again which members may be picked, after a member came, left or began to leave."""
         # In place: the views of a fleet share this list.
         self.open[:] = [member for member in self._members.values() if member.is_open]
         self._picking.reopen(self.open, [member for member in self._members.values() if not member.is_open])

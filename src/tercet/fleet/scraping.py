@@ -1,4 +1,4 @@
-"""Connects a fleet to engines without Tercet's plugin: their load is read from their ``/metrics``."""
+"""Connections to engines without Tercet's plugin, whose load is read from their ``/metrics``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def scraping(
     kv_events_port: int | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Connect:
-    """Return a function that connects to an engine, and reads its ``/metrics`` every ``interval`` seconds.
+    """Return a function that connects to an engine and reads its ``/metrics`` every ``interval`` seconds.
 
-    With ``kv_events_port`` each engine publishes vLLM's KV events there, on its own host. ``tls`` is as for
-    :class:`~tercet.wire.client.HttpEngine`. The page is open on every vLLM server, so no key is sent.
+    With ``kv_events_port`` each engine publishes vLLM's KV events on this port of its host. ``tls`` is that of
+    :class:`~tercet.wire.client.HttpEngine`. The page needs no key on any vLLM server, so none is sent.
     """
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The requests of the last minutes as a planner may know them: times, lengths and hashes of blocks; no text."""
+"""The requests of the last minutes in the form that planners get: times, lengths and hashes of blocks, no text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tercet.fleet.trace import Trace
 from tercet.settings.role_settings import Objectives
 
 BLOCK = 512
-"""Tokens of a block by which shared beginnings are found."""
+"""Tokens per block in the comparison of prompts' beginnings."""
 USUAL_TPOT_S = 0.02
 MOST_SEEN = 50_000
-"""Requests that are kept at most, whatever the window."""
+"""Largest number of requests that are kept, for any window."""
 
 
 def block_names(prompt: Sequence[int]) -> tuple[int, ...]:
-    """A number for each whole block; equal for equal beginnings. Tokens cannot be found from it without guessing."""
+    """Return a hash for each whole block, equal for equal beginnings; it does not reveal the tokens."""
     names, before = list[int](), 0
     for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
         before = hash((before, tuple(prompt[begin : begin + BLOCK])))
@@ -31,7 +31,7 @@ def block_names(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 class SeenRequest:
-    """One request, while it runs and after."""
+    """One request, while it runs and after its end."""
 
     __slots__ = ("_sequence", "at", "blocks", "ended", "met", "output_tokens", "prompt_tokens")
 
@@ -45,13 +45,16 @@ class SeenRequest:
         self._sequence: RunningSequence | None = sequence
 
     def end(self, met: bool | None) -> None:
-        """It is over; ``met`` is None if its client left, or is to blame for an error: then it counts nowhere."""
+        """Record the end, and whether objectives were ``met``; None, if the client left or caused an error."""
         sequence, self._sequence = self._sequence, None
         self.output_tokens = len(sequence.tokens) if sequence is not None else 0
         self.ended, self.met = True, met
 
     def as_arrival(self, now: float, tpot: float) -> ObservedRequest:
-        """As a planner sees it; a stream that hands its tokens over at the end has had one each ``tpot`` seconds."""
+        """Return the request in the form that planners get.
+
+        A running stream may hand its tokens over only at its end: it counts as having one token each ``tpot`` seconds.
+        """
         tokens, sequence = self.output_tokens, self._sequence
         if sequence is not None and sequence.ttft is not None:
             tokens = max(len(sequence.tokens), 1 + int((now - sequence.began - sequence.ttft) / tpot))
@@ -59,9 +62,10 @@ class SeenRequest:
 
 
 class SeenRequests:
-    """Those of the last ``window_s`` seconds of one process. ``arrived``, ``ended`` and ``met`` count from its start.
+    """The requests of the last ``window_s`` seconds of one process.
 
-    ``since`` is that start. ``clock`` is the fleet's, in seconds. A service tells it of sequences.
+    ``arrived``, ``ended`` and ``met`` count requests since the start at ``since``. ``clock`` is the fleet's clock in
+    seconds. The service calls :meth:`begins` and :meth:`ends`.
     """
 
     def __init__(self, window_s: float, objectives: Objectives, clock: Callable[[], float]) -> None:
@@ -75,7 +79,7 @@ class SeenRequests:
         self._tpot = USUAL_TPOT_S
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """A request came."""
+        """Record a request that arrived."""
         now = self._clock()
         self._forget(now)
         found = self._running[sequence] = SeenRequest(sequence, now)
@@ -83,7 +87,7 @@ class SeenRequests:
         self.arrived += 1
 
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Literal["served", "failed", "left"]) -> None:
-        """A request is over; one that came before this was there changes nothing."""
+        """Record the end of a request; a request that arrived before this object existed is ignored."""
         found = self._running.pop(sequence, None)
         if found is None:
             return
@@ -97,7 +101,7 @@ class SeenRequests:
             self._tpot += 0.01 * (seconds - self._tpot)
 
     def arrivals(self, now: float, newest_s: float = math.inf) -> tuple[ObservedRequest, ...]:
-        """Those of the window, or of its newest seconds, in order."""
+        """Return the requests of the last ``newest_s`` seconds within the window, in the order of their arrival."""
         self._forget(now)
         newest = list(itertools.takewhile(lambda each: now - each.at <= newest_s, reversed(self._seen)))
         return tuple(each.as_arrival(now, self._tpot) for each in reversed(newest))

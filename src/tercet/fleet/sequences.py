@@ -1,6 +1,6 @@
-"""The sequences that this process runs for its clients, and the next step after a failure of an engine or program.
+"""The sequences that this process runs for its clients, and the retry after a failure of an engine or program.
 
-Pure: a :class:`RunningSequence` records and decides; its caller acts.
+No I/O: a :class:`RunningSequence` records and decides, and its caller acts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """Retry after ``pause`` seconds, with ``request``, after the tokens in ``output``."""
+    """A retry after ``pause`` seconds with ``request``, which continues after the tokens in ``output``."""
 
     pause: float
     request: Request
@@ -32,7 +32,7 @@ class Retry(msgspec.Struct, frozen=True):
 def going_on(request: Request, seq_id: str, output: Sequence[int]) -> Request:
     """Return the request under another id, for an engine that continues after ``output``.
 
-    Log probabilities of the prompt were sent with the first token, and are not requested again.
+    Log probabilities of the prompt were sent with the first token, so they are not requested again.
     """
     params = request.sampling_params
     if output:
@@ -43,10 +43,11 @@ def going_on(request: Request, seq_id: str, output: Sequence[int]) -> Request:
 class RunningSequence:
     """One sequence from its request to its end. Times are seconds of one clock.
 
-    ``tokens`` are those that its client has, ``attempt`` is 0 until the first retry, ``moves`` counts its moves to
-    another engine. ``generation`` is its present or last generation on an engine; None before the first. ``program``
-    serves it. ``request_id`` is the client's id of the request, for the log. ``waiting`` are calls that end with it.
-    ``wait_s`` is for how many seconds it is retried while no engine accepts it.
+    ``tokens`` are the output tokens that its client has, ``attempt`` is 0 until the first retry, ``moves`` counts its
+    moves to another engine. ``generation`` is its present or last generation on an engine; None before the first.
+    ``program`` is the name of the program that serves it. ``request_id`` is the client's id of the request, for the
+    log. ``waiting`` are calls that end with the sequence. ``wait_s`` is for how many seconds it is retried while no
+    engine accepts it.
     """
 
     __slots__ = (
@@ -70,55 +71,55 @@ class RunningSequence:
 
     @property
     def state(self) -> Literal["waiting", "running", "ended"]:
-        """State of the sequence: it waits until its client has a token."""
+        """State of the sequence; it is waiting until its client has a token."""
         if self.ended:
             return "ended"
         return "running" if self.tokens else "waiting"
 
     @property
     def answered(self) -> bool:
-        """Whether the client has a token."""
+        """True if the client has a token."""
         return bool(self.tokens)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token; None without any."""
+        """Seconds to the first token; None before it."""
         return self._first_at - self.began if self.tokens else None
 
     @property
     def tpot(self) -> float | None:
-        """Seconds between two tokens, on average; None if there are not two."""
+        """Mean of the seconds between two tokens; None before the second token."""
         between = len(self.tokens) - 1
         return (self._last_at - self._first_at) / between if between > 0 else None
 
     @property
     def engine(self) -> str:
-        """The name of the engine that generates it, or generated last; empty before the first."""
+        """Name of the engine that generates the sequence or generated it last; empty before the first."""
         return self.generation.engine.name if self.generation is not None else ""
 
     @property
     def is_generated(self) -> bool:
-        """Whether an engine generates it now; its program may also be preparing that, or be between two engines."""
+        """True if an engine generates the sequence now; False while its program prepares that or changes engines."""
         return self.generation is not None and self.generation.stream is not None
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
         if self.generation is not None and self.generation.stream is not None:
             self.generation.stream.catch_up()
         return self.request.num_tokens + len(self.tokens)
 
     @property
     def last_at(self) -> float:
-        """When the client got its last token; before the first token, when the sequence began."""
+        """Time at which the client got its last token; before the first token, the time at which the sequence began."""
         return self._last_at
 
     def generates(self, generation: Generation) -> None:
-        """An engine begins to generate it."""
+        """Record that an engine begins to generate the sequence."""
         self.generation = generation
 
     def further_id(self) -> str:
-        """An unused id for the next attempt on engines: late messages of an earlier attempt are not taken for it."""
+        """Return an unused id for the next attempt, so that late messages of an earlier attempt do not match it."""
         self._further_ids += 1
         return further_id(self.request.seq_id, self._further_ids)
 
@@ -135,12 +136,12 @@ class RunningSequence:
             self.ended = True
 
     def next_attempt(self, now: float, taken: bool = True) -> Retry | None:
-        """Return the next attempt after a failure, or None if the budget is spent.
+        """Return the next attempt after a failure; None if the sequence has ended or the budget is spent.
 
-        The budget counts attempts without a new token: each token refills it. It protects engines, since a request may
-        kill one after the other; an attempt that no engine had ``taken`` is not counted while a sequence may wait for
-        an engine. The first of these retries starts at once, since it goes to another engine; the wait doubles with
-        each later one. Each has its own id (:func:`going_on`).
+        The budget counts attempts without a new token: each token refills it. It protects engines, since one request
+        may kill one engine after the other. An attempt that no engine had ``taken`` does not count as long as the
+        sequence may wait for an engine. The first retry starts at once, since it goes to another engine; the pause
+        doubles with each later one. Each retry has its own id (:func:`going_on`).
         """
         pause = min(FIRST_PAUSE * 2 ** (self._tries - 1), LONGEST_PAUSE) if self._tries else 0.0
         over = self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s
@@ -174,30 +175,33 @@ class RunningSequences:
         return iter(tuple(self._running))
 
     def named(self, seq_id: str) -> RunningSequence:
-        """The sequence whose request has this id; raises :class:`~tercet.protocol.UnknownSequence` if none runs."""
+        """Return the sequence whose request has this id; raise :class:`~tercet.protocol.UnknownSequence` if none."""
         found = next((sequence for sequence in self._running if sequence.request.seq_id == seq_id), None)
         if found is None:
             raise UnknownSequence(f"seq_id: no sequence {seq_id!r} runs in this process", "seq_id")
         return found
 
     def generated(self, engine: str, seq_id: str) -> RunningSequence | None:
-        """The sequence that this engine generates or generated last under that id (not always its request's id)."""
+        """Return the sequence that this engine generates, or generated last, under ``seq_id``; None without one.
+
+        After a retry or a move this is not the id of the client's request.
+        """
         for sequence in self.on(engine):
             if sequence.generation is not None and sequence.generation.request.seq_id == seq_id:
                 return sequence
         return None
 
     def on(self, engine: str) -> list[RunningSequence]:
-        """The sequences that this engine generates."""
+        """Return the sequences that this engine generates, or generated last."""
         return [sequence for sequence in self._running if sequence.engine == engine]
 
     def running(self, sequence: RunningSequence) -> AbstractContextManager[None]:
-        """Add the sequence while entered."""
+        """Return a context in which the sequence is among the running ones."""
         return _Running(self._running, sequence)
 
 
 class _Running:
-    """Context of a sequence among all that run. A class and not a generator: every request has one of these."""
+    """Context in which a sequence runs. It is a class, since a generator would cost every request more time."""
 
     __slots__ = ("_all", "_sequence")
 

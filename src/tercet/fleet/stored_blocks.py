@@ -1,4 +1,4 @@
-"""Blocks that engines report to hold, copy by copy: the prefix index that KV events feed."""
+"""The prefix index of the blocks that engines report in KV events, with the number of copies of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.protocol.block_hashes import Extras, chain, root_of
 
 
 class _Unplaced(msgspec.Struct, frozen=True):
-    """A block that waits for its parent; without ``tokens``, only its name is known."""
+    """A block whose parent is not known yet; without ``tokens``, only its name is known."""
 
     parent: Hashable | None = None
     tokens: tuple[int, ...] = ()
@@ -21,8 +21,8 @@ class _Unplaced(msgspec.Struct, frozen=True):
 class _Held(msgspec.Struct):
     """The blocks of one engine.
 
-    ``places`` has the hash of each block that is placed, ``unplaced`` the others, ``children`` those of them that wait
-    for a block to be placed. ``spare`` counts the copies of a block besides the first.
+    ``places`` has the hash of each placed block by name, ``unplaced`` the other blocks. ``children`` has the unplaced
+    blocks that wait for each parent. ``spare`` counts the copies of a block after the first.
     """
 
     places: dict[Hashable, int] = {}
@@ -32,14 +32,14 @@ class _Held(msgspec.Struct):
 
 
 class StoredBlocks(Holders):
-    """Blocks that engines report to hold, of one size: fed with their KV events.
+    """The blocks of one size that engines hold, according to their KV events.
 
-    Engines name blocks by their own hashes, which mean nothing elsewhere; the tokens in the events are hashed again. A
-    name stands for the same tokens, and the same tokens before them, in all events.
+    Engines name blocks by their own hashes, which other processes cannot compute; the tokens in the events are hashed
+    again. A name stands for the same tokens, and the same tokens before them, in all events.
 
-    An engine may hold several copies of a block, and reports each one as stored and removed: the block is found until
-    the last copy is removed. A block whose parent is not known waits until the parent is stored: no prompt matches it
-    earlier, as blocks before it are missing. ``orphans`` counts those.
+    An engine may hold several copies of a block, and reports each copy as stored and removed: prompts match the block
+    until the last copy is removed. A block whose parent is not known waits until the parent is stored: no prompt
+    matches it earlier, as blocks before it are missing. ``orphans`` counts these blocks.
     """
 
     def __init__(self, rows: Callable[[], int], block_size: int) -> None:
@@ -50,12 +50,12 @@ class StoredBlocks(Holders):
         self._names: dict[tuple[int, int], int] = {}
 
     def __bool__(self) -> bool:
-        """Whether any engine holds blocks, placed or not."""
+        """True if any engine holds blocks, placed or not."""
         return bool(self._rows_held)
 
     @property
     def orphans(self) -> int:
-        """Number of blocks that no prompt matches, as the blocks before them are not known."""
+        """Number of blocks that no prompt matches, since the blocks before them are not known."""
         return sum(len(held.unplaced) for held in self._rows_held.values())
 
     def store(
@@ -68,10 +68,11 @@ class StoredBlocks(Holders):
         adapter: str | None = None,
         extras: Extras | None = None,
     ) -> None:
-        """Record that the engine stored a copy of consecutive blocks, called ``names``, after the block ``parent``.
+        """Record that an engine stored a copy of the consecutive blocks ``names``, after the block ``parent``.
 
-        ``tokens`` are theirs, ``extras`` describe images and the like in them; ``salt`` and ``adapter`` are those of
-        their request. If the number of tokens does not match the blocks, only the names are known.
+        ``tokens`` are the tokens of these blocks, and ``extras`` describe images and other features in them; ``salt``
+        and ``adapter`` are those of their request. If the number of tokens does not match the blocks, only the names
+        are recorded.
         """
         if not names:
             return
@@ -92,7 +93,7 @@ class StoredBlocks(Holders):
             parent = name
 
     def hold(self, row: int, hashes: Sequence[int]) -> None:
-        """Record that the engine stored blocks named by the hashes used here; of such blocks it has no copies."""
+        """Record that the engine stored blocks whose names are Tercet's hashes; such blocks have one copy each."""
         held = self._rows_held.setdefault(row, _Held())
         for block in hashes:
             if block not in held.places:
@@ -109,7 +110,7 @@ class StoredBlocks(Holders):
         self._place(row, held, name, place)
 
     def _add_unplaced(self, held: _Held, name: Hashable, block: _Unplaced) -> None:
-        """Add a copy of a block whose place this event does not tell."""
+        """Add a copy of a block whose place is not known from this event."""
         known = held.unplaced.get(name)
         if known is not None or name in held.places:
             self._add_copy(held, name)
@@ -163,7 +164,7 @@ class StoredBlocks(Holders):
             del self._rows_held[row]
 
     def _drop(self, row: int, held: _Held, name: Hashable) -> None:
-        """Drop the last copy. Blocks after it keep their places: the block may come back before they are dropped."""
+        """Drop the last copy of a block; later blocks keep their places, as the block may come back before they go."""
         if name in held.unplaced:
             self._wait_no_more(held, name)
         place = held.places.pop(name, None)

@@ -1,4 +1,4 @@
-"""The trace of one request: an event for each verb that its program called."""
+"""The trace of one request, with an event for each verb that its program called."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tercet.protocol.trace import PickEvent, TraceEvent, VerbTrace
 
 
 class Trace(VerbTrace):
-    """The events of one request, and the times (seconds) that its client saw.
+    """The events of one request, and the latencies (seconds) that its client saw.
 
-    ``decision`` is the choice of its route, if :meth:`tercet.fleet.EngineFleet.route` made it; ``picks`` are the other
-    picks, and ``failed`` the calls of verbs that engines failed.
+    ``decision`` is the choice of its route by :meth:`tercet.fleet.EngineFleet.route`, or None; ``picks`` are all other
+    picks, and ``failed`` are the calls of verbs that failed.
     """
 
     ttft: float | None = None
@@ -42,13 +42,13 @@ class Trace(VerbTrace):
 
 
 class Tracing(NamedTuple):
-    """Record of what engines do for one request.
+    """The recorders of one request's calls to engines.
 
-    ``costs`` learn from it. ``on_generate`` is called with each generation that begins, ``on_failure`` returns the
-    engine to blame for an error. ``calls_of`` returns the calls in flight of an engine by its name: a call fails once
-    its engine, or the engine that it works for, is lost. ``require_exchange`` raises for a sender and a receiver that
-    must not exchange KV. ``hits`` compare what picks predicted with what engines found.
-    The sequence ``began`` at that time of the costs' clock; ``place`` is where it stands in a distributed trace.
+    ``costs`` learn from the calls. ``on_generate`` is called with each generation that begins, ``on_failure`` with the
+    name of the engine to blame and its error. ``calls_of`` returns the calls in flight of an engine by its name: a call
+    fails when its engine, or the engine that receives its KV, is lost. ``require_exchange`` raises for a sender and a
+    receiver that must not exchange KV. ``hits`` compares the cached tokens that picks predicted with those found.
+    ``began`` is the start of the sequence by the costs' clock; ``place`` is its place in a distributed trace, or None.
     """
 
     trace: Trace
@@ -64,9 +64,9 @@ class Tracing(NamedTuple):
 
 @dataclass(slots=True)
 class StartedCall:
-    """A call of a verb that is under way: when it began, and its place in a distributed trace.
+    """A call of a verb in progress: the time of its start, and its place in a distributed trace.
 
-    ``caller`` is the place below which it has its own, if it has.
+    ``caller`` is the parent of that place; None if the call has no separate place.
     """
 
     started: float
@@ -75,9 +75,9 @@ class StartedCall:
 
 
 class TracedEngine:
-    """An :class:`~tercet.protocol.Engine` for one request, ``counted`` there; records its calls in ``tracing``.
+    """An :class:`~tercet.protocol.Engine` for one request, which is ``counted`` there; it records calls in ``tracing``.
 
-    ``predicted`` is the number of the prompt's tokens that its pick believed in its cache, None without a prediction.
+    ``predicted`` is the number of the prompt's tokens that its pick expected in its cache; None without a prediction.
     """
 
     def __init__(self, member: Member, counted: Counted, tracing: Tracing, predicted: int | None = None) -> None:
@@ -89,7 +89,7 @@ class TracedEngine:
         self._predicted = predicted
 
     def instead(self, member: Member) -> TracedEngine:
-        """Another engine for the same request, which counts there once that engine starts to generate."""
+        """Return another engine for the same request, which counts there when that engine starts to generate."""
         return TracedEngine(member, self._counted, self.tracing)
 
     def generates(self, generation: Generation) -> None:
@@ -99,11 +99,11 @@ class TracedEngine:
 
     @property
     def calls(self) -> CallsInFlight:
-        """Calls that wait for this engine."""
+        """The calls that wait for this engine."""
         return self._member.calls
 
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
-        """Record a failed call and the engine to blame: ``receiver`` if it did not accept a push."""
+        """Report a failed call with the engine to blame, which is ``receiver`` if it did not accept the KV."""
         by_receiver = receiver if error.param == "kv_addr_info" else None
         self.tracing.on_failure(error.blames or by_receiver or self.name, error)
 
@@ -119,16 +119,16 @@ class TracedEngine:
             raise
 
     def called(self) -> StartedCall:
-        """A call that begins now: of a move, if the current task carries one out, or of the sequence's program."""
+        """Return a call that begins now; its caller is a move if the current task makes one, else the program."""
         started, place = self.costs.clock(), self.tracing.place
-        if place is None or not place.sampled or spans.process.sink is None:  # then calls are made from their caller's
+        if place is None or not place.sampled or spans.process.sink is None:  # no span of the call: use the caller's
             return StartedCall(started, place)
         here = current_span()
         caller = here if here is not None and here.trace_id == place.trace_id else place
         return StartedCall(started, caller.child(), caller)
 
     def note_failed(self, event: TraceEvent, call: StartedCall, error: TercetError) -> None:
-        """Add a call that failed."""
+        """Add a failed call to the trace."""
         event.code, event.reason = error.code, error.message
         self._fill(event, call)
         self.tracing.trace.failed.append(event)
@@ -203,7 +203,7 @@ class TracedEngine:
             self.tracing.hits.found(self.name, event.predicted, event.cached)
 
     def note(self, event: TraceEvent, call: StartedCall) -> None:
-        """Add the event of a call that is over."""
+        """Add the event of a call that has ended."""
         self._fill(event, call)
         self.tracing.trace.events.append(event)
 
@@ -221,10 +221,10 @@ class TracedEngine:
 
 
 class Generation:
-    """One ``start_generate`` of an engine, as an observer of its stream.
+    """One ``start_generate`` call of an engine, as an observer of its stream.
 
     ``request`` is the engine's request, ``tokens`` are all output tokens so far, including those of earlier attempts.
-    ``begun`` turns true with the engine's first output. Its start is recorded in the trace, its failure reported.
+    ``begun`` turns true with the engine's first output. The trace records its start, and its failure is reported.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Generation:
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV is certainly in the engine: 0 while it waits there, afterwards all except the last one's."""
+        """Number of tokens whose KV is certainly in the engine: 0 while it waits, then all tokens except the last."""
         return self.request.num_tokens + len(self.tokens) - 1 if self.begun else 0
 
     def on_start(self, stream: OutputStream) -> None:
@@ -265,7 +265,7 @@ class Generation:
         self._event.total = self.engine.costs.clock() - self._call.started
         if isinstance(error, TercetError):
             self.engine.failed(error)
-            if self.begun:  # the trace has its event already
+            if self.begun:  # the trace has this event already
                 self._event.code, self._event.reason = error.code, error.message
             else:
                 self.engine.note_failed(self._event, self._call, error)

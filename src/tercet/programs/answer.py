@@ -1,4 +1,4 @@
-"""What a program yields: outputs, and streams of outputs that its caller runs."""
+"""Running of a program: its outputs, and the streams of outputs that it yields, go to one sink."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Protocol, Union, cast
 from tercet.aio import is_cancelled
 from tercet.protocol import Output, OutputStream
 
-# Outputs, engines' streams, and what other programs yield. (A union with a name in quotes needs ``Union``.)
+# Values that a program yields: outputs, engines' streams, other programs. (A union with a quoted name needs ``Union``.)
 Answer = AsyncIterator[Union[Output, OutputStream, "Answer"]]
 
 
 class OutputSink(Protocol):
-    """Where a program's outputs go."""
+    """The destination of a program's outputs."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is wanted."""
+        """True if no further output is wanted."""
         ...
 
     def put(self, output: Output) -> object:
@@ -32,11 +32,12 @@ class OutputSink(Protocol):
 
 
 async def run_program(answer: Answer, sink: OutputSink) -> None:
-    """Run a program until it ends or nothing more is wanted; the outputs of streams that it yields go to ``sink``, too.
+    """Run a program until it ends or ``sink`` is over; outputs of the streams that it yields go to ``sink``, too.
 
     While a stream runs, the program waits at its ``yield``: an error of the stream, or a cancellation, is raised there,
-    so that it may be caught. Each stream is closed before the program goes on. After its own output it continues once
-    the reader has that output. A value that is neither output nor stream is passed on, too.
+    so that the program can catch it. Each stream is closed before the program continues. After an output that the
+    program yields itself, it continues once the reader has taken that output. A value that is neither an output nor a
+    stream is passed on, too.
     """
     failure: BaseException | None = None
     parts = cast("AsyncGenerator[Any, None]", answer)
@@ -73,5 +74,5 @@ def _is_cancellation(error: BaseException) -> bool:
 
 
 def outputs_of(answer: Answer) -> OutputStream:
-    """The outputs of a program, with those of the streams that it yields in order; see :func:`run_program`."""
+    """Return the outputs of a program and of the streams that it yields, in order; see :func:`run_program`."""
     return OutputStream(partial(run_program, answer))

@@ -1,4 +1,4 @@
-"""Each request takes the route that is predicted to cost least."""
+"""The program that sends each request along the route with the least predicted cost."""
 
 from tercet.programs.answer import Answer
 from tercet.protocol import Fleet, Request
@@ -7,7 +7,11 @@ from tercet.protocol import Fleet, Request
 async def auto(
     request: Request, fleet: Fleet, *, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
 ) -> Answer:
-    """One engine, or a pair that may split the prompt; ``ttft`` and ``tpot`` are objectives in seconds."""
+    """Serve a request on one engine, or on two that may split the prompt, whichever is predicted to cost less.
+
+    ``ttft`` and ``tpot`` are latency objectives in seconds, None for no objective; ``explore`` is the share (0 to 1)
+    of requests that may try another route, so that its costs become known.
+    """
     with fleet.route(request, ttft, tpot, explore) as route:
         if route.prefill is None:
             yield route.decode.start_generate(request)

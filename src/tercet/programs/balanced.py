@@ -17,10 +17,11 @@ async def balanced(
     min_send: int = 32,
     pick: str = "least_loaded",
 ) -> Answer:
-    """One engine prefills the prompt up to ``decode_start``, the decode engine the rest and with it the first token.
+    """Prefill the prompt up to ``decode_start`` on one engine; the decode engine prefills the rest and the first token.
 
-    ``decode_start(request)`` returns the position; without it, the last ``balance_ratio`` of the prompt is left. With
-    fewer than ``min_send`` tokens missing before it, the decode engine prefills those too.
+    ``decode_start(request)`` returns a position in tokens; without it, the decode engine prefills the last share
+    ``balance_ratio`` (0 to 1) of the prompt. If the decode engine lacks fewer than ``min_send`` tokens before that
+    position, it prefills those too.
     """
     start = split_of(request, balance_ratio) if decode_start is None else decode_start(request)
     with fleet.pick("decode", by=pick, request=request) as decode:
@@ -33,7 +34,7 @@ async def balanced(
 
 
 def split_of(request: Request, balance_ratio: float) -> int:
-    """The position that leaves ``balance_ratio`` of the prompt behind it, at least 1.
+    """Return the position (tokens, at least 1) after which the share ``balance_ratio`` of the prompt remains.
 
     Raises :class:`~tercet.protocol.BadRequest` for a ratio that is not in ``[0, 1)``.
     """

@@ -1,4 +1,4 @@
-"""Disaggregation that leaves the prefill engine out when it has little to do."""
+"""Disaggregation that skips the prefill engine when it would have little to compute."""
 
 import math
 
@@ -11,9 +11,9 @@ from tercet.protocol import Fleet, Request
 async def cache_bypass(
     request: Request, fleet: Fleet, *, cached_share: float = 0.5, short_prompt: int = 128, pick: str = "least_loaded"
 ) -> Answer:
-    """The decode engine alone, if it has more than ``cached_share`` of the prompt, or the prompt is short.
+    """Serve on the decode engine alone if it has more than ``cached_share`` of the prompt, or if the prompt is short.
 
-    Only what the engine itself finds in its cache counts. A prompt of up to ``short_prompt`` tokens is short.
+    Only tokens that the engine itself finds in its cache count. A prompt of up to ``short_prompt`` tokens is short.
     """
     if request.num_tokens <= short_prompt:
         yield data_parallel(request, fleet, pick=pick, role="decode")

@@ -16,10 +16,10 @@ async def conditional(
     decider: str | None = None,
     pick: str = "least_loaded",
 ) -> Answer:
-    """Two engines for a prompt of ``min_prompt`` tokens if the decode engine probably lacks ``min_missing`` of them.
+    """Use two engines for a prompt of ``min_prompt`` tokens or more if the decode engine lacks ``min_missing`` of them.
 
-    One engine while every prefill engine has more than ``max_waiting`` requests waiting. ``decider`` names a decider of
-    the scheduling file, which then decides instead.
+    The number of missing tokens is an estimate. While every prefill engine has more than ``max_waiting`` waiting
+    requests, one engine serves the request. ``decider`` names a decider of the scheduling file that replaces this rule.
     """
     rule = LoadBasedDecider(non_cached_tokens=min_missing, prompt_tokens=min_prompt, max_waiting=max_waiting)
     with fleet.pick("decode", by=pick, request=request) as decode:

@@ -1,4 +1,4 @@
-"""Loads a program by its name, or ``file.py:function``, and its parameters."""
+"""Loading of programs, by name or as ``file.py:function``, with their parameters."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ BUILT_IN: Mapping[str, Callable[..., Answer]] = {
 def load_program(
     name: str, args: Mapping[str, str] | None = None, source: str | None = None, locate: Locate = user_file
 ) -> Program:
-    """The program called ``name``: a built-in one, or ``path/to/file.py:function``.
+    """Return the program called ``name``: a built-in one, or ``path/to/file.py:function``.
 
-    ``args`` are its keyword parameters, as text; they are converted to the types in its signature, functions are loaded
-    from ``file.py:function``. A ``source`` is the text of the file, which then is not read. ``locate`` finds the files
-    to read. Raises :class:`~tercet.protocol.BadRequest` that explains an error in the name, the file or a parameter.
+    ``args`` are its keyword parameters as text. They are converted to the types in its signature; a parameter that is a
+    function is loaded from ``file.py:function``. ``source`` is the text of the file; if given, the file is not read.
+    ``locate`` finds the files to read. Raises :class:`~tercet.protocol.BadRequest` that explains an error in the name,
+    the file or a parameter.
     """
     keep_cancellation_counts()
     function = _from_file(name, locate, source) if source is not None or name not in BUILT_IN else BUILT_IN[name]
@@ -94,5 +95,5 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], l
 
 
 def _is_function(hint: Any) -> bool:
-    """Whether a parameter is annotated as a function, or as a function or None: its value is file.py:function."""
+    """True if a parameter is annotated as a function, or as a function or None: its value is file.py:function."""
     return any(get_origin(kind) is Callable for kind in (hint, *get_args(hint)))

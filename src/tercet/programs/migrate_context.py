@@ -1,13 +1,13 @@
-"""Context migration: copies what one engine has cached to another engine; no request waits for it."""
+"""Context migration: a copy of one engine's cached KV to another engine; no request waits for it."""
 
 from tercet.protocol import BadRequest, Fleet, Request, Sent
 
 
 async def migrate_context(fleet: Fleet, prefix: Request, source: str, destination: str) -> Sent | None:
-    """Copy ``prefix`` into the cache of ``destination`` from ``source``; returns None if it is all there already.
+    """Copy the KV of ``prefix`` from ``source`` into the cache of ``destination``; return None if all is there already.
 
-    ``source`` sends what it has cached, and computes the rest. Afterwards the prefix is ordinary prefix cache of
-    ``destination``, in full blocks. Raises :class:`~tercet.protocol.UnknownEngine`, and
+    ``source`` sends the KV that it has cached, and computes the rest. Afterwards the prefix is ordinary prefix cache of
+    ``destination``, in full blocks. Raises :class:`~tercet.protocol.UnknownEngine` and
     :class:`~tercet.protocol.NoSpace` if ``destination`` has no room.
     """
     if source == destination:

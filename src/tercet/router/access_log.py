@@ -1,4 +1,4 @@
-"""A line for each request of a client, when its answer is over."""
+"""The access log: one line for each client request, written when its answer has ended."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WITH_TOKENS = ", %(prompt_tokens)d + %(output_tokens)d tokens"
 
 @contextmanager
 def access_logged(scope: Scope, send: Send) -> Generator[Send]:
-    """Gives what an answer is to be sent by; at the end of the block the request is logged.
+    """Yield the function to send the answer with; at the end of the context, log the request.
 
-    ``status`` is 0 if no answer began, as when the client has left before; ``seconds`` are from the request's head to
-    the answer's end. ``request_id`` is the header ``x-request-id``, or the answer's id without one. ``model`` is what
-    the body asks for; tokens are those of all sequences that the request has started, as far as the client has them.
-    Query strings, other headers and the rest of bodies are not logged.
+    ``status`` is 0 if no answer began, for example because the client left; ``seconds`` is the time from the request's
+    head to the answer's end. ``request_id`` is the header ``x-request-id``, or the answer's id without that header.
+    ``model`` is the model that the body names. Tokens are those of all sequences that the request has started, as far
+    as the client has them. Query strings, other headers and the rest of bodies are not logged.
     """
     began = time.monotonic()
     found: dict[str, Any] = {"method": scope["method"], "path": scope["path"], "status": 0, "seconds": 0.0}

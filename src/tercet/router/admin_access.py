@@ -1,7 +1,7 @@
-"""Access to the admin routes: with an admin key, or, if none is set, from this machine.
+"""Access to the admin routes: with an admin key, or from this machine if no admin key is set.
 
-A client's key opens none of them. They load code and name machines, so what a web page may have a browser send is
-refused as well, whatever it shows.
+A client key does not open them. They load code and name machines, so requests that a web page can make a browser send
+are refused, too, with any key.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import ADMIN_KEY_VARIABLE
 from tercet.wire.serving.server_access import SET_A_SECRET
 
-# In a scope once :meth:`AdminAccess.require` has let it pass; routes answer to no other.
+# In the scope of a request that :meth:`AdminAccess.require` has admitted; admin routes refuse all other requests.
 ADMITTED = "tercet.admitted"
 # The digest that the body of an engine's call must have.
 PROVED = "tercet.proved"
 # In a scope of a request that came by the admin address.
 AT_ADMIN = "tercet.at_admin"
-# vLLM's own routes that change what every client is answered.
+# vLLM's own routes that change the answers for all clients.
 _VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-_ENGINES = f"this route asks for the fleet's secret ({SECRET_VARIABLE})"
+_ENGINES = f"this route requires the fleet's secret ({SECRET_VARIABLE})"
 _WITHOUT_SECRET = "a router without its fleet's secret lets only engines on its machine join"
-_REFUSAL = f"this route asks for the router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
-_SET_ONE = f"set {ADMIN_KEY_VARIABLE}, or --admin-key-file"
+_REFUSAL = f"this route requires the router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
+_SET_ONE = f"set {ADMIN_KEY_VARIABLE} or --admin-key-file"
 
 
 def is_admin_path(path: str) -> bool:
-    """Whether what is served under ``path`` is for those who run the fleet."""
+    """True if ``path`` is that of an admin route, which is for operators."""
     return path == API_PREFIX or path.startswith(f"{API_PREFIX}/") or path.rstrip("/") in _VLLMS
 
 
 def path_of(scope: Scope) -> str:
-    """The path of a request, without what a proxy before this router adds."""
+    """Return the path of a request without the prefix that a proxy before this router adds."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class AdminAccess:
-    """Lets requests to admin routes pass. ``keys`` open them; without any, requests of this machine do.
+    """The check of requests to admin routes: ``keys`` open them; without keys, requests from this machine do.
 
-    ``clients`` are the keys of clients: a router that asks clients for one, and has no admin key, refuses every caller.
-    ``engines`` may join by the fleet's secret, and call nothing else. ``supervisor`` is the key of the process that
-    started this one; empty if none did.
+    ``clients`` are the client keys: a router with client keys and without an admin key refuses every caller.
+    ``engines`` checks the fleet's secret, with which engines may join and call no other route. ``supervisor`` is the
+    key of the process that started this one; empty without such a process.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AdminAccess:
         self._supervisor = BearerKeys((supervisor,))
 
     def require(self, scope: Scope) -> None:
-        """Raise :class:`~tercet.protocol.TercetError` unless the request of an ASGI ``scope`` may do what it asks."""
+        """Raise :class:`~tercet.protocol.TercetError` unless the request of an ASGI ``scope`` may use its route."""
         headers = ShownHeaders.of_asgi(scope["headers"])
         require_no_page(headers)
         if (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
@@ -84,7 +84,7 @@ class AdminAccess:
         scope[ADMITTED] = True
 
     def _require_engine(self, scope: Scope, headers: ShownHeaders, path: str) -> None:
-        """Engines of the fleet prove its secret; without one, only those of this machine may join."""
+        """Require that an engine proves the fleet's secret; without a secret, that it runs on this machine."""
         if not self._engines:
             client = scope.get("client")
             if client is not None and not is_loopback_address(client[0]):
@@ -102,13 +102,13 @@ class AdminAccess:
         shown = headers.all("authorization")
         self._keys.require(shown, _REFUSAL)
         if self._clients.fits("".join(shown)):
-            raise Unauthorized(f"{_REFUSAL}; a client's key is none", "authorization")
+            raise Unauthorized(f"{_REFUSAL}; a client key does not open it", "authorization")
 
     def _require_this_machine(self, scope: Scope, headers: ShownHeaders) -> None:
         by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
-        if self._clients and not by_file:  # its file opens to its owner alone
-            raise Unauthorized(f"this router has keys for clients, and no admin key; {_SET_ONE}", "authorization")
-        client = scope.get("client")  # of a socket file there is none
+        if self._clients and not by_file:  # only the owner may open the socket's file
+            raise Unauthorized(f"this router has client keys but no admin key; {_SET_ONE}", "authorization")
+        client = scope.get("client")  # None for a connection by a socket's file
         if client is not None and not is_loopback_address(client[0]):
-            raise Forbidden(f"without an admin key this route answers to its own machine only; {_SET_ONE}")
+            raise Forbidden(f"without an admin key, this route accepts requests from this machine only; {_SET_ONE}")
         require_local_host(headers)

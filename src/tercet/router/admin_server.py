@@ -1,7 +1,7 @@
-"""A separate listening address for those who run the fleet, apart from the port of clients.
+"""The admin address: a separate listening address for operators, apart from the port of clients.
 
-Its requests take the same way through the router's application as those of clients, with a mark in their scope, by
-which :class:`~tercet.router.router_app.RouterApp` tells them apart.
+Its requests pass through the same application as those of clients. A mark in their scope distinguishes them for
+:class:`~tercet.router.router_app.RouterApp`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OWNER_ALONE = 0o600
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves signals to its caller."""
+    """A uvicorn server that does not handle signals; its caller does."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
     async def started_by(self, serving: asyncio.Future[None]) -> bool:
-        """Wait until connections are accepted; False if the task ``serving`` ends before that."""
+        """Wait until the server accepts connections; return False if the task ``serving`` ends before that."""
         while not self.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(STARTED_POLL_S)
         return self.started
@@ -44,9 +44,10 @@ class QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def admin_served(app: ASGIApp, address: AdminAddress | None, **tls: Any) -> AsyncGenerator[None]:
-    """While entered, ``app`` serves the admin address, if there is one; ``tls`` are uvicorn's options for TCP.
+    """Serve ``app`` at the admin address while entered; do nothing without an address.
 
-    Raises :class:`~tercet.protocol.BadRequest` if it cannot listen there.
+    ``tls`` are uvicorn's TLS options for a TCP address. Raises :class:`~tercet.protocol.BadRequest` if the process
+    cannot listen at the address.
     """
     if address is None:
         yield
@@ -68,7 +69,7 @@ async def admin_served(app: ASGIApp, address: AdminAddress | None, **tls: Any) -
 
 
 def tls_options(args: Any) -> Mapping[str, Any]:
-    """uvicorn's options for TLS out of vLLM's."""
+    """Return uvicorn's TLS options, taken from vLLM's arguments; empty without a certificate."""
     names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
     return {name: getattr(args, name) for name in names} if args.ssl_certfile else {}
 
@@ -82,7 +83,7 @@ def _marked(app: ASGIApp) -> ASGIApp:
 
 @contextmanager
 def _listening(address: AdminAddress) -> Generator[socket.socket]:
-    """A socket that listens there; only the owner of a socket's file may open it, and it is removed at the end."""
+    """Listen at the address while entered; only its owner may open a socket's file, which is removed at the end."""
     family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:
@@ -106,11 +107,11 @@ def _listening(address: AdminAddress) -> Generator[socket.socket]:
 
 
 def _bind_file(sock: socket.socket, path: Path) -> None:
-    """Bind to a file that only its owner may open; one that a killed router left behind is replaced."""
+    """Bind to a socket file that only its owner may open; replace a file that a killed router left behind."""
     if path.is_socket() and not _is_served(path):
         path.unlink()
     sock.bind(str(path))
-    path.chmod(OWNER_ALONE)  # before it listens: no client can have connected
+    path.chmod(OWNER_ALONE)  # before the socket listens, so no client can have connected
 
 
 def _is_served(path: Path) -> bool:

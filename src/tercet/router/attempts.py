@@ -1,4 +1,4 @@
-"""Attempts at a sequence: its program, and after a failure one engine that goes on from the tokens so far."""
+"""Attempts to serve a sequence: by its program, and after a failure by one engine that continues after its tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tercet.fleet import RunningSequence
 from tercet.programs import Answer, run_program
 from tercet.protocol import EngineError, Fleet, Output, OutputStream, Request, TercetError
 
-# The program that goes on where another one failed.
+# The program that continues a sequence whose program failed.
 ONE_ENGINE = "data_parallel"
 
 
 class ProgramFault(Exception):
-    """A program broke the rules for programs."""
+    """Raised if a program breaks the rules for programs."""
 
 
 class BrokenOff(EngineError):
-    """An engine ended the sequence before its end, and this process had not asked for it.
+    """Raised if an engine ended a sequence too early, without a request of this process.
 
-    ``begun`` has the tokens that came with it, ``output`` tells how it ended.
+    ``begun`` has the tokens of the last output, and ``output`` its finish reason.
     """
 
     def __init__(self, output: Output) -> None:
@@ -34,7 +34,7 @@ class BrokenOff(EngineError):
 
 
 class Attempts:
-    """Runs programs for a sequence, one after another: each passes outputs on to ``stream`` until it ends or fails."""
+    """The attempts for one sequence: programs run one after another, and their outputs go to ``stream``."""
 
     def __init__(
         self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None], clock: Callable[[], float]
@@ -46,33 +46,33 @@ class Attempts:
         self._fault: ProgramFault | BrokenOff | None = None
 
     async def run(self, program: Callable[[], Answer]) -> BaseException | None:
-        """Run one to its end; returns what failed, if the sequence may still be served by another attempt."""
+        """Run one program to its end; return its failure if another attempt may serve the sequence, otherwise None."""
         self._fault = None
         try:
             await run_program(program(), self)
-            failure: BaseException = self._fault or ProgramFault("it ended before its sequence did")
+            failure: BaseException = self._fault or ProgramFault("the program ended before its sequence")
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            failure = ProgramFault("it was cancelled, but not by its client")
+            failure = ProgramFault("the program was cancelled, but not because its client left")
             failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a user's program may raise anything
             failure = self._fault or first_cause(error)
         if self._stream.over:
             return None
-        if is_cancelled():  # the program ended, or turned its cancellation into another error
+        if is_cancelled():  # the program ended, or replaced its cancellation by another error
             raise asyncio.CancelledError from failure
         return failure
 
     @property
     def over(self) -> bool:
-        """Whether the program that runs is to go no further."""
+        """True if the running program must stop."""
         return self._fault is not None or self._stream.over
 
     def put(self, output: Any) -> None:
-        """What the program yields, or a stream of its engines has."""
+        """Take an output that the program yields, or that a stream of its engines has."""
         if not isinstance(output, Output):
-            self._fault = ProgramFault(f"it yielded a {type(output).__name__} instead of an Output")
+            self._fault = ProgramFault(f"the program yielded a {type(output).__name__} instead of an Output")
         elif output.finish_reason is None:
             self._sequence.record(output, self._clock())
             self._stream.put(output)
@@ -84,7 +84,7 @@ class Attempts:
             self.finish(output)
 
     def finish(self, output: Output) -> None:
-        """The sequence ends with this output."""
+        """End the sequence with this output."""
         if not self._stream.over:
             self._sequence.record(output, self._clock())
             self._on_finish()
@@ -95,7 +95,7 @@ class Attempts:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """What went wrong in a group of tasks: what is the program's own fault before what is the fleet's."""
+    """Return the error to report for a group of tasks: an error of the program if there is one, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     group = cast("BaseExceptionGroup[BaseException]", error)
@@ -104,14 +104,15 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def is_fallback(sequence: RunningSequence, program: str) -> bool:
-    """Whether the attempt that begins takes another way than ``program``, for the first time: no mere retry."""
+    """True if the attempt that begins is the first one on one engine after ``program`` failed, not a further retry."""
     return sequence.attempt == 1 and program != ONE_ENGINE
 
 
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
-    """The least loaded engine serves the request, after the ``output`` so far.
+    """Serve a request on the least loaded engine, after the ``output`` so far.
 
-    Of those that decode, if one is left: the others look idle, since sequences stay with them for their prompt only.
+    Engines that decode are preferred: engines that only prefill look idle, since sequences stay there only for their
+    prompt.
     """
     with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
         yield engine.start_generate(request, output=output)

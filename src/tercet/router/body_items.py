@@ -1,9 +1,9 @@
-"""How many things a body may have in it: what vLLM's layer does for each of them is done on the event loop.
+"""A limit for the number of items in a request body, since vLLM processes each of them on the event loop.
 
-A message, a part of its content, a tool, a schema's property: each is a list or an object in the JSON, and takes vLLM
-some microseconds, in which no stream gets a token. Numbers in lists (prompts of token ids) take a hundredth of that;
-letters take next to nothing, and have the limit of bytes alone. Structured outputs are looked at before vLLM does,
-which reads all of a structure before it is refused.
+A message, a part of its content, a tool, a property of a schema: each is a list or an object in the JSON, and takes
+vLLM some microseconds, in which no stream gets a token. Numbers in lists (prompts of token ids) take a hundredth of
+that; characters take almost no time, and only the limit of bytes applies to them. Structured outputs are checked before
+vLLM gets them, since vLLM reads a whole structure before it refuses it.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from tercet.protocol import BadRequest
 from tercet.protocol.error_forms import api_of
 from tercet.protocol.grammar_bounds import require_small
 
-# Of ``items``, what is left where vLLM takes ten times as long for each, and for each tool there.
+# Divisors of the limit in the Responses API, where vLLM takes about ten times as long for each item, and for tools.
 RESPONSES_SHARE, TOOLS_SHARE = 8, 32
-# Texts in lists and entries of objects, which take half as long as an item.
+# Texts in lists and entries of objects per item: each takes half as long as an item.
 VALUES_PER_ITEM = 2
-# And numbers in the lists of one field: a prompt may be as long as a model takes, and vLLM looks at each
+# Numbers in the lists of one field per item: a prompt may be as long as the model allows, and vLLM reads each of
 # ``stop_token_ids`` several times.
 NUMBERS_PER_ITEM, OF_PROMPTS, OF_STOPS = 32, 96, 2
 NUMBERS_OF = {"prompt": OF_PROMPTS, "stop_token_ids": OF_STOPS}
-# Bytes of a body from which on its structure is looked at in another thread.
+# Bytes of a body from which on its structured outputs are checked in another thread.
 LONG = 16 * 1024
-# Where the APIs have the schema of an answer.
+# Fields in which the APIs have the schema of an answer.
 OWN_FIELD = "structured_outputs"
 FORMATS = (("response_format",), ("text", "format"), ("output_format",), ("output_config", "format"))
-# Commas, brackets and braces, in texts too: what reading alone may cost.
+# Limit for commas, brackets and braces, also those in texts: it bounds the time of decoding.
 MOST_SEPARATORS = 2_000_000
 
 
 def require_readable(content: bytes) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for JSON with too many values."""
+    """Raise :class:`~tercet.protocol.BadRequest` for JSON with too many values."""
     if sum(map(content.count, (b",", b"[", b"{"))) > MOST_SEPARATORS:
-        raise BadRequest(f"the request's body has more than {MOST_SEPARATORS} values, which is all that is read")
+        raise BadRequest(f"the request's body has more than {MOST_SEPARATORS} values, which is the limit")
 
 
 async def require_few_items(path: str, content: bytes, value: Any, most: int) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` if the JSON ``value`` of ``content`` has more than ``most`` items."""
+    """Raise :class:`~tercet.protocol.BadRequest` if the JSON ``value`` of ``content`` has more than ``most`` items."""
     if api_of(path) == "responses":
         _require_few_tools(value, most // TOOLS_SHARE or 1)
         most = most // RESPONSES_SHARE or 1
     may_be_many = content.count(b"[") + content.count(b"{") > most or content.count(b",") > most * OF_STOPS
     if may_be_many or content.count(b'"') + content.count(b":") > most * VALUES_PER_ITEM:
-        # A text may be full of these. Counting gives way to others, and ends where there are too many.
+        # Texts may contain these characters, too, so count exactly: in a thread, and no further than the limit.
         await asyncio.to_thread(_count, value, most)
 
 
 async def require_small_structures(content: bytes, fields: Mapping[str, Any]) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile."""
+    """Raise :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile."""
     for field, structured in _structures(fields):
         if len(content) > LONG:
             await asyncio.to_thread(_require_small, structured, field)
@@ -70,7 +70,7 @@ def _require_small(structured: Mapping[str, Any], field: str) -> None:
 
 
 def _structures(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Of each API, as vLLM's ``structured_outputs``; the field that has it is named."""
+    """Yield the structured outputs of a request in the form of vLLM's ``structured_outputs``, with their fields."""
     structured = fields.get(OWN_FIELD)
     if isinstance(structured, Mapping):
         yield OWN_FIELD, cast("Mapping[str, Any]", structured)
@@ -117,5 +117,5 @@ def _count(value: Any, most: int) -> None:
 
 
 def _too_many(field: str, what: str, most: int) -> BadRequest:
-    message = f"{field}: the request's body has more than {most} {what}, which is all that is taken (max-request-items)"
+    message = f"{field}: the request's body has more than {most} {what}, which is the limit (max-request-items)"
     return BadRequest(message, None if field == "the body" else field)

@@ -1,7 +1,7 @@
-"""Exemplars: in each bucket of a histogram the last request of a sampled trace, for scrapers that ask for OpenMetrics.
+"""Exemplars: for each bucket of a histogram, the last request of a sampled trace, for scrapers that use OpenMetrics.
 
-The Python client of Prometheus keeps none for several processes. So a router keeps them itself, one worker as several,
-and the worker that is scraped asks the others for theirs.
+The Python client of Prometheus does not support exemplars of several processes. Therefore each worker of a router keeps
+its own, and the worker that is scraped asks the others for theirs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tercet.protocol.spans import SpanContext
 from tercet.wire.metric_buckets import SECONDS
 
 WORKERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Names the folder in which the workers of one router count together."""
+"""Environment variable with the folder in which the workers of one router count together."""
 MOST_EXEMPLARS = 4096
-"""Buckets that a process has one for; more are left out, the oldest first."""
+"""Largest number of exemplars of a process; beyond it the oldest is dropped."""
 _BOUNDS = tuple(floatToGoString(bound) for bound in (*SECONDS, math.inf))
 Bucket = tuple[str, frozenset[tuple[str, str]]]
 
 
 class KeptExemplar(NamedTuple):
-    """One measurement: the histogram and the labels of its bucket, when it was made, and the span that it is of."""
+    """One measurement: its histogram and the labels of its bucket, its value (s), Unix time (s), trace and span."""
 
     histogram: str
     labels: dict[str, str]
@@ -37,12 +37,12 @@ class KeptExemplar(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        """Where it belongs."""
+        """The bucket of the measurement: the name of its series, and its labels."""
         return f"{self.histogram}_bucket", frozenset(self.labels.items())
 
 
 class Exemplars:
-    """Those of this process, of histograms with the buckets :data:`~tercet.wire.metric_buckets.SECONDS`."""
+    """The exemplars of this process, for histograms with the buckets :data:`~tercet.wire.metric_buckets.SECONDS`."""
 
     def __init__(self) -> None:
         self._kept: dict[Bucket, KeptExemplar] = {}
@@ -50,7 +50,7 @@ class Exemplars:
     def note(
         self, histogram: str, labels: Mapping[str, str], value: float, at: float, place: SpanContext, span: str = ""
     ) -> None:  # fmt: skip
-        """A measurement ``at`` a time, of a ``span`` or of the place itself; of a trace that is sampled, or nothing."""
+        """Keep a measurement of a ``span``, or of ``place``, if its trace is sampled; ``at`` is a Unix time (s)."""
         if not place.sampled:
             return
         in_bucket = {**labels, "le": _BOUNDS[bisect_left(SECONDS, value)]}
@@ -61,12 +61,12 @@ class Exemplars:
             del self._kept[next(iter(self._kept))]
 
     def kept(self) -> list[KeptExemplar]:
-        """All of them, the oldest first."""
+        """Return all exemplars, oldest first."""
         return list(self._kept.values())
 
 
 def by_bucket(kept: Iterable[KeptExemplar]) -> dict[Bucket, Exemplar]:
-    """The newest of each bucket, of all processes."""
+    """Return the newest exemplar of each bucket, of all processes."""
     return {
         each.bucket: Exemplar({"trace_id": each.trace_id, "span_id": each.span_id}, each.value, each.at)
         for each in sorted(kept, key=lambda each: each.at)
@@ -74,6 +74,6 @@ def by_bucket(kept: Iterable[KeptExemplar]) -> dict[Bucket, Exemplar]:
 
 
 def with_exemplar(sample: Sample, found: Mapping[Bucket, Exemplar]) -> Sample:
-    """The sample, with the exemplar of its bucket if there is one."""
+    """Return the sample with the exemplar of its bucket, if there is one."""
     exemplar = found.get((sample.name, frozenset(sample.labels.items()))) if found else None
     return sample if exemplar is None else sample._replace(exemplar=exemplar)

@@ -1,7 +1,8 @@
-"""What ``/metrics`` of a router says: what it knows itself, under names that no engine has.
+"""The ``/metrics`` page of a router: its own metrics, under names that no engine uses.
 
-vLLM's serving layer counts here what engines count as well, under the same names, and has gauges of a scheduler that is
-none of this process's. A sum over routers and engines would count tokens twice, and a mean would take in zeros.
+vLLM's serving layer counts in this process the same quantities as engines, under the same names, and has gauges of a
+scheduler that does not run here. Under these names a sum over routers and engines would count tokens twice, and a mean
+would include zeros.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ OBSERVED_HERE = frozenset(
      "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens"}
 )  # fmt: skip
 KNOWN_HERE = COUNTED_HERE | OBSERVED_HERE
-"""Of vLLM's, those that the serving layer sees happen: requests from their client to their end, and their tokens."""
+"""Those of vLLM's metrics that are true in a router: requests from their arrival to their end, and their tokens."""
 OF_ENGINES = ("engine", "to")
 
 
 class ServedMetrics(Collector):
-    """What ``source`` has, as a router over ``fleet`` says it, with ``exemplars``: of engines, those of members."""
+    """The metrics of ``source`` under a router's names, with ``exemplars``, and only for engines that are members."""
 
     def __init__(
         self, source: Collector | CollectorRegistry, fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]
@@ -59,11 +60,11 @@ class ServedMetrics(Collector):
                 yield metric
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry need not ask at registration."""
+        """Return no metrics: the registry need not collect at registration."""
         return ()
 
     def _of_members(self, metric: Metric, here: set[str]) -> Metric:
-        """Without the series of engines that have left the fleet: nothing more is going to happen to them."""
+        """Return the metric without the series of engines that have left the fleet, which cannot change any more."""
         found = Metric(metric.name, metric.documentation, metric.type)
         found.samples = [
             with_exemplar(sample, self._exemplars) for sample in metric.samples
@@ -73,7 +74,7 @@ class ServedMetrics(Collector):
 
 
 def _served(metric: Metric) -> Iterator[Metric]:
-    """A metric of vLLM's under our name, without the number of an engine that is none; or nothing."""
+    """Yield a metric of vLLM under Tercet's name and without its engine number, if it is true in a router."""
     if metric.name.removeprefix(VLLMS) not in KNOWN_HERE:
         return
     found = Metric(SERVED + metric.name.removeprefix(VLLMS), metric.documentation, metric.type)
@@ -84,9 +85,9 @@ def _served(metric: Metric) -> Iterator[Metric]:
 
 
 def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> CollectorRegistry:
-    """All of a router's: of several workers, what they have counted together; and the gauges of engines."""
+    """Return all metrics of a router: what its workers have counted together, and the gauges of engines."""
     registry = CollectorRegistry()
-    if WORKERS_VARIABLE in os.environ:  # its files lack the values that are read on each scrape
+    if WORKERS_VARIABLE in os.environ:  # the shared files lack the values that are computed at each scrape
         counted = CollectorRegistry()
         MultiProcessCollector(counted)
         registry.register(ServedMetrics(counted, fleet, exemplars))
@@ -97,11 +98,11 @@ def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> Coll
 
 
 def with_metrics(app: ASGIApp, fleet: EngineFleet, exemplars: ExemplarsOfAll) -> ASGIApp:
-    """``app``, whose ``/metrics`` are the router's; it takes the place of vLLM's own, and of all below it."""
+    """Return ``app`` with the router's ``/metrics`` in place of vLLM's, including all paths below it."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):
-            wanted = OPENMETRICS in Headers(scope=scope).get("accept", "")  # the text of before has none
+            wanted = OPENMETRICS in Headers(scope=scope).get("accept", "")  # the older text format has no exemplars
             found = by_bucket(await exemplars()) if wanted else {}
             make = cast("Any", prometheus_client).make_asgi_app  # its type is incomplete
             await make(metrics_of(fleet, found))(scope, receive, send)

@@ -1,4 +1,4 @@
-"""LoRA adapters of a whole fleet: loaded on every engine that takes any, or on none, and on those that come later."""
+"""LoRA adapters of a whole fleet, loaded on all engines that take adapters or on none, and on engines that join."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LOAD_SECONDS = 120.0
 """Timeout for loading an adapter on one engine."""
 POLL_INTERVAL_S = 1.0
 RETRY_DELAY_S = 30.0
-"""Pause before an engine that could not load an adapter is asked again."""
+"""Seconds before an engine that could not load an adapter is asked again."""
 
 
 async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str, path: str) -> AdapterReport:
-    """Have every engine that answers and takes adapters load one; what it is, which is the same on all of them.
+    """Load an adapter on every engine that answers and takes adapters; return its report, which is the same on all.
 
-    Raises what the first one refuses it with, :class:`~tercet.protocol.Conflict` if they do not find the same contents
-    at ``path``, and :class:`~tercet.protocol.EngineUnreachable` if there is no such engine; then it is unloaded again
-    where it was not before.
+    Raises the first engine's refusal, :class:`~tercet.protocol.Conflict` if engines find different contents at
+    ``path``, and :class:`~tercet.protocol.EngineUnreachable` if there is no such engine. After a failure the adapter is
+    unloaded from the engines that did not have it before.
     """
     takers = _takers(fleet)
     new = [member for member in takers if name not in member.adapters]
@@ -53,11 +53,11 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
 async def replace_everywhere(
     fleet: EngineFleet, membership: Membership, before: AdapterReport, path: str
 ) -> AdapterReport:  # fmt: skip
-    """Have every engine that answers and takes adapters mean by a name what is at ``path``; what it is.
+    """Replace the adapter ``before`` on every engine that takes adapters by the files at ``path``; return its report.
 
-    Raises as :func:`load_everywhere` does, and :class:`~tercet.protocol.Conflict` while requests use what the name
-    stood for ``before``, on any engine. Then those that have replaced it go back to that; one that cannot, since its
-    files are not there any more, is left without.
+    Raises the errors of :func:`load_everywhere`, and :class:`~tercet.protocol.Conflict` while requests use ``before``
+    on any engine. After a failure, engines that replaced it load ``before`` again; an engine that cannot, because the
+    files are gone, is left without the adapter.
     """
     takers = _takers(fleet)
     found = await asyncio.gather(*(_replace(member, before.name, path) for member in takers), return_exceptions=True)
@@ -73,9 +73,9 @@ async def replace_everywhere(
 
 
 async def unload_everywhere(fleet: EngineFleet, membership: Membership, name: str) -> Sequence[str]:
-    """Have every engine that may have an adapter take no more requests for it; returns what to say of those that do.
+    """Unload an adapter from every engine that may have it; return a text for each engine that failed to.
 
-    One whose files have changed under it does not report it, and has it all the same.
+    An engine whose files have changed does not report the adapter, but still has it.
     """
     having = [member for member in fleet.members if name in member.adapters or _takes(member)]
     done = await asyncio.gather(*(_unload(member, name) for member in having), return_exceptions=True)
@@ -85,9 +85,10 @@ async def unload_everywhere(fleet: EngineFleet, membership: Membership, name: st
 
 
 class AdapterLoader:
-    """Has engines that come, or come back, load what the fleet has declared and they lack.
+    """A background task that loads declared adapters on engines that join or come back without them.
 
-    One that cannot is not picked for the adapter, which is logged once, and asked again every half minute.
+    An engine that cannot load an adapter is not picked for it. The reason is logged once, and the engine is asked again
+    every 30 s.
     """
 
     def __init__(self, fleet: EngineFleet, membership: Membership) -> None:
@@ -96,7 +97,7 @@ class AdapterLoader:
         self._refused: dict[tuple[int, str], tuple[str, float]] = {}
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check all engines every second, until cancelled."""
         while True:
             await asyncio.gather(*(self._complete(member) for member in self._fleet.members))
             self._forget_those_that_left()
@@ -113,7 +114,7 @@ class AdapterLoader:
                 await self._membership.ask([member])
             except TercetError as error:
                 self._note_refusal(member, declared.name, error.message)
-            except Exception as error:  # such as that of a connection closed meanwhile
+            except Exception as error:  # for example of a connection that was closed in the meantime
                 self._note_refusal(member, declared.name, f"{type(error).__name__}: {error}")
 
     def _note_refusal(self, member: Member, name: str, reason: str) -> None:
@@ -142,7 +143,7 @@ def _takers(fleet: EngineFleet) -> list[Member]:
 def _failure(
     takers: Sequence[Member], found: Sequence[AdapterReport | BaseException], path: str
 ) -> BaseException | None:  # fmt: skip
-    """Why engines do not all have the same adapter now; None if they have."""
+    """Return the reason why engines do not all have the same adapter now; None if they have it."""
     failed = next((each for each in found if isinstance(each, BaseException)), None)
     digests = [each.digest for each in found if isinstance(each, AdapterReport)]
     if failed is None and len({*digests}) > 1:
@@ -166,7 +167,7 @@ async def _replace(member: Member, name: str, path: str) -> AdapterReport:
 
 
 async def _return(member: Member, before: AdapterReport) -> None:
-    """Have an engine that has replaced an adapter mean what it was again; or nothing, if that cannot be had."""
+    """Restore the adapter ``before`` on an engine that replaced it; unload it if the old contents are gone."""
     with suppress(TercetError):
         if (await _replace(member, before.name, before.path)).digest == before.digest:
             return
@@ -186,7 +187,7 @@ async def _unload(member: Member, name: str) -> None:
     try:
         async with asyncio.timeout(LOAD_SECONDS):
             await _of(member).unload_adapter(name)
-    except UnknownAdapter:  # it has gone by itself
+    except UnknownAdapter:  # the engine no longer has it
         return
     except TimeoutError:
         raise EngineUnreachable(f"{member.name} does not answer") from None
@@ -194,5 +195,5 @@ async def _unload(member: Member, name: str) -> None:
 
 def _of(member: Member) -> TakesAdapters:
     if not isinstance(member.engine, TakesAdapters):
-        raise BadRequest(f"adapter: {member.name} is not an engine that takes adapters", "adapter")
+        raise BadRequest(f"adapter: the engine {member.name} cannot load adapters", "adapter")
     return member.engine

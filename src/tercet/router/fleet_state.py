@@ -1,7 +1,7 @@
-"""What operators have decided about a fleet, as one record with a version, which routers share and follow.
+"""The shared state of a fleet: the operators' decisions as one record with a version, which routers follow.
 
-:class:`FleetState` is pure: each method returns the state after a change, or refuses it. :class:`StateFile` holds the
-newest one: a change is made of the newest only, and readers see a whole state or the one before it.
+:class:`FleetState` does no I/O: each method returns the state after a change, or refuses the change. :class:`StateFile`
+holds the newest state: each change starts from the newest state, and readers never see part of a change.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger("tercet.router")
 
 
 class ProgramInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan, and its number: a plan that is asked for again is loaded again."""
+    """A plan and its number, which grows when the same plan is to be loaded again."""
 
     number: int
     plan: Plan
 
 
 class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A scheduling file's path, or what it is called and its content; and how often one was asked for."""
+    """A scheduling file's path, or a name and the ``content``; ``number`` grows with each change."""
 
     number: int
     file: str
@@ -43,7 +43,7 @@ class SchedulingInUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A LoRA adapter that the engines of a fleet are to have; ``digest`` is empty until one of them has loaded it."""
+    """A LoRA adapter that the engines of a fleet should have; ``digest`` is empty until an engine has loaded it."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class AdapterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the change to that version did: an event of the log, its fields, and who asked, or which file changed."""
+    """The change that made a version: an event of the log, its fields, and its origin (a request or a changed file)."""
 
     version: int
     event: str
@@ -60,11 +60,11 @@ class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Members, programs, scheduling and adapters.
+    """The state of a fleet: members, programs, scheduling and adapters.
 
-    ``before`` are the programs to which routers return from failing ones. ``changes`` are the last
-    ones, oldest first, for routers that find several at once. ``role_keeper`` is the process that decides about roles:
-    one that was stopped for long finds another name there, and its changes are refused.
+    ``before`` are the programs to which routers return from failing ones. ``changes`` are the last changes, oldest
+    first, for routers that find several at once. ``role_keeper`` is the name of the process that decides about roles: a
+    process that was suspended for long finds another name there, and its changes are refused.
     """
 
     version: int = 1
@@ -79,7 +79,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of(cls, config: RouterConfig) -> FleetState:
-        """The state that a router begins with when there is none yet."""
+        """Return the first state of a fleet, from a router's settings."""
         return cls(
             members=tuple(MemberState(address) for address in config.engines),
             program=ProgramInUse(1, Plan(program=config.program, args=config.program_args)),
@@ -88,7 +88,10 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     def following(self, known: FleetState) -> FleetState:
-        """This state if it is ``known`` or newer; else it is another that was put there, and comes after ``known``."""
+        """Return this state if it is ``known`` or newer; otherwise a state after ``known`` with this one's contents.
+
+        A state with a lower version was put there by other means, for example from a backup.
+        """
         if self.version > known.version or self == known:
             return self
         after = known.with_program(self.program.plan)
@@ -97,49 +100,49 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return msgspec.structs.replace(after, members=self.members, adapters=self.adapters)
 
     def with_program(self, plan: Plan) -> FleetState:
-        """Requests from now on are served under ``plan``."""
+        """Return the state in which ``plan`` serves new requests."""
         following = ProgramInUse(self.program.number + 1, plan)
         return msgspec.structs.replace(self, program=following, before=self.program)
 
     def with_scheduling(self, file: str, content: str | None = None) -> FleetState:
-        """Picks from now on go by ``file``, as it is now, or by the ``content`` that is called so."""
+        """Return the state in which picks use the scheduling ``file``, or the ``content`` with that name."""
         number = 1 if self.scheduling is None else self.scheduling.number + 1
         return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file, content))
 
     def with_promise(self, promise: Promise) -> FleetState:
-        """The first promise stands."""
+        """Return the state with ``promise``, unless it has one already."""
         return self if self.promise is not None else msgspec.structs.replace(self, promise=promise)
 
     def with_replaced(self, promise: Promise) -> FleetState:
-        """Another promise stands, since engines serve other weights."""
+        """Return the state with another promise, after engines have got other weights."""
         return self if self.promise == promise else msgspec.structs.replace(self, promise=promise)
 
     def with_adapter(self, adapter: AdapterState) -> FleetState:
-        """One more adapter for all engines. Raises :class:`~tercet.protocol.Conflict` if its name is another one's."""
+        """Return the state with one more adapter; raise :class:`~tercet.protocol.Conflict` if its name is in use."""
         others = tuple(each for each in self.adapters if each.name != adapter.name)
         for each in self.adapters:
             if each.name == adapter.name and each.path != adapter.path:
-                raise Conflict(f"name: {each.name!r} is the adapter at {each.path}; unload it first", "name")
+                raise Conflict(f"name: {each.name!r} names the adapter at {each.path}; unload it first", "name")
         return msgspec.structs.replace(self, adapters=(*others, adapter))
 
     def without_adapter(self, name: str) -> FleetState:
-        """No engine needs it any more; one that was never here is fine."""
+        """Return the state without an adapter; an unknown name changes nothing."""
         left = tuple(each for each in self.adapters if each.name != name)
         return self if left == self.adapters else msgspec.structs.replace(self, adapters=left)
 
     def with_member(self, address: EngineAddress) -> FleetState:
-        """One more engine. Raises :class:`~tercet.protocol.Conflict` if its name or URL is taken."""
+        """Return the state with one more engine; raise :class:`~tercet.protocol.Conflict` for a name or URL in use."""
         for member in self.members:
             if member.address.name == address.name:
-                raise Conflict(f"name: an engine called {address.name!r} is in this fleet already", "name")
+                raise Conflict(f"name: this fleet already has an engine {address.name!r}; choose another name", "name")
             if member.address.url.rstrip("/") == address.url.rstrip("/"):
-                raise Conflict(f"url: {address.url} is in this fleet already, as {member.address.name}", "url")
+                raise Conflict(f"url: {address.url} is already in this fleet, as {member.address.name}", "url")
         return msgspec.structs.replace(self, members=(*self.members, MemberState(address)))
 
     def with_joined(self, address: EngineAddress, uid: str, withheld: str) -> FleetState:
-        """An engine is a member by its own will, or still is; what an operator said of this start of it holds.
+        """Return the state with an engine that joined by itself; its drain and role stay if it is the same start.
 
-        Raises :class:`~tercet.protocol.Conflict` if its name or URL is another engine's.
+        Raises :class:`~tercet.protocol.Conflict` if its name or URL belongs to another engine.
         """
         uid = JOINED + uid
         before = next((each for each in self.members if each.address.name == address.name), None)
@@ -152,25 +155,28 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self if after == before else self._with(before, after)
 
     def without_joined(self, name: str, uid: str) -> FleetState:
-        """This start of an engine has left; one that is not a member is fine."""
+        """Return the state without the start ``uid`` of an engine; a start that is not a member changes nothing."""
         left = tuple(each for each in self.members if (each.address.name, each.uid) != (name, JOINED + uid))
         return self if left == self.members else msgspec.structs.replace(self, members=left)
 
     def without_member(self, name: str) -> FleetState:
-        """The engine is forgotten. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Return the state without an engine; raise :class:`~tercet.protocol.UnknownEngine` for an unknown name."""
         gone = self._member(name)
         return msgspec.structs.replace(self, members=tuple(each for each in self.members if each is not gone))
 
     def with_role(self, name: str, role: Role) -> FleetState:
-        """Another role for an engine. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Return the state with another role for an engine.
+
+        Raises :class:`~tercet.protocol.UnknownEngine` for an unknown name.
+        """
         member = self._member(name)
         address = msgspec.structs.replace(member.address, role=role)
         return self._with(member, msgspec.structs.replace(member, address=address))
 
     def with_flip(self, names: Sequence[str], role: Role) -> FleetState:
-        """The role of several engines at once; the same state if one has left, or the role of one is another by now.
+        """Return the state in which several engines change to ``role``; this state if one has left or changed its role.
 
-        An operator's change is not undone by a decision that was made before it.
+        So a decision does not undo an operator's later change.
         """
         expected = "decode" if role == "prefill" else "prefill"
         here = {each.address.name: each.address.role for each in self.members}
@@ -182,22 +188,25 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return state
 
     def with_role_keeper(self, name: str) -> FleetState:
-        """Another process decides about roles from now on."""
+        """Return the state in which the process ``name`` decides about roles."""
         return self if self.role_keeper == name else msgspec.structs.replace(self, role_keeper=name)
 
     def require_role_keeper(self, name: str) -> FleetState:
-        """The same state; raises :class:`~tercet.protocol.Conflict` if another process decides about roles by now."""
+        """Return this state; raise :class:`~tercet.protocol.Conflict` if another process decides about roles now."""
         if self.role_keeper != name:
-            raise Conflict(f"roles: {self.role_keeper or 'an operator'} decides by now, and not {name}")
+            raise Conflict(f"roles: {self.role_keeper or 'an operator'} decides about roles now, not {name}")
         return self
 
     def with_draining(self, name: str, draining: bool) -> FleetState:
-        """An engine is picked for nothing new, or again. Raises :class:`~tercet.protocol.UnknownEngine`."""
+        """Return the state in which an engine is drained or not.
+
+        Raises :class:`~tercet.protocol.UnknownEngine` for an unknown name.
+        """
         member = self._member(name)
         return self._with(member, msgspec.structs.replace(member, draining=draining))
 
     def with_found(self, found: Sequence[FoundEngine], told: Mapping[str, Role]) -> FleetState:
-        """Those of its members that are found become ``found``; see :func:`tercet.fleet.discovery.with_found`."""
+        """Return the state with the engines ``found``; see :func:`tercet.fleet.discovery.with_found`."""
         members = with_found(self.members, found, told)
         return self if members == self.members else msgspec.structs.replace(self, members=members)
 
@@ -214,14 +223,14 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 FORMAT = 1
-"""Of a file without ``format``. Fields may be added to it; what is incompatible has another one."""
+"""The format of a file without the field ``format``. New fields do not change it; an incompatible change does."""
 _KIND = msgspec.inspect.type_info(FleetState)
 
 
 class StateFile:
-    """The newest state of a fleet, at ``path`` or in another ``store``. Every method does I/O; any process may use any.
+    """The newest state of a fleet, in the file at ``path`` or in another ``store``, for any number of processes.
 
-    Fields that a later Tercet has added to the content are kept by changes, and named in the log.
+    Every method does I/O. Changes keep fields that a later version of Tercet has added; the log names these fields.
     """
 
     def __init__(self, path: Path, store: StateStore | None = None) -> None:
@@ -231,23 +240,23 @@ class StateFile:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the store in messages."""
         return self._store.name
 
     def stamp(self) -> object:
-        """See :meth:`~tercet.router.state_store.StateStore.stamp`."""
+        """Return a value that each change alters, see :meth:`.StateStore.stamp`."""
         return self._store.stamp()
 
     def turn(self, what: str) -> SharedTurn:
-        """See :meth:`~tercet.router.state_store.StateStore.turn`."""
+        """Return a lock for one task of all processes; see :meth:`~tercet.router.state_store.StateStore.turn`."""
         return self._store.turn(what)
 
     def read(self) -> FleetState | None:
-        """The state; None without one. Raises :class:`~tercet.protocol.BadRequest` for what is not a state."""
+        """Return the state, or None; raise :class:`~tercet.protocol.BadRequest` for invalid content."""
         return self._understood(self._store.load())[0]
 
     def _understood(self, stored: Stored) -> tuple[FleetState | None, Any]:
-        """The state, and the same as it is stored."""
+        """Return the state, and the decoded JSON that is stored; None and None without a state."""
         if stored.content is None:
             return None, None
         try:
@@ -269,16 +278,16 @@ class StateFile:
         said = cast("dict[str, Any]", content).get("format", FORMAT) if isinstance(content, dict) else FORMAT
         if said != FORMAT:
             raise BadRequest(
-                f"its format is {said!r:.100}, and this version of Tercet reads {FORMAT}. Run the version that wrote "
-                "it, or a later one; or name another file (--state), and add the engines there"
+                f"its format is {said!r:.100}, but this version of Tercet reads only {FORMAT}. Run the version that "
+                "wrote it or a later one; or name another file (--state) and add the engines again"
             )
 
     def update(self, change: Callable[[FleetState], FleetState], otherwise: FleetState) -> FleetState:
-        """Change the state, which is ``otherwise`` if there is none, and return the one that holds now.
+        """Change the state, which is ``otherwise`` if none is stored, and return the state after the change.
 
-        A change that returns its argument writes nothing; one may be called again if another process was faster. Raises
-        what ``change`` raises, and then nothing changes; :class:`~tercet.protocol.TercetError` as :meth:`read`, and for
-        a store that cannot be written.
+        A ``change`` that returns its argument writes nothing. It may be called again if another process was faster.
+        Raises the errors of ``change``, and then the state stays as it was; the errors of :meth:`read`; and
+        :class:`~tercet.protocol.TercetError` for a store that cannot be written.
         """
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
@@ -297,4 +306,4 @@ class StateFile:
             if self._store.store(msgspec.json.format(written), stored.mark):
                 return msgspec.json.decode(known, type=FleetState)  # as it will be read
             time.sleep(random.uniform(0, RETRY_DELAY_S))
-        raise EngineError(f"state: other processes have changed {self.name} for {LOCK_SECONDS:.0f} s without an end")
+        raise EngineError(f"state: other processes kept changing {self.name} for {LOCK_SECONDS:.0f} s; retry later")

@@ -1,4 +1,4 @@
-"""A request from its head to its answer's end: its id, its place in a distributed trace, and what is kept of it."""
+"""One request from its head to its answer's end: its id, its place in a distributed trace, and its recorded trace."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _HEADER = REQUEST_ID_HEADER.encode()
 
 @contextmanager
 def followed_request(context: RequestContext, scope: Scope, traces: RequestTraces) -> Generator[FollowedRequest | None]:
-    """While entered, log lines name the request; ``traces`` get it if engines are to generate for it.
+    """Name the request in log lines while entered, and record it in ``traces`` if engines generate for it.
 
-    One that they generate for gets an id if its client has given it none: vLLM and engines are told it as if it had.
+    Such a request gets an id if its client gave none; vLLM and engines then see the id as if the client had sent it.
     """
     given = context.headers.get(REQUEST_ID_HEADER, "")
     if context.path not in GENERATING or scope["method"] != "POST":
@@ -44,9 +44,9 @@ def followed_request(context: RequestContext, scope: Scope, traces: RequestTrace
 
 
 def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
-    """A client that gives no header may have written an id into the body, where vLLM reads it.
+    """Use the id that a client without the header wrote into the body, where vLLM reads it.
 
-    An id that cannot be a header goes on in the body alone; log lines then keep the id that the router made.
+    An id that cannot be a header stays in the body only; log lines then keep the id that the router made.
     """
     named = (followed.context.fields or {}).get("request_id")
     if not followed.is_id_made or not isinstance(named, str):

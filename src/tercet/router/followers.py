@@ -1,6 +1,6 @@
-"""The router processes that follow one state: which are alive, what each has applied, and what runs on it.
+"""The router processes that follow one state: which are alive, the version that each has applied, and its load.
 
-Each has its files in one directory: one that it locks while it lives, its report, and its moves.
+Each process has three files in one directory: one that it locks while it lives, its report, and its moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIVE, REPORT, MOVES = ".alive", ".json", ".moves"
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """An engine, as one process sees it: ``waiting_s`` and ``busy_s`` are its prefills there.
+    """The state of an engine in one process; ``waiting_s`` and ``busy_s`` concern the process's prefills there.
 
     See :class:`~tercet.fleet.observed_roles.PrefillLine`.
     """
@@ -39,10 +39,11 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 class FollowerReport(msgspec.Struct, frozen=True):
-    """What one process says of itself: the ``version`` that it came to, and why it did not apply it, if so.
+    """The report of one process: the newest ``version`` that it has read, and the ``failure`` if it cannot apply it.
 
-    One that is not ``serving`` yet will have caught up when it is. ``requests_left`` counts those under way in one that
-    shuts down. ``attained`` has, by class, how many requests counted for its objectives, and how many met them.
+    A process that is not ``serving`` yet applies the newest version before it serves. ``requests_left`` counts the
+    requests in flight of a process that shuts down. ``attained`` has, by class, how many requests counted for its
+    objectives, and how many met them.
     """
 
     pid: int
@@ -55,9 +56,10 @@ class FollowerReport(msgspec.Struct, frozen=True):
 
 
 class Followers:
-    """This process among the others that follow the state at ``path``. To be closed.
+    """The processes that follow the state at ``path``, this one included; the caller closes it.
 
-    While the file system of ``path`` ``is_stuck``, what was read last is what there is, and moves are not told.
+    While ``is_stuck`` returns True for the file system of ``path``, the contents that were read last are used, and
+    moves are not announced.
     """
 
     def __init__(self, path: Path, is_stuck: Callable[[], bool] = lambda: False) -> None:
@@ -69,9 +71,9 @@ class Followers:
         self._alive: int | None = self._enter()
 
     def _enter(self) -> int:
-        """Show that this process lives; returns the descriptor that holds the lock."""
+        """Show that this process lives; return the descriptor that holds the lock."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # It gets its name when the lock is held: who looks for the dead never takes it for one of them.
+        # The file gets its name when the lock is held, so others never take this process for a dead one.
         nameless = self._directory / f"{self.name}.new"
         alive = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -83,9 +85,9 @@ class Followers:
         return alive
 
     def tell(self, report: FollowerReport) -> None:
-        """What others read of this process from now on; files that were removed are written again.
+        """Write the report of this process for the others; files that were removed are written again.
 
-        Raises ``OSError`` where that cannot be written.
+        Raises ``OSError`` if a file cannot be written.
         """
         if self._alive is None:
             return
@@ -97,38 +99,41 @@ class Followers:
             self._told = report
 
     def others(self) -> list[FollowerReport]:
-        """Reports of the others that live; one that has not said anything yet has none."""
+        """Return the reports of the other live processes; a process that has not reported yet is left out."""
         return self._of_others(REPORT, FollowerReport)
 
     def names_of_others(self) -> list[str]:
-        """The others that live, by the names that they have here."""
+        """Return the names of the other live processes."""
         return [] if self._is_stuck() else [name for name in self._living() if name != self.name]
 
     def announce(self, moves: Sequence[CountedMove]) -> None:
-        """See :class:`~tercet.decisions.migration.limits.Announcements`; others do not count what cannot be written."""
+        """Write the moves of this process for the others; moves that cannot be written do not count there.
+
+        See :class:`~tercet.decisions.migration.limits.Announcements`.
+        """
         if self._is_stuck():
             return
         try:
             write_whole(self._directory / (self.name + MOVES), msgspec.json.encode(moves))
         except OSError as error:
-            logger.error("moves: the limits of several processes do not hold together: %s", error)
+            logger.error("moves: cannot announce moves, so limits hold for each process separately: %s", error)
 
     def announced(self) -> Sequence[CountedMove]:
-        """See :class:`tercet.decisions.migration.limits.Announcements`."""
+        """Return the moves of the other processes; see :class:`tercet.decisions.migration.limits.Announcements`."""
         return [move for moves in self._of_others(MOVES, list[CountedMove]) for move in moves]
 
     def close(self) -> None:
-        """This process follows no more."""
+        """Stop following: remove this process's files."""
         if self._alive is not None:
             os.close(self._alive)
             self._alive = None
             if self._is_stuck():
                 return
-            with suppress(OSError):  # without the lock, others take them away
+            with suppress(OSError):  # otherwise others remove them, since the lock is gone
                 self._remove(self.name)
 
     def _of_others(self, suffix: str, kind: type[T]) -> list[T]:
-        """What each of the others that live has written into its file of that kind."""
+        """Return the contents of the other live processes' files with this suffix."""
         if self._is_stuck():
             return self._known.get(suffix, [])
         files = (self._directory / (name + suffix) for name in self._living() if name != self.name)
@@ -150,7 +155,7 @@ class Followers:
 
 
 def _is_held(file: Path) -> bool:
-    """Whether the process that made the file lives."""
+    """True if the process that made the file lives."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

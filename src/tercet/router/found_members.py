@@ -1,4 +1,4 @@
-"""Engines that are found, in pods or in a roster, as engines of the state that a router's processes follow."""
+"""Discovery for several router processes: engines that are found become members of the shared state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ RETRY_DELAY_S = 1.0
 
 
 async def follow_found(state: SharedState, discovery: Discovery) -> None:
-    """Make the state's members those that are found, next to those that an operator named, until cancelled."""
+    """Keep the state's members equal to the engines found and those that an operator named, until cancelled."""
     told: dict[str, Role] = {}
-    logger.info("engines are %s", discovery.source)
+    logger.info("engines: following %s", discovery.source)
     async with aclosing(discovery.changes()) as changes:
         async for found in changes:
             while True:
                 try:
                     await state.change(
-                        lambda now, found=found, told=told: now.with_found(found, told), f"{discovery.source} say so"
+                        lambda now, found=found, told=told: now.with_found(found, told),
+                        f"reported by {discovery.source}",
                     )
                     break
-                except TercetError as error:  # the state file is not writable, or is locked
-                    logger.error("the engines stay as they are: %s", error.message)
+                except TercetError as error:  # the state file cannot be written, or is locked
+                    logger.error("cannot store the engines found; members stay unchanged: %s", error.message)
                     await asyncio.sleep(RETRY_DELAY_S)
             told = roles_of(found)

@@ -1,4 +1,4 @@
-"""Engines that join a running router by themselves, and those of them that are gone without having left."""
+"""Engines that join a running router by themselves, and removal of those that vanish without leaving."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LEAVING = "it is leaving"
 
 
 async def join(state: SharedState, name: str, call: JoinCall) -> Joined:
-    """Make the engine a member once it has answered; later calls keep it one.
+    """Make an engine a member after it has answered; later calls keep it a member.
 
-    Raises :class:`~tercet.protocol.TercetError` for one that does not fit this fleet.
+    Raises :class:`~tercet.protocol.TercetError` for an engine that does not fit this fleet.
     """
     address = EngineAddress(name, call.url.rstrip("/"), call.role)
     withheld = LEAVING if call.leaving else ""
@@ -37,7 +37,7 @@ async def join(state: SharedState, name: str, call: JoinCall) -> Joined:
 
 
 async def leave(state: SharedState, name: str, uid: str) -> Joined:
-    """This start of the engine leaves; what runs on it goes on."""
+    """Remove the start ``uid`` of an engine; its running sequences continue."""
     left = Joined(_in_flight(state, name))
     await state.change(lambda now: now.without_joined(name, uid), "it has left")
     return left
@@ -52,7 +52,7 @@ def _in_flight(state: SharedState, name: str) -> int:
 
 
 class GoneEngines:
-    """When each engine was found to be away, by a ``clock`` in seconds. Pure."""
+    """The time since which each engine does not answer, by a ``clock`` in seconds. No I/O."""
 
     def __init__(self, clock: Callable[[], float], after_s: float = GONE_AFTER_S) -> None:
         self._clock = clock
@@ -60,14 +60,14 @@ class GoneEngines:
         self._since: dict[tuple[str, str], float] = {}
 
     def look(self, away: set[tuple[str, str]]) -> set[tuple[str, str]]:
-        """Of the engines that are ``away`` now, by name and uid, those that have been all the time."""
+        """Return those of the engines ``away`` now (name and uid) that have been away for ``after_s`` seconds."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in away}
         return {each for each, since in self._since.items() if now - since >= self._after_s}
 
 
 async def remove_gone(state: SharedState, gone: GoneEngines | None = None) -> None:
-    """Forget engines that have joined and do not answer for :data:`GONE_AFTER_S`, until cancelled."""
+    """Remove engines that have joined and do not answer for :data:`GONE_AFTER_S` seconds, until cancelled."""
     gone = gone or GoneEngines(asyncio.get_running_loop().time)
     while True:
         await asyncio.sleep(POLL_INTERVAL_S)
@@ -83,5 +83,5 @@ async def remove_gone(state: SharedState, gone: GoneEngines | None = None) -> No
                     lambda now, name=name, uid=uid: now.without_joined(name, uid),
                     f"it has not answered for {GONE_AFTER_S:.0f} s, and joins again when it does",
                 )
-            except TercetError as error:  # the state file is not writable, or is locked
+            except TercetError as error:  # the state file cannot be written, or is locked
                 logger.error("%s stays a member: %s", name, error.message)

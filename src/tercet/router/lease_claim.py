@@ -1,7 +1,7 @@
-"""Whose a lease of Kubernetes is, decided without comparing the clocks of two machines. Pure.
+"""The claim on a Kubernetes lease, decided without a comparison of two machines' clocks. No I/O.
 
-A holder counts from when it asked for its last renewal; others count from when they first saw that renewal, which is
-later. So the holder knows that it has lost the lease before anybody else may take it.
+The holder counts from the time at which it requested its last renewal; others count from the time at which they first
+saw that renewal, which is later. So the holder knows that it has lost the lease before another process may take it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 LEASE_SECONDS = 15
 RENEW_SECONDS = 3.0
 MARGIN_SECONDS = 2.0
-"""By which a holder stops earlier: clocks of two machines do not run at exactly the same speed."""
+"""Seconds by which a holder stops earlier, since two machines' clocks do not run at exactly the same speed."""
 
 
 class LeaseRecord(NamedTuple):
-    """A lease as it was read: its holder, empty if it was given back, and the version of the object."""
+    """A lease that was read: its holder, empty if it was released, and the version of the object."""
 
     holder: str
     version: str
 
 
 class LeaseClaim:
-    """The claim of ``holder`` on one lease. Times are those of a clock that only this process reads."""
+    """The claim of ``holder`` on one lease. Times are seconds of a clock that only this process reads."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
@@ -31,15 +31,15 @@ class LeaseClaim:
         self._seen_at = 0.0
 
     def holds(self, now: float) -> bool:
-        """Whether it is this process's at this moment."""
+        """True if this process holds the lease at the time ``now``."""
         return self._renewed is not None and now < self._renewed + LEASE_SECONDS - MARGIN_SECONDS
 
     def needs_renewal(self, now: float) -> bool:
-        """Whether it is time to write it again."""
+        """True if it is time to renew the lease."""
         return self._renewed is None or now >= self._renewed + RENEW_SECONDS
 
     def may_write(self, found: LeaseRecord | None, now: float) -> bool:
-        """Whether a lease that was read as ``found`` may be taken or renewed; None is one that does not exist."""
+        """True if this process may take or renew the lease ``found``, which is None if it does not exist."""
         if found != self._seen:
             self._seen, self._seen_at = found, now
         if found is None or found.holder in ("", self.holder):
@@ -47,9 +47,9 @@ class LeaseClaim:
         return now >= self._seen_at + LEASE_SECONDS
 
     def written(self, asked: float) -> None:
-        """It was written as this process's, in a call that began at ``asked``."""
+        """Record that this process took or renewed the lease by a call that began at ``asked``."""
         self._renewed = asked
 
     def lost(self) -> None:
-        """It is another one's, or given back."""
+        """Record that another process holds the lease, or that it was released."""
         self._renewed = None

@@ -1,4 +1,4 @@
-"""What a router counts itself; ``/metrics`` is put together in :mod:`.exposition`."""
+"""The metrics that a router counts itself; :mod:`.exposition` assembles ``/metrics``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tercet.router.moves import MoveRecord
 from tercet.wire.metric_buckets import SECONDS
 
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
-# The reason of a move is text of the caller.
+# The reason of a move is free text of the caller, so the number of different reasons is limited.
 MOST_REASONS = 32
 OTHER_REASONS = "other"
-# Pairs of engines that are counted by their names: 64 that prefill times 64 that decode.
+# Largest number of pairs of engines that are counted by name: 64 that prefill times 64 that decode.
 MOST_PAIRS = 4096
 OTHER_ENGINES = "other"
 TTFT, TPOT, VERB = "tercet_ttft_seconds", "tercet_tpot_seconds", "tercet_verb_seconds"
 
 
 class Metrics:
-    """Counters of programs and verbs; what takes more than one call has a method. Times are in seconds."""
+    """The metrics of a router process; updates of more than one metric have a method. Times are in seconds."""
 
     def __init__(self) -> None:
         self.exemplars = Exemplars()
@@ -36,7 +36,7 @@ class Metrics:
         self._declare_moves()
 
     def _declare_sequences(self) -> None:
-        """Sequences, and what their clients saw."""
+        """Declare the metrics of sequences and of their clients' latencies."""
         self._running = Gauge(
             "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
         )
@@ -45,13 +45,13 @@ class Metrics:
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
         )
         self._retries = Counter(
-            "tercet_retries", "Further attempts, by what failed and whether the client had a token.", ["code", "stage"]
+            "tercet_retries", "Retries, by the failure's code and whether the client had a token.", ["code", "stage"]
         )
         self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
         self._ttft = Histogram(TTFT, "Time to first token, by program.", ["program"], buckets=SECONDS)
         self._ttft_by_engine = Summary(
             "tercet_ttft_by_engine_seconds",
-            "Time to first token, by the engine that most of it was spent on.",
+            "Time to first token, by the engine that took most of it.",
             ["engine"],
         )
         self._tpot = Histogram(TPOT, "Time per output token after the first, by program.", ["program"], buckets=SECONDS)
@@ -62,36 +62,38 @@ class Metrics:
         )
 
     def _declare_programs(self) -> None:
-        """Programs and routes."""
-        self._failures = Counter("tercet_program_failures", "Sequences that a program failed by itself.", ["program"])
+        """Declare the metrics of programs and routes."""
+        self._failures = Counter(
+            "tercet_program_failures", "Sequences that failed by a fault of their program.", ["program"]
+        )
         self._returns = Counter(
-            "tercet_program_returns", "Returns to the version before, by the program that failed.", ["program"]
+            "tercet_program_returns", "Returns to the previous version, by the program that failed.", ["program"]
         )
         self._version = Gauge(
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
-        self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and why.", ["kind", "why"])
+        self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and reason.", ["kind", "why"])
         self._ratio = Histogram(
-            "tercet_route_prediction_ratio", "Measured over predicted, by what.", ["what"], buckets=RATIOS
+            "tercet_route_prediction_ratio", "Measured over predicted TTFT or TPOT.", ["what"], buckets=RATIOS
         )
 
     def _declare_gate(self) -> None:
-        """HTTP requests until they come in."""
+        """Declare the metrics of HTTP requests at the gate."""
         self._admitted = Gauge(
             "tercet_requests_in_flight",
-            "Places taken: one for each request, more for its further sequences.",
+            "Slots in use: one for each request, and one for each further sequence of it that runs.",
             multiprocess_mode="livesum",
         )
         self._queued = Gauge(
             "tercet_requests_queued", "HTTP requests that wait at the gate.", multiprocess_mode="livesum"
         )
         self.waited = Histogram(
-            "tercet_queue_seconds", "How long requests waited at the gate, of those that had to.", buckets=SECONDS
+            "tercet_queue_seconds", "Time in the queue of the gate, for requests that had to wait.", buckets=SECONDS
         )
-        self.refused = Counter("tercet_requests_refused", "HTTP requests that never came in, by reason.", ["reason"])
+        self.refused = Counter("tercet_requests_refused", "HTTP requests that were refused, by reason.", ["reason"])
 
     def _declare_fleet(self) -> None:
-        """The fleet, its engines, what they do and what was predicted of it."""
+        """Declare the metrics of the fleet, its engines, their verbs and their prefix caches."""
         self._state = Gauge(
             "tercet_fleet_state_version", "The version of the fleet's state in use.", multiprocess_mode="livemin"
         )
@@ -100,17 +102,17 @@ class Metrics:
         )
         self.workers = Gauge("tercet_workers", "Processes of this router that serve.", multiprocess_mode="livesum")
         self._pooling = Gauge(
-            "tercet_pooling_server_up", "Whether the server of a pooling model answers.", ["server"],
+            "tercet_pooling_server_up", "1 if the server of a pooling model answers, 0 if not.", ["server"],
             multiprocess_mode="livemin",
         )  # fmt: skip
         self._flips = Counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
         self._pressure = Gauge(
-            "tercet_role_pressure", "Pressure of a role, where roles follow the load; 1 is the objective's limit.",
+            "tercet_role_pressure", "Pressure of a role, if roles follow the load; 1 is the objective's limit.",
             ["role"], multiprocess_mode="livemostrecent",
         )  # fmt: skip
-        self._verb = Histogram(VERB, "Duration of a verb, as the router sees it.", ["verb", "engine"], buckets=SECONDS)
+        self._verb = Histogram(VERB, "Duration of a verb, seen by the router.", ["verb", "engine"], buckets=SECONDS)
         self._bytes = Counter(
-            "tercet_kv_sent_bytes", f"KV sent between engines; beyond {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
+            "tercet_kv_sent_bytes", f"KV sent between engines; after {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
             ["engine", "to"],
         )  # fmt: skip
         self._pairs: set[tuple[str, str]] = set()
@@ -121,7 +123,8 @@ class Metrics:
             compared,
         )
         self._delivered = Counter(
-            "tercet_prefix_delivered_tokens", "Prompt tokens that the engine found there, of picks that predicted.",
+            "tercet_prefix_delivered_tokens",
+            "Prompt tokens that the engine found in its cache, for picks with a prediction.",
             compared,
         )  # fmt: skip
         self._missing = Counter(
@@ -129,12 +132,12 @@ class Metrics:
         )
 
     def _declare_moves(self) -> None:
-        """Moves of running sequences."""
+        """Declare the metrics of moves of running sequences."""
         self._moves_running = Gauge(
-            "tercet_moves_running", "Sequences that are on their way to another engine.", multiprocess_mode="livesum"
+            "tercet_moves_running", "Sequences that are being moved to another engine.", multiprocess_mode="livesum"
         )
         self._moves_held_back = Gauge(
-            "tercet_moves_held_back", "Moves that policies propose and limits do not allow yet.",
+            "tercet_moves_held_back", "Moves that policies propose, but that limits do not allow yet.",
             multiprocess_mode="livesum",
         )  # fmt: skip
         self._moves = Counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome", "code"])
@@ -144,33 +147,33 @@ class Metrics:
             "tercet_moves_recomputed_tokens", "Positions of moved sequences that were computed again."
         )
         self._pause = Histogram(
-            "tercet_move_pause_seconds", "Between the last token from the source and the next.", buckets=SECONDS
+            "tercet_move_pause_seconds", "Time from the source's last token to the next token.", buckets=SECONDS
         )
 
     def objectives(self, of_class: str, met: bool) -> None:
-        """A request ended, and met its class's objectives or did not."""
+        """Count a request that ended, and whether it met its class's objectives."""
         self._objectives.labels(of_class, "met" if met else "missed").inc()
 
     def flipped(self, role: str, engines: int) -> None:
-        """Engines have this role from now on, without an operator."""
+        """Count engines whose role the router changed to ``role``."""
         self._flips.labels(role).inc(engines)
 
     def pressures(self, prefill: float, decode: float) -> None:
-        """The pressure of each role now."""
+        """Set the present pressure of each role."""
         self._pressure.labels("prefill").set(prefill)
         self._pressure.labels("decode").set(decode)
 
     def fleet_state(self, version: int, failed: bool) -> None:
-        """The version of the fleet's state in use here, and whether a later one cannot be applied."""
+        """Set the version of the fleet's state in use, and whether a later version cannot be applied."""
         self._state.set(version)
         self._state_failed.set(failed)
 
     def sequence(self) -> AbstractContextManager[object]:
-        """One sequence under way."""
+        """Return a context in which a sequence counts as running."""
         return self._running.track_inprogress()
 
     def finished(self, trace: Trace) -> None:
-        """A sequence was served to its end."""
+        """Count a sequence that was served to its end."""
         self._sequences.labels(trace.program).inc()
         self._routed(trace)
         place = current_span()
@@ -199,27 +202,27 @@ class Metrics:
             self.exemplars.note(name, labels, value, time.time(), place, span)
 
     def retried(self, code: str, answered: bool) -> None:
-        """Another attempt begins after a failure; ``answered``: the client has a token already."""
+        """Count another attempt after a failure; ``answered`` is true if the client has a token already."""
         self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
 
     def fell_back(self, program: str, code: str) -> None:
-        """The program failed, and one engine continues its sequence."""
+        """Count a sequence whose program failed and that one engine continues."""
         self._fallbacks.labels(program, code).inc()
 
     def program_failed(self, program: str) -> None:
-        """The program itself is the cause of a failure."""
+        """Count a failure that the program itself caused."""
         self._failures.labels(program).inc()
 
     def uses(self, version: int) -> None:
-        """Requests are served by this version of the programs from now on."""
+        """Set the version of the programs that serve requests."""
         self._version.set(version)
 
     def move(self) -> AbstractContextManager[object]:
-        """One move under way."""
+        """Return a context in which a move counts as running."""
         return self._moves_running.track_inprogress()
 
     def moved(self, move: MoveRecord) -> None:
-        """A move is over."""
+        """Count a move that has ended."""
         if len(self._reasons) < MOST_REASONS:
             self._reasons.add(move.reason)
         reason = move.reason if move.reason in self._reasons else OTHER_REASONS
@@ -230,7 +233,7 @@ class Metrics:
             self._pause.observe(move.pause)
 
     def held_back(self, moves: int) -> None:
-        """Count proposed moves that are not allowed yet."""
+        """Set the number of proposed moves that limits do not allow yet."""
         self._moves_held_back.set(moves)
 
     def admission(self, in_flight: int, queued: int) -> None:
@@ -239,36 +242,36 @@ class Metrics:
         self._queued.set(queued)
 
     def pooling_server(self, url: str, answers: bool) -> None:
-        """Whether a server of a pooling model answers."""
+        """Set whether a server of a pooling model answers."""
         self._pooling.labels(url).set(answers)
 
     def returned(self, program: str, to_version: int) -> None:
-        """The router went back to a version because a program kept failing."""
+        """Count a return of the router to an earlier version after ``program`` kept failing."""
         self._returns.labels(program).inc()
         self.uses(to_version)
 
     def _counted_as(self, engine: str, to: str) -> str:
-        """The receiver's name as its label."""
+        """Return the label of a receiver: its name, or a common one beyond :data:`MOST_PAIRS` pairs."""
         pair = engine, to
         if len(self._pairs) < MOST_PAIRS:
             self._pairs.add(pair)
         return to if pair in self._pairs else OTHER_ENGINES
 
     def _compared(self, program: str, event: TraceEvent, predicted: int) -> None:
-        """Count what a pick predicted of an engine's cache, and what the engine found."""
+        """Count the cached tokens that a pick predicted, and those that the engine found."""
         self._predicted.labels(program, event.engine).inc(predicted)
         self._delivered.labels(program, event.engine).inc(event.cached)
         self._missing.labels(program, event.engine).inc(max(0, predicted - event.cached))
 
     def _routed(self, trace: Trace) -> None:
-        """How its route was chosen, and how far off the prediction was; one without a decision counts nowhere."""
+        """Count the choice of a route and the ratio of measured to predicted latency, for a trace with a decision."""
         decision = trace.decision
         if decision is None:
             return
         self._routes.labels(decision.kind, "to_learn" if decision.explored else "cheapest").inc()
         chosen = decision.chosen
         if trace.events and trace.events[-1].engine != chosen.decode:
-            return  # it ended elsewhere: what was measured is not what was predicted
+            return  # another engine served the sequence, so its latency cannot be compared with the prediction
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)

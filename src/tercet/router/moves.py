@@ -1,4 +1,4 @@
-"""Carries out the moves of this process's sequences: one at a time of each, within limits, every one on record."""
+"""Execution of the moves of this process's sequences: one at a time for each sequence, within limits, and recorded."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tercet.settings.log_events import MOVE
 from tercet.settings.log_lines import lines_of_request
 
 REMEMBERED = 1000
-# The code of a move that was called off.
+# The code of a move that was cancelled.
 UNWANTED = "unwanted"
 
 Outcome = Literal["under_way", "moved", "ended", "failed", "dropped"]
 
 
 class MoveRecord(msgspec.Struct):
-    """One move, from its beginning on. Times are in seconds, ``at`` is a Unix time.
+    """The record of one move, from its start on. Times are in seconds; ``at`` is a Unix time.
 
-    ``pause`` is how long the client waited between the last token from the source and the first from the destination;
-    None if there was no token before. ``stages`` are what arrived, also of a move that failed, and ``recomputed``
-    counts the positions that none of them had brought. ``outcome`` is ``ended`` if the sequence was over first,
-    ``failed`` if it stays where it was, or went on as after any failure, and ``dropped`` if it was proposed and could
-    not begin; ``code`` is then that of the ``error``.
+    ``pause`` is the time between the last token from the source and the first from the destination; None if the client
+    had no token before. ``stages`` are the stages whose KV arrived, also those of a failed move, and ``recomputed``
+    counts the positions that no stage had sent. ``outcome`` is ``ended`` if the sequence ended first, ``failed`` if the
+    sequence stays on its engine or continues as after any failure, and ``dropped`` if a proposed move could not begin;
+    ``code`` is then that of the ``error``.
     """
 
     number: int
@@ -59,30 +59,30 @@ class MoveRecord(msgspec.Struct):
 
     @property
     def bytes(self) -> int:
-        """KV sent."""
+        """Bytes of KV sent."""
         return sum(stage.bytes for stage in self.stages)
 
 
 class MoveMetrics(Protocol):
-    """Who counts moves: the router's metrics, or a simulation."""
+    """Counters of moves: the router's metrics, or those of a simulation."""
 
     def move(self) -> AbstractContextManager[object]:
-        """One move is under way while entered."""
+        """Return a context in which a move counts as running."""
         ...
 
     def moved(self, move: MoveRecord) -> None:
-        """A move is over."""
+        """Count a move that has ended."""
         ...
 
     def held_back(self, moves: int) -> None:
-        """Count proposed moves that are not allowed yet."""
+        """Set the number of proposed moves that limits do not allow yet."""
         ...
 
 
 class Moves:
-    """The moves of this process, as ``settings`` say; ``under_way`` are those that have begun and not ended.
+    """The moves of this process, by ``settings``; ``under_way`` are the moves that have begun and not ended.
 
-    ``observer`` is called when a move begins, and when it is over.
+    ``observer`` is called when a move begins and when it has ended.
     """
 
     def __init__(self, fleet: EngineFleet, metrics: MoveMetrics, settings: MoveSettings) -> None:
@@ -96,42 +96,42 @@ class Moves:
         self._count = 0
 
     def since(self, number: int) -> Iterable[MoveRecord]:
-        """The moves after that one, oldest first; those longest ago are forgotten."""
+        """Return the moves after ``number``, oldest first; only the last :data:`REMEMBERED` moves are kept."""
         return [move for move in self._record if move.number > number]
 
     def numbered(self, number: int) -> MoveRecord | None:
-        """The move of that number; None if it is forgotten."""
+        """Return the move ``number``; None if it is no longer kept."""
         behind = self._count - number
         return self._record[-1 - behind] if 0 <= behind < len(self._record) else None
 
     def is_moving(self, sequence: RunningSequence) -> bool:
-        """Whether it is on its way."""
+        """True if the sequence is being moved."""
         return sequence in self._moving
 
     def refusal(self, sequence: RunningSequence, destination: str) -> str | None:
-        """Which limit a move would exceed now; None if none."""
+        """Return the limit that a move would exceed now; None if it would exceed none."""
         generation = sequence.generation
         computed = generation.computed if generation is not None else 0
         return self.under_way.refusal(counted_move(self._fleet, sequence.engine, destination, computed))
 
     async def move(self, sequence: RunningSequence, destination: str, reason: str) -> MoveRecord:
-        """Move what an engine generates to another engine; returns when that has generated something.
+        """Move a running sequence to another engine; return when that engine has generated an output.
 
-        Raises :class:`~tercet.protocol.Conflict` for a sequence that no engine generates, or that is on its way,
+        Raises :class:`~tercet.protocol.Conflict` for a sequence that no engine generates or that is being moved,
         :class:`~tercet.protocol.NoSpace` if a limit is reached, :class:`~tercet.protocol.UnknownEngine`,
         :class:`~tercet.protocol.EngineUnreachable`, :class:`~tercet.protocol.UnknownAdapter`,
         :class:`~tercet.protocol.LayoutMismatch` for engines that must not exchange KV,
-        :class:`~tercet.protocol.BadRequest`, and what failed otherwise.
-        The sequence goes on then, where it was.
+        :class:`~tercet.protocol.BadRequest`, and the error of a stage that failed.
+        After an error the sequence continues on its engine.
         """
         with lines_of_request(sequence.request_id), ExitStack() as counted:
             moving, to = self._admit(sequence, destination, counted)
             return await self._carry_out(sequence, moving, to, reason)
 
     async def follow(self, sequence: RunningSequence, destination: str, reason: str) -> None:
-        """As :meth:`move`, for a proposal without an answer: its result is on record.
+        """Move a sequence as :meth:`move` does, for a proposal: the result is only recorded.
 
-        One that cannot begin now is dropped: its time has passed when it could.
+        A move that cannot begin now is dropped, since the proposal would be out of date later.
         """
         with lines_of_request(sequence.request_id), ExitStack() as counted:
             try:
@@ -147,17 +147,20 @@ class Moves:
     def _admit(
         self, sequence: RunningSequence, destination: str, counted: ExitStack
     ) -> tuple[MovingSequence, TracedEngine]:
-        """What moves and where to; until ``counted`` is left it counts for the limits. Raises as :meth:`move`."""
+        """Check a move; return the sequence and the destination. It counts for the limits until ``counted`` closes.
+
+        Raises the errors of :meth:`move`.
+        """
         if sequence in self._moving:
-            raise Conflict(f"seq_id: {sequence.request.seq_id} is being moved already", "seq_id")
+            raise Conflict(f"seq_id: another move of {sequence.request.seq_id} has not ended yet", "seq_id")
         moving = MovingSequence(sequence)
         source = moving.engine.name
         to = self._fleet.destination(moving.generation, destination)
         if destination == source:
-            raise BadRequest(f"destination: {sequence.request.seq_id} is generated by {source} already", "destination")
+            raise BadRequest(f"destination: {source} already generates {sequence.request.seq_id}", "destination")
         self._fleet.adapters.require(destination, sequence.request)
         if not self._fleet.member(destination).reachable:
-            raise EngineUnreachable(f"destination: {destination} does not answer at present")
+            raise EngineUnreachable(f"destination: the engine {destination} does not answer now")
         self._fleet.require_exchange(source, destination)
         proposed = counted_move(self._fleet, source, destination, moving.computed)
         counted.enter_context(self.under_way.counted(proposed))
@@ -177,7 +180,7 @@ class Moves:
             sequence.moves += 1
             move.outcome, move.recomputed, move.pause = "moved", moving.recomputed, moving.pause
         except TimeoutError:
-            move.outcome, move.error = "failed", f"it took longer than {self.settings.deadline_s:g} s"
+            move.outcome, move.error = "failed", f"the move took longer than {self.settings.deadline_s:g} s"
             move.code = DeadlineExceeded.code
             raise Conflict(f"seq_id: {move.seq_id} was not moved: {move.error}", "seq_id") from None
         except TercetError as error:
@@ -196,7 +199,7 @@ class Moves:
         return move
 
     def _share(self, source: str) -> float:
-        """For what share of its time a move from there may send KV now, by what that engine has reported last."""
+        """Return the share of time (0 to 1) for which a move from ``source`` may send KV, by its last report."""
         last = self._fleet.knowledge.loads.last(source)
         return self.settings.share if last is None else self.settings.share_at(last[0].kv_usage, last[0].waiting)
 

@@ -1,4 +1,4 @@
-"""Files that admin routes may name. Errors about files that do not load quote nothing of their contents."""
+"""Files that admin routes may name. Errors about files that do not load never quote their contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Told(Exception):
-    """Why a file is not read: that may be said, since it is not about what stands there."""
+    """Raised with an ``error`` that callers may see, since it does not concern the contents of a file."""
 
     def __init__(self, error: TercetError) -> None:
         super().__init__(error.message)
@@ -26,14 +26,17 @@ class _Told(Exception):
 
 
 class NamedFiles:
-    """Files below ``folders``, and those of ``files`` that an operator has named before."""
+    """The files that requests may name: those below ``folders``, and ``files`` that an operator named in settings."""
 
     def __init__(self, folders: Iterable[str] = (), files: Iterable[str] = ()) -> None:
         self._folders = [Path(folder).expanduser().resolve() for folder in folders]
         self._files = {Path(file).expanduser().resolve() for file in files}
 
     def load_arm(self, arm: Arm) -> Program:
-        """The program of a plan; raises :class:`~tercet.protocol.TercetError`."""
+        """Return the program of an arm of a plan.
+
+        Raises :class:`~tercet.protocol.TercetError` if the file may not be named or does not load.
+        """
         names_files = any(":" in text for text in arm.texts.values())
         if arm.source is None:
             names_files |= arm.program not in BUILT_IN and ":" in arm.program
@@ -42,11 +45,14 @@ class NamedFiles:
         )
 
     def load_scheduling(self, file: str, content: str | None = None) -> Scheduling:
-        """What a scheduling file says, or a text that is sent for one; raises :class:`~tercet.protocol.TercetError`."""
+        """Return the scheduling of a file, or of ``content``.
+
+        Raises :class:`~tercet.protocol.TercetError` if the file may not be named or does not load.
+        """
 
         def load() -> Scheduling:
             path = self._locate(file, "file") if content is None else Path(file)
-            # What a file of the operator's folders names is the operator's word.
+            # A file in the operator's folders may name any other file.
             return load_scheduling(path, content, user_file if content is None else self._locate)
 
         return self._quietly("file", file, content is None, load)
@@ -63,7 +69,7 @@ class NamedFiles:
             raise BadRequest(f"{field}: {name} cannot be used; the router's log says why", field) from None
 
     def _locate(self, path: str, field: str, base: Path = Path()) -> Path:
-        """The file itself, links followed: what has been looked at is what is read."""
+        """Return the file's path with links resolved, so that the file that was checked is the one that is read."""
         try:
             file = (base / Path(path).expanduser()).resolve()
             is_named = file in self._files or any(file.is_relative_to(folder) for folder in self._folders)
@@ -71,14 +77,14 @@ class NamedFiles:
                 return user_file(str(file), field)
         except BadRequest as error:
             raise _Told(error) from None
-        except (OSError, RuntimeError, ValueError):  # a loop of links, a home without a user, a name that cannot be
+        except (OSError, RuntimeError, ValueError):  # a loop of links, an unknown user's home, an invalid name
             pass
         inline = "content" if field == "file" else "source"
         raise _Told(
-            Forbidden(f"{field}: {path!r} is below no --admin-folder of this router; send it as `{inline}`", field)
+            Forbidden(f"{field}: {path!r} is not in an --admin-folder of this router; send it as `{inline}`", field)
         )
 
 
 def load_anywhere(arm: Arm) -> Program:
-    """The program of a plan that the operator's own files or flags say."""
+    """Return the program of an arm of a plan that comes from the operator's own files or flags."""
     return load_program(arm.program, arm.texts, arm.source)

@@ -1,4 +1,4 @@
-"""The last report of a planner, which any process of the router takes and any shows: a small file of all of them."""
+"""The last report of a planner, in a small file that all processes of the router share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tercet.protocol.wire import UNREADABLE
 
 
 class PlannerReports:
-    """Next to the state at ``path``; ``files`` does the I/O."""
+    """The report's file, next to the state at ``path``; ``files`` does the I/O."""
 
     def __init__(self, path: Path, files: FileThread) -> None:
         self._path = Path(f"{path}.planner")
         self._files = files
 
     async def tell(self, report: PlannerReport) -> None:
-        """Keep the newest. Raises :class:`~tercet.protocol.EngineError` where it cannot be written."""
+        """Store the newest report; raise :class:`~tercet.protocol.EngineError` if it cannot be written."""
         try:
             await self._files.run(write_whole, self._path, msgspec.json.encode(report))
         except (OSError, TimeoutError) as error:
             raise EngineError(f"planner: {self._path} cannot be written: {error}") from error
 
     async def newest(self) -> PlannerReport | None:
-        """The last one; None if no planner has reported, or that cannot be read."""
+        """Return the last report; None if no planner has reported or the file cannot be read."""
         with suppress(OSError, *UNREADABLE):
             content = await self._files.run(read_whole, self._path)
             return msgspec.json.decode(content, type=PlannerReport)

@@ -1,7 +1,7 @@
-"""Embeddings, scores and reranking: passed on to servers of pooling models, which take no part in Tercet's verbs.
+"""A proxy for embeddings, scores and reranking, to servers of pooling models, which do not offer Tercet's verbs.
 
-Such a server is any vLLM. A request computes everything at once and leaves nothing behind, so it may be asked of
-another server as long as its client has nothing of an answer.
+Such a server is any vLLM server. A request has no state on the server, so another server may be asked as long as the
+client has no part of an answer.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tercet.wire.client.connection_errors import reason_of
 from tercet.wire.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
 
 logger = logging.getLogger("tercet.router")
-# The interval at which each server is asked for its models, the timeout, and the number of timeouts in a row after
-# which it is not picked: a server that is busy with a large batch may be late.
+# The interval at which each server is polled for its models, the timeout, and the number of consecutive timeouts after
+# which it is not picked: a server that is busy with a large batch may answer late.
 POLL_INTERVAL_S = 2.0
 POLL_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 SILENT_POLLS = 3
-# A large batch takes as long as it takes; who set a limit for requests has one here. Once a server begins to answer it
-# has computed everything.
+# Only --request-timeout limits a whole answer, since a large batch takes long. A server that begins to answer has
+# computed everything, so each part must arrive within PART_SECONDS.
 CONNECT_SECONDS = 5.0
 PART_SECONDS = 30.0
-# What servers do not see of a request: the key to this router, which server was meant, what the body's framing was
-# before it was read, and what is said to Tercet. The router says by itself who it is and what time it is.
+# Headers that servers do not get: the key to this router, its host name, the framing of the body, and Tercet's headers.
+# Headers that clients do not get: the router sends its own Server and Date.
 NOT_ASKED_WITH = frozenset(
     {
         b"authorization",
@@ -52,13 +52,13 @@ NOT_ASKED_WITH = frozenset(
     }
 )
 NOT_ANSWERED_WITH = frozenset({b"date", b"server", b"trailer"})
-# Where vectors come as bytes, a header says which is whose, for all of a batch.
+# Largest head of an answer: if vectors come as bytes, a header describes all vectors of a batch.
 HEADER_BYTES = 1024 * 1024
 LARGEST_STATUS = 599
 NO_CONTROLS = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
-# A request that servers break at must not get to all of them.
+# Number of servers that may fail during one request: a request that crashes servers must not reach all of them.
 MOST_BROKEN = 2
-# vLLM closes connections that were idle for five seconds; one that it is about to close is not used any more.
+# vLLM closes connections that were idle for 5 s; a connection is not used again shortly before that.
 KEEP_ALIVE_SECONDS = 2.0
 
 
@@ -74,15 +74,15 @@ class _Models(msgspec.Struct):
 
 
 class ServerSilent(OSError):
-    """A server that does not answer any more, with a request under way."""
+    """Raised if a server stops answering while a request is in flight."""
 
 
 @dataclass(eq=False)
 class PoolingServer:
-    """One: ``models`` are the names of those that it serves, None while it has not said so or does not answer.
+    """One server. ``models`` are the names that it serves, None while they are not known or it does not answer.
 
-    ``url`` is as everybody may read it, ``headers`` show it who asks.
-    ``silent`` counts the looks at it in a row that were not answered in time. ``told`` hears whether it answers.
+    ``url`` has no password, so it may be logged; ``headers`` carry the router's credentials.
+    ``silent`` counts consecutive polls that timed out. ``told`` is called with the URL and whether the server answers.
     """
 
     url: str
@@ -96,26 +96,26 @@ class PoolingServer:
     asking: set[Asking] = field(default_factory=set[Asking])
 
     def leave(self, reason: str) -> None:
-        """It is not asked again before it tells its models."""
+        """Mark the server as lost: it gets no request until a poll returns its models."""
         if self.models is not None:
             logger.warning("the pooling server %s does not answer: %s", self.url, reason)
         self.models = None
         self.told(self.url, False)
 
     def serves(self, models: frozenset[str]) -> None:
-        """It has told its models."""
+        """Record the models of a server that has answered a poll."""
         self.silent = 0
         self.models = models
         self.told(self.url, True)
 
     def give_up(self) -> None:
-        """Those whose answer has not begun get a :class:`ServerSilent`."""
+        """Fail the requests whose answer has not begun with :class:`ServerSilent`."""
         for each in tuple(self.asking):
             each.cancel()
 
 
 class PooledAnswer:
-    """A server's answer, which arrives while it is passed on. The receiver calls :meth:`close`."""
+    """A server's answer, which is passed on while it arrives. The receiver calls :meth:`close`."""
 
     def __init__(self, response: OriginAnswer, server: PoolingServer) -> None:
         self.status = response.status
@@ -126,7 +126,7 @@ class PooledAnswer:
         server.in_flight += 1
 
     def require_sendable(self) -> None:
-        """Raises :class:`~tercet.protocol.EngineError` for a head that no router could send."""
+        """Raise :class:`~tercet.protocol.EngineError` for a head that the router cannot send on."""
         wrong = next((name for name, value in self.headers if not NO_CONTROLS.fullmatch(value)), None)
         if wrong is not None or self.status > LARGEST_STATUS:
             what = (
@@ -134,10 +134,10 @@ class PooledAnswer:
                 if wrong is None
                 else f"its header {wrong.decode()} has control characters"
             )
-            raise EngineError(f"the answer of {self._server.url} is not to be read: {what}")
+            raise EngineError(f"the answer of {self._server.url} is invalid: {what}")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Its body; raises :class:`~tercet.protocol.EngineUnreachable` if it does not come to an end."""
+        """Yield the body; raise :class:`~tercet.protocol.EngineUnreachable` if it breaks off before its end."""
         try:
             while True:
                 async with asyncio.timeout(PART_SECONDS):
@@ -149,14 +149,14 @@ class PooledAnswer:
             raise EngineUnreachable(f"{self._server.url} broke off its answer: {reason_of(error)}") from error
 
     def close(self) -> None:
-        """Stop: no more of it is needed."""
+        """Close the answer; the rest of its body is not needed."""
         self._response.close()
         self._server.in_flight -= 1
 
 
 @dataclass(frozen=True)
 class PassedRequest:
-    """A request as servers are asked with it: ``target`` as its client wrote it, and all of its fields that go on."""
+    """A request to send to a server: ``target`` as its client wrote it, and the header fields that are passed on."""
 
     method: bytes
     target: bytes
@@ -165,10 +165,11 @@ class PassedRequest:
 
 
 class PoolingServers:
-    """Those of a router. Use as an async context manager; while entered they are looked at.
+    """The pooling servers of a router. Use as an async context manager; while entered, the servers are polled.
 
-    ``key`` is what they ask for, unless a URL says ``user:password@``; ``tls`` is for ``https://`` ones,
-    ``timeout_s`` how long an answer may take; ``told`` hears of each, by its URL, whether it answers.
+    ``key`` is the key for the servers, except those whose URL has ``user:password@``; ``tls`` is for ``https://`` URLs;
+    ``timeout_s`` limits a whole answer, None for no limit. ``told`` is called with a URL and whether that server
+    answers.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class PoolingServers:
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         for server in self.servers:
             self._tasks.spawn(
-                repeat(lambda server=server: self.look_at(server), POLL_INTERVAL_S), f"look at {server.url}"
+                repeat(lambda server=server: self.look_at(server), POLL_INTERVAL_S), f"poll of {server.url}"
             )
         return self
 
@@ -198,17 +199,16 @@ class PoolingServers:
             await self._session.close()
 
     def take(self, path: str) -> bool:
-        """Whether requests for ``path`` are for them."""
+        """True if these servers serve requests for ``path``."""
         return bool(self.servers) and path in POOLING
 
     async def answer(
         self, method: bytes, target: bytes, model: str | None, body: bytes, fields: Fields, began: float
     ) -> PooledAnswer:
-        """What one of them that serves ``model`` says to ``body``; of those that answer, the one with least to do.
+        """Return the answer to ``body`` of a server of ``model`` (any server without a model): the least busy one.
 
-        Without a model, any. One that fails to answer is not asked again for it, but another one; if that breaks off,
-        too, no server is. ``target`` is the path, with its query, as the client wrote it. ``began`` is when the request
-        came, by :func:`time.monotonic`. Raises
+        If a server fails, another one is asked; after two servers that broke off, none is. ``target`` is the path with
+        its query as the client wrote it. ``began`` is the arrival of the request by :func:`time.monotonic`. Raises
         :class:`~tercet.protocol.UnknownModel`, :class:`~tercet.protocol.EngineUnreachable`,
         :class:`~tercet.protocol.EngineError` and :class:`~tercet.protocol.DeadlineExceeded`.
         """
@@ -218,7 +218,7 @@ class PoolingServers:
             async with asyncio.timeout(within):
                 return await self._answer(asking, model)
         except TimeoutError:
-            raise DeadlineExceeded(f"the answer took longer than the {self._timeout_s:g} s that it may take") from None
+            raise DeadlineExceeded(f"the answer took longer than {self._timeout_s:g} s, the request timeout") from None
 
     async def _answer(self, asked: PassedRequest, model: str | None) -> PooledAnswer:
         failed: list[PoolingServer] = []
@@ -233,15 +233,15 @@ class PoolingServers:
                 why = f": {server.url} {reason}"
                 server.leave(reason)
             except NotReadable as error:
-                raise EngineError(f"the answer of {server.url} is not to be read: {error}") from error
+                raise EngineError(f"the answer of {server.url} is invalid: {error}") from error
             except OSError as error:
-                # Perhaps it is gone, and perhaps it is only this request that it does not take.
+                # The server may be gone, or it may only fail at this request.
                 why = f": {server.url} {reason_of(error)}"
                 broken += 1
-                self._tasks.spawn(self.look_at(server), f"look at {server.url}")
+                self._tasks.spawn(self.look_at(server), f"poll of {server.url}")
             failed.append(server)
         self._require_known(model)
-        raise EngineUnreachable(f"no server of this model answers{why}")
+        raise EngineUnreachable(f"no pooling server of this model answers{why}")
 
     def _pick(self, model: str | None, but: Sequence[PoolingServer]) -> PoolingServer | None:
         able = [
@@ -254,7 +254,7 @@ class PoolingServers:
         known = sorted({name for each in self.servers for name in each.models or ()})
         if model and known and model not in known and all(each.models is not None for each in self.servers):
             raise UnknownModel(
-                f"model: no pooling server of this router serves {model!r:.200}; there is {', '.join(known)}",
+                f"model: no pooling server of this router serves {model!r:.200}; choose one of {', '.join(known)}",
                 "model",
             )
 
@@ -269,7 +269,7 @@ class PoolingServers:
         try:
             await asyncio.wait({asking})
             if asking.cancelled():
-                raise ServerSilent("it has stopped answering")
+                raise ServerSilent("the server has stopped answering")
             answer = PooledAnswer(asking.result(), server)
         except asyncio.CancelledError:
             close_result(asking)
@@ -284,14 +284,14 @@ class PoolingServers:
             raise
         return answer
 
-    # ---- who is there ------------------------------------------------------------------------------------------------
+    # ---- polls -------------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Ask all for their models that have not told them, or did not answer."""
+        """Poll all servers whose models are not known."""
         await asyncio.gather(*(self.look_at(each) for each in self.servers if each.models is None))
 
     async def look_at(self, server: PoolingServer) -> None:
-        """Ask it for its models."""
+        """Poll a server for its models."""
         try:
             async with self._client.get(
                 f"{server.url}/v1/models",
@@ -307,11 +307,11 @@ class PoolingServers:
                 server.leave(reason_of(error))
                 server.give_up()
         except aiohttp.ClientResponseError as error:
-            server.leave(f"it says {error.status} when asked for its models")
+            server.leave(f"GET /v1/models: HTTP {error.status}")
         except (aiohttp.ClientError, OSError) as error:
             server.leave(reason_of(error))
         except UNREADABLE:
-            server.leave("what it says of its models is not to be understood")
+            server.leave("invalid response from GET /v1/models")
         else:
             server.serves(frozenset(each.id for each in found.data))
 
@@ -323,7 +323,7 @@ class PoolingServers:
 
 
 def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SSLContext | None) -> PoolingServer:
-    """Names and passwords are in no log, no metric and no answer."""
+    """Return the server of a URL, whose user name and password never appear in logs, metrics and answers."""
     parts = urlsplit(url.rstrip("/"))
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     origin = Origin(bare, tls, keep_alive_s=KEEP_ALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=HEADER_BYTES)
@@ -334,6 +334,6 @@ def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SS
 
 
 def close_result(asking: Asking | asyncio.Future[PooledAnswer]) -> None:
-    """Close the answer, whether it has arrived or not."""
+    """Close the answer, or cancel the request if no answer has arrived."""
     if not asking.cancel() and not asking.cancelled() and asking.exception() is None:
         asking.result().close()

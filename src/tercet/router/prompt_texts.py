@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chats as prompts, by the files of a checkpoint: no weights, no transformers."""
+"""Tokenization and chat templates by the files of a checkpoint, without weights and without transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tercet.protocol import BadRequest
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """A part of a message's content, of which text is taken alone."""
+    """A part of a message's content; only text parts are supported."""
 
     type: str
     text: str = ""
@@ -28,17 +28,20 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str | list[TextPart] | None = None
 
     def to_template(self) -> dict[str, str]:
-        """The message as chat templates take it; raises :class:`~tercet.protocol.BadRequest` for what is not text."""
+        """Return the message for chat templates; raise :class:`~tercet.protocol.BadRequest` for a part without text."""
         if not isinstance(self.content, list):
             return {"role": self.role, "content": self.content or ""}
         for part in self.content:
             if part.type != "text":
-                raise BadRequest(f"messages: a part of type {part.type!r} is not text", "messages")
+                raise BadRequest(f"messages: a part has the type {part.type!r}; only text is supported", "messages")
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class PromptTexts:
-    """The tokenizer and the chat template of ``checkpoint``; raises :class:`~tercet.protocol.BadRequest` without."""
+    """The tokenizer and the chat template of ``checkpoint``.
+
+    The constructor raises :class:`~tercet.protocol.BadRequest` without a valid tokenizer.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         file = checkpoint / "tokenizer.json"
@@ -52,17 +55,20 @@ class PromptTexts:
         self._template = environment.from_string(_template_in(checkpoint))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; those that the vocabulary does not have are left out."""
+        """Return the text of tokens; tokens outside the vocabulary are left out."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def chat(self, messages: Sequence[ChatMessage]) -> str:
-        """A chat as a prompt for its next answer."""
+        """Return the prompt for the next answer of a chat.
+
+        Raises :class:`~tercet.protocol.BadRequest` without messages, and if the chat template refuses them.
+        """
         if not messages:
-            raise BadRequest("messages: there is none", "messages")
+            raise BadRequest("messages: is empty; send at least one message", "messages")
         try:
             return self._template.render(
                 messages=[each.to_template() for each in messages], add_generation_prompt=True
@@ -71,7 +77,7 @@ class PromptTexts:
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
 
 
-# Of a model that brings no template: roles as words.
+# The template for a model without one: roles as words.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 

@@ -1,7 +1,7 @@
-"""Moves that are proposed by others: what an engine passes on to the process that runs the sequence, and the way there.
+"""Proposals of moves by other processes, which the engine that generates a sequence passes on.
 
-Only the process that runs a sequence can move it, and only one peer knows which one that is: the engine that generates
-the sequence: it has that process's token stream.
+Only the process that runs a sequence can move it, and only the engine that generates the sequence knows that process,
+since it has the process's token stream.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ANSWER_SECONDS = 5.0
 
 @runtime_checkable
 class PassesOn(Protocol):
-    """An engine that knows for whom it generates: :class:`~tercet.wire.client.HttpEngine` says what its method does."""
+    """An engine that passes proposals on; see :class:`~tercet.wire.client.HttpEngine` for the method."""
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None: ...
 
 
 class Proposals:
-    """What engines pass on to this process, carried out by ``moves`` as far as limits let it."""
+    """The proposals that engines pass on to this process; ``moves`` executes them within the limits."""
 
     def __init__(self, sequences: RunningSequences, moves: Moves) -> None:
         self._sequences = sequences
@@ -36,13 +36,13 @@ class Proposals:
         self._tasks = TaskSet()
 
     def heard(self, engine: str, proposal: MoveProposal) -> None:
-        """An engine would have one of its sequences moved; one that has left it meanwhile is none of its any more."""
+        """Start the proposed move of a sequence of ``engine``; drop it if the sequence has left that engine."""
         sequence = self._sequences.generated(engine, proposal.seq_id)
         if sequence is None:
             MOVE.tell(
                 seq_id=proposal.seq_id, engine=engine, to=proposal.destination, reason=proposal.reason,
                 outcome="dropped", code=UnknownSequence.code,
-                result=f"{engine} does not generate it for this process any more",
+                result=f"{engine} no longer generates this sequence for this process",
             )  # fmt: skip
             return
         work = self._moves.follow(sequence, proposal.destination, proposal.reason)
@@ -50,10 +50,10 @@ class Proposals:
 
 
 async def pass_on(fleet: EngineFleet, seq_id: str, destination: str, reason: str) -> None:
-    """Have the engine that generates a sequence pass a proposal on to the process that runs it.
+    """Pass a proposal to the engine that generates a sequence, which passes it on to the process that runs it.
 
-    Raises :class:`~tercet.protocol.UnknownEngine` for the destination, :class:`~tercet.protocol.Conflict` if its tokens
-    go to no router, and :class:`~tercet.protocol.UnknownSequence` if no engine of the fleet has it.
+    Raises :class:`~tercet.protocol.UnknownEngine` for the destination, :class:`~tercet.protocol.Conflict` if the
+    sequence's tokens do not go to a router, and :class:`~tercet.protocol.UnknownSequence` if no engine has it.
     """
     fleet.member(destination)
     engines = [member.engine for member in fleet.members]
@@ -71,9 +71,9 @@ async def pass_on(fleet: EngineFleet, seq_id: str, destination: str, reason: str
                 except Conflict as error:
                     refusal = error
                 except TercetError as error:
-                    logger.debug("moves: %s is not passed on: %s", seq_id, error.message)
-    except TimeoutError:  # an engine that does not answer may have it, or not
-        logger.warning("moves: %s: not every engine has said within %g s whether it has it", seq_id, ANSWER_SECONDS)
+                    logger.debug("moves: an engine did not pass on the proposal for %s: %s", seq_id, error.message)
+    except TimeoutError:  # an engine that does not answer may have the sequence, or not
+        logger.warning("moves: %s: not every engine answered the proposal within %g s", seq_id, ANSWER_SECONDS)
     finally:
         for task in asked:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Development mode: programs and the scheduling file are loaded again when their files change."""
+"""Development mode: programs and the scheduling file are reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ EVERY_SECONDS = 0.3
 
 
 class FileWatch:
-    """Notices changes of files; asks the file system each time.
+    """Detection of changed files, which asks the file system at each call.
 
-    A file that is gone is not a change: editors replace files, and there is nothing to load.
+    A file that is missing is not a change: editors replace files, and there is nothing to load.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Path, object] = {}
 
     def changed(self, files: Iterable[Path]) -> list[Path]:
-        """Those that changed since they were looked at last."""
+        """Return the ``files`` that changed since they were last checked; a file checked first has not changed."""
         found: list[Path] = []
         for file in files:
             stamp = stamp_of(file)
@@ -36,22 +36,22 @@ class FileWatch:
 
 
 def files_of(plan: Plan) -> list[Path]:
-    """The files in a plan's ``file.py:function``, each once."""
+    """Return the files that a plan's programs name by ``file.py:function``, each once."""
     paths = (arm.program.rpartition(":")[0] for arm in plan.arms if arm.source is None)
     return [Path(path).expanduser() for path in dict.fromkeys(paths) if path]
 
 
 async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) -> None:
-    """Load the current plan and scheduling file again each time that one of their files changes.
+    """Reload the current plan and scheduling file each time one of their files changes, until cancelled.
 
-    Until cancelled. What does not load is logged, and what runs goes on as it is.
+    A file that does not load is logged, and the version in use stays.
     """
     service, fleet = shared.service, shared.service.fleet
     programs, plugins = FileWatch(), FileWatch()
     programs.changed(files_of(service.wanted))
     plugins.changed(fleet.scheduling.files)
     while True:
-        # Other workers see the same change: the first one's, which may be in use here already, is everybody's.
+        # Other workers see the same change of a file; the state of before makes only the first worker's change count.
         before = shared.state
         await asyncio.sleep(every)
         if files := programs.changed(files_of(service.wanted)):

@@ -1,7 +1,7 @@
-"""The sequences of a fleet that several routers use: a rescheduler sees all of them, and the routers move them.
+"""The sequences of a fleet with several routers: a rescheduler sees all sequences, and the routers move them.
 
-Engines tell what they run, and for whom; a proposal goes to the engine that runs the sequence, which passes it on to
-the router that owns it. What was proposed and is seen no more at the source has left it, whatever became of it.
+Engines report their sequences and the router of each. A proposal goes to the engine that runs the sequence, which
+passes it on to the router that owns it. A proposed move has ended when the source no longer reports the sequence.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tercet.router.rescheduler import Views
 from tercet.settings import MoveSettings
 
 logger = logging.getLogger("tercet.rescheduler")
-# What has come to its engine since may have been moved there just now.
+# Younger sequences of an engine are left alone: they may have been moved there a moment ago.
 SETTLED_SECONDS = 2.0
 
 
 class ReportingEngine(Protocol):
-    """What is asked of an engine here."""
+    """The calls of an engine that are used here."""
 
     async def sequences(self) -> list[SequenceReport]:
-        """What it generates."""
+        """Return the sequences that the engine generates."""
         ...
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
-        """Have the owner of a sequence move it."""
+        """Propose a move to the router that owns the sequence."""
         ...
 
 
@@ -40,10 +40,10 @@ Place = tuple[str, str]
 
 
 class ReportedSequences:
-    """What the ``engines`` of a fleet report, by name; a move is a proposal to the router that runs the sequence.
+    """The sequences that ``engines`` (by name) report; a move is a proposal to the router that runs the sequence.
 
-    Implements :class:`~tercet.router.rescheduler.SequenceSource`. Routers empty engines by themselves. An engine that
-    does not answer within ``stale_after_s`` is left out.
+    It implements :class:`~tercet.router.rescheduler.SequenceSource`. Routers empty drained engines themselves. An
+    engine that does not answer within ``stale_after_s`` seconds is left out.
     """
 
     policies = ()
@@ -60,7 +60,7 @@ class ReportedSequences:
         self._leaving: dict[Place, asyncio.Future[None]] = {}
 
     async def views(self, may_move: Callable[[str], bool], now: float) -> Views:
-        """Ask engines what they run; ``now`` is not used, since they say how old sequences are."""
+        """Ask engines for their sequences; ``now`` is not used, since engines report the age of sequences."""
         reports = await self._reports()
         self._note_left(reports)
         members = {member.name: member for member in self._fleet.members}
@@ -80,25 +80,25 @@ class ReportedSequences:
         return bool(report.router) and report.age >= SETTLED_SECONDS and (engine, report.seq_id) not in self._leaving
 
     def refusal(self, wanted: Wanted) -> str | None:
-        """See :class:`~tercet.router.rescheduler.SequenceSource`."""
+        """Return why a move may not begin now, or None; see :class:`~tercet.router.rescheduler.SequenceSource`."""
         if wanted.source not in self._engines:
-            return f"{wanted.source} has left"
+            return f"{wanted.source} has left the fleet"
         return self.under_way.refusal(self._counted(wanted))
 
     def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
-        """Propose it; see :class:`~tercet.router.rescheduler.SequenceSource`."""
+        """Propose a move to its router; see :class:`~tercet.router.rescheduler.SequenceSource`."""
         return self._propose(wanted, self._counted(wanted))
 
     def held_back(self, moves: int) -> None:
-        """See :class:`~tercet.router.rescheduler.SequenceSource`."""
+        """Log proposed moves that limits do not allow yet."""
         if moves:
-            logger.debug("%d moves wait for their turn", moves)
+            logger.debug("limits hold back %d proposed moves", moves)
 
     def _counted(self, wanted: Wanted) -> CountedMove:
         return counted_move(self._fleet, wanted.source, wanted.destination, self._tokens[wanted.seq_id])
 
     async def _propose(self, wanted: Wanted, proposal: CountedMove) -> None:
-        """Until the sequence has left, or the deadline is over, it counts for the limits."""
+        """Propose a move, and count it for the limits until the sequence has left or the deadline has passed."""
         place = wanted.source, wanted.seq_id
         left = self._leaving[place] = asyncio.get_running_loop().create_future()
         said = f"{wanted.seq_id} from {wanted.source} to {wanted.destination} ({wanted.reason})"
@@ -107,10 +107,10 @@ class ReportedSequences:
                 async with asyncio.timeout(self._deadline):
                     await self._engines[wanted.source].propose_move(wanted.seq_id, wanted.destination, wanted.reason)
                     await left
-            logger.info("%s: it has left", said)
+            logger.info("%s: the sequence has left its engine", said)
         except TimeoutError:
-            logger.warning("%s: it is still there after %g s", said, self._deadline)
-        except NoSpace as error:  # another one was faster
+            logger.warning("%s: the sequence has not left its engine after %g s", said, self._deadline)
+        except NoSpace as error:  # another move was faster
             logger.debug("%s: %s", said, error.message)
         except TercetError as error:
             logger.info("%s: not proposed: %s", said, error.message)
@@ -118,7 +118,7 @@ class ReportedSequences:
             del self._leaving[place]
 
     async def _reports(self) -> dict[str, list[SequenceReport]]:
-        """What engines run; those that do not answer are left out. None waits for another one's answer for long."""
+        """Return the sequences by engine, of engines that answer within ``stale_after_s``; polls run in parallel."""
         names = [member.name for member in self._fleet.members if member.reachable and member.name in self._engines]
         asked = {name: asyncio.ensure_future(self._engines[name].sequences()) for name in names}
         if not asked:
@@ -131,7 +131,7 @@ class ReportedSequences:
         failures = {name: task.exception() for name, task in asked.items() if task in done}
         for name, failure in failures.items():
             if failure is not None:
-                logger.debug("%s does not say what it runs: %s", name, failure)
+                logger.debug("%s does not report its sequences: %s", name, failure)
         return {name: asked[name].result() for name, failure in failures.items() if failure is None}
 
     def _note_left(self, reports: Mapping[str, list[SequenceReport]]) -> None:

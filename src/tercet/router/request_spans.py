@@ -1,4 +1,4 @@
-"""A request's trace as spans of a distributed trace, with the names of the GenAI semantic conventions, if they have."""
+"""A request's trace as spans of a distributed trace, with the GenAI semantic conventions' names where they exist."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tercet.protocol.trace import FALLBACK, RETRY, PickEvent, TraceEvent
 from tercet.router.request_traces import RUNNING, SERVED, RequestTrace, SequenceTrace
 
 NANOSECONDS = 1_000_000_000
-# Of an admission that is told: most requests come in at once, and a span costs 50 us.
+# Shortest wait (seconds) for admission that gets a span: most requests are admitted at once, and a span costs 50 us.
 LEAST_WAIT_S = 0.001
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-# Fields of an event that say something of it: counts of tokens, and others.
+# Fields of an event that become attributes of its span: counts of tokens, and others.
 _COUNTS = ("begin", "end", "cached", "received", "computed")
 _OTHERS = ("bytes", "chunks", "transport", "to")
 
 
 def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
-    """Its own span at ``place``, and below it those of admission, picks, calls, first tokens, retries and moves."""
+    """Yield the span of a request at ``place``, and below it admission, picks, calls, first tokens, retries, moves."""
     at = int(trace.at * NANOSECONDS)
     yield _request(trace, place, at)
     if trace.waited >= LEAST_WAIT_S:
@@ -28,7 +28,7 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
         begin = at + _ns(sequence.at)
         named = {"tercet.seq_id": sequence.seq_id}
         for pick in sequence.picks:
-            if not pick.scores:  # by turns: its call says which engine that was
+            if not pick.scores:  # a pick by turns: the span of its call names the engine
                 continue
             picked = begin + _ns(pick.at)
             yield Span("pick", place.child(), place.span_id, picked, picked, attributes={**named, **_of_pick(pick)})
@@ -39,7 +39,7 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
 
 
 def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]:
-    """What is known of a request when it comes."""
+    """Return the attributes of a request that are known at its arrival."""
     found = {"http.request.method": "POST", "url.path": path, "tercet.request_id": request_id}
     if path in _OPERATIONS:
         found["gen_ai.operation.name"] = _OPERATIONS[path]
@@ -91,7 +91,7 @@ def _of_event(
 
 
 def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]) -> Span:
-    """A verb that was called, or a move. A send is linked to the reservation that it filled, on the other engine."""
+    """Return the span of a verb or a move; a send is linked to the reservation on the other engine that it filled."""
     at = begin + _ns(event.at)
     own = SpanContext(place.trace_id, event.span or new_span_id(), place.sampled, place.state)
     told: dict[str, Any] = {**named, "tercet.verb": event.verb, "tercet.engine": event.engine}
@@ -115,7 +115,7 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
 
 
 def _calls_failed_before(retry: TraceEvent, sequence: SequenceTrace) -> Sequence[TraceEvent]:
-    """The last call that the engine at fault had failed before a retry or a fallback; none if it failed no call."""
+    """Return the last failed call of the engine at fault before a retry or a fallback, in a list; empty without one."""
     failed = [
         call for call in (*sequence.failed, *sequence.events)
         if call.span and call.code and call.engine == retry.engine and call.at <= retry.at

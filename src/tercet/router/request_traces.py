@@ -1,4 +1,4 @@
-"""What happened to requests: those that run, the last ones, and the slowest, as far as this process keeps them."""
+"""The traces of requests that this process keeps: the running ones, the last ones, and the slowest ones."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tercet.settings.log_lines import shortened
 from tercet.wire.serving.request_context import RequestContext
 
 KEPT = 1000
-# Of the slowest requests, a tenth as many are kept as of the last ones.
+# The number of slowest requests that are kept is this fraction of the number of last ones: a tenth.
 SLOWEST_SHARE = 10
 RUNNING, SERVED, LEFT = "running", "served", "client_left"
 MoveOf = Callable[[int], MoveRecord | None]
 
 
 class SequenceTrace(msgspec.Struct, frozen=True):
-    """One sequence of a request. ``at`` is in seconds from when the request came, times of events are from ``at``."""
+    """One sequence of a request. ``at`` is in seconds since the request's arrival, times of events are since ``at``."""
 
     seq_id: str
     program: str
@@ -45,11 +45,11 @@ class SequenceTrace(msgspec.Struct, frozen=True):
 
 
 class RequestTrace(msgspec.Struct, frozen=True):
-    """One request. ``at`` is the Unix time when it came, ``seconds`` is how long it took, or has taken so far.
+    """One request. ``at`` is the Unix time of its arrival, ``seconds`` its duration, up to now if it runs.
 
-    ``outcome`` is ``running``, ``served``, ``client_left``, or the code of the error that its client got, with its
-    ``reason``. ``waited`` are the seconds until the fleet had room for it. ``process`` is the id of the router process
-    that served it. ``trace_id`` and ``span`` are its own in a distributed trace, ``parent`` is its client's span.
+    ``outcome`` is ``running``, ``served``, ``client_left``, or the code of the error that its client got; ``reason`` is
+    then the error's message. ``waited`` is the wait for admission in seconds. ``process`` is the id of the router
+    process that served it. ``trace_id`` and ``span`` are its ids in a distributed trace, ``parent`` its client's span.
     """
 
     request_id: str
@@ -68,21 +68,21 @@ class RequestTrace(msgspec.Struct, frozen=True):
     sequences: list[SequenceTrace] = []
 
     def is_called(self, name: str) -> bool:
-        """Whether this is the id of the request, of its answer, of one of its sequences, or of its trace."""
+        """True if ``name`` is the id of the request, of its answer, of one of its sequences, or of its trace."""
         if name in (self.request_id, self.trace_id):
             return bool(name)
         return any(each.seq_id == name or each.seq_id.startswith(f"{name}-") for each in self.sequences)
 
     @property
     def engines(self) -> list[str]:
-        """Those that were called for it, in the order of their first call."""
+        """Names of the engines that were called for the request, in the order of their first call."""
         return list(dict.fromkeys(e.engine for s in self.sequences for e in (*s.events, *s.failed) if e.engine))
 
 
 class FollowedRequest:
-    """A request that runs; ``caller`` is its client's place in a distributed trace, ``place`` its own there.
+    """A running request; ``caller`` is its client's place in a distributed trace, ``place`` the request's own place.
 
-    ``is_id_made``: its client has given it no ``x-request-id``.
+    ``is_id_made`` is true if the router made its id, since the client sent no ``x-request-id``.
     """
 
     __slots__ = ("_at", "_began", "caller", "context", "is_id_made", "place", "request_id", "waited")
@@ -100,11 +100,11 @@ class FollowedRequest:
         self._at = time.time() - (time.monotonic() - context.began)
 
     def admitted(self) -> None:
-        """The fleet has room for it."""
+        """Record that the request was admitted."""
         self.waited = time.monotonic() - self._began
 
     def seen(self, move_of: MoveOf, is_over: bool = True, error: TercetError | None = None) -> RequestTrace:
-        """It as it is now."""
+        """Return the trace of the request as of now."""
         context, place = self.context, self.place
         pairs = zip(cast("list[RunningSequence]", context.sequences), cast("list[Trace]", context.traces), strict=False)
         sequences = [_sequence(sequence, trace, self._began, move_of) for sequence, trace in pairs]
@@ -142,10 +142,10 @@ def _sequence(sequence: RunningSequence, trace: Trace, began: float, move_of: Mo
 
 
 class RequestTraces:
-    """The traces of this process: all that run, the last ``kept``, and a tenth as many of the slowest since it began.
+    """The traces of this process: all running requests, the last ``kept``, and a tenth as many of the slowest ones.
 
-    ``move_of`` gives the record of a move by its number. ``on_end`` gets every request that has ended, with its place
-    in a distributed trace.
+    ``move_of`` returns the record of a move by its number. ``on_end`` gets each request of a sampled distributed trace
+    that has ended, with its place in that trace.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class RequestTraces:
         self, context: RequestContext, request_id: str, caller: SpanContext | None = None,
         place: SpanContext | None = None,
     ) -> Generator[FollowedRequest]:  # fmt: skip
-        """While entered, the request runs; what happened to it is kept at the exit."""
+        """Follow a request while entered, and keep its trace at the exit."""
         followed = FollowedRequest(context, shortened(request_id), caller, place)
         self._running[followed] = None
         try:
@@ -177,7 +177,7 @@ class RequestTraces:
             self._keep(followed)
 
     def _keep(self, followed: FollowedRequest) -> None:
-        if isinstance(followed.context.failed, Unauthorized):  # strangers do not choose what is kept
+        if isinstance(followed.context.failed, Unauthorized):  # callers without a key must not displace kept traces
             return
         trace = followed.seen(self._move_of)
         if followed.place is not None and followed.place.sampled and followed.place is not followed.caller:
@@ -192,25 +192,25 @@ class RequestTraces:
             heapq.heapreplace(self._slowest, entry)
 
     def __iter__(self) -> Iterator[RequestTrace]:
-        """All of them, the newest first, then the slowest of those that are gone otherwise."""
+        """Yield all traces, newest first, and then older ones that are kept as slowest, slowest first."""
         yield from (each.seen(self._move_of, is_over=False) for each in reversed([*self._running]))
         yield from reversed(self._last)
         last = {id(each) for each in self._last}
         yield from (trace for _, _, trace in sorted(self._slowest, reverse=True) if id(trace) not in last)
 
     def called(self, name: str) -> list[RequestTrace]:
-        """Those with this id, the newest first: clients may use one for several requests."""
+        """Return the traces with this id, newest first: a client may use one id for several requests."""
         return [each for each in self if each.is_called(name)]
 
     def newest(self, most: int) -> list[RequestTrace]:
-        """The last ones."""
+        """Return the newest traces, at most ``most``."""
         return list(itertools.islice(self, most))
 
     def slowest(self, most: int) -> list[RequestTrace]:
-        """Those that took longest, of all that are kept or run."""
+        """Return the slowest traces, at most ``most``, of all that are kept or run."""
         return heapq.nlargest(most, self, key=lambda trace: trace.seconds)
 
 
 def shown(trace: RequestTrace) -> dict[str, Any]:
-    """One trace, as routes answer."""
+    """Return a trace in the form of the routes' answers."""
     return msgspec.to_builtins(trace)

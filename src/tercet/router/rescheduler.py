@@ -1,6 +1,6 @@
-"""The rescheduler: looks at the fleet at intervals, and begins the moves that policies propose, within limits.
+"""The rescheduler, which polls the fleet at intervals and begins the moves that policies propose, within limits.
 
-It hears of sequences in one of two ways: :class:`OwnSequences` are those of this router process, which moves them;
+Sequences come from one of two sources: :class:`OwnSequences` are those of this router process, which moves them;
 :class:`~tercet.router.reported_sequences.ReportedSequences` are those that engines report, for all routers of a fleet.
 """
 
@@ -28,7 +28,7 @@ from tercet.router.moves import Moves
 from tercet.settings import RescheduleSettings
 
 Views = Mapping[str, Sequence[SequenceView]]
-"""By engine, the sequences that may be moved."""
+"""The sequences that may be moved, by engine."""
 
 
 class SequenceSource(Protocol):
@@ -36,20 +36,20 @@ class SequenceSource(Protocol):
 
     @property
     def policies(self) -> Sequence[Policy]:
-        """Policies that apply whatever the settings say."""
+        """Policies that always apply, with any settings."""
         ...
 
     @property
     def under_way(self) -> MovesUnderWay:
-        """Moves that have begun and not ended."""
+        """The moves that have begun and not ended."""
         ...
 
     async def views(self, may_move: Callable[[str], bool], now: float) -> Views:
-        """The sequences that may be moved, of those whose id ``may_move`` accepts."""
+        """Return the sequences that may be moved and whose id ``may_move`` accepts; ``now`` is in seconds."""
         ...
 
     def refusal(self, wanted: Wanted) -> str | None:
-        """Why a move may not begin now; None if it may."""
+        """Return the reason why a move may not begin now; None if it may."""
         ...
 
     def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
@@ -57,14 +57,14 @@ class SequenceSource(Protocol):
         ...
 
     def held_back(self, moves: int) -> None:
-        """Count proposed moves that are not allowed yet."""
+        """Take the number of proposed moves that limits do not allow yet."""
         ...
 
 
 class Rescheduler:
-    """Moves the sequences of ``source`` as :class:`~tercet.decisions.migration.Rescheduling` decides.
+    """The mover of sequences of ``source``, by decisions of :class:`~tercet.decisions.migration.Rescheduling`.
 
-    Raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.
+    The constructor raises :class:`~tercet.protocol.BadRequest` if the settings name an unknown policy.
     """
 
     def __init__(self, fleet: EngineFleet, source: SequenceSource, settings: RescheduleSettings) -> None:
@@ -75,14 +75,14 @@ class Rescheduler:
         self._tasks = TaskSet()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Make a round (:meth:`look`) at each interval, until cancelled."""
         try:
             await repeat(self.look, self._settings.interval_s)
         finally:
             await self._tasks.close()
 
     async def look(self) -> None:
-        """Begin the moves that may begin now; what is over a limit is proposed again next time."""
+        """Begin the moves that may begin now; a move that exceeds a limit is proposed again in the next round."""
         now, held_back = self._fleet.costs.clock(), 0
         self._rescheduling.begins(now)
         views: Views = await self._source.views(self._may_move, now) if self._has_work else {}
@@ -96,12 +96,12 @@ class Rescheduler:
                 continue
             self._rescheduling.moved(wanted.seq_id, now)
             self._tasks.spawn(self._source.move(wanted), f"move of {wanted.seq_id}")
-            await asyncio.sleep(0)  # it begins, and counts for the limits
+            await asyncio.sleep(0)  # so that the move begins and counts for the limits
         self._source.held_back(held_back)
 
     @property
     def _has_work(self) -> bool:
-        """Whether policies may propose anything: those that always apply are for engines to be emptied."""
+        """True if policies may propose moves; policies that always apply only empty engines."""
         stale_after_s = self._settings.stale_after_s
         return bool(self._settings.policies) or any(
             member.leaving or is_stale(self._fleet, member, stale_after_s) for member in self._fleet.members
@@ -116,9 +116,9 @@ class Rescheduler:
 
 
 class OwnSequences:
-    """The sequences of this process, which ``moves`` moves.
+    """The sequences of this process, which ``moves`` executes.
 
-    Engines that are to be emptied, or have shown no progress for a while, are emptied whatever the settings say.
+    Engines that are leaving, or have made no progress for ``stale_after_s``, are emptied with any settings.
     """
 
     policies = (drain, failover)
@@ -131,11 +131,11 @@ class OwnSequences:
 
     @property
     def under_way(self) -> MovesUnderWay:
-        """See :class:`SequenceSource`."""
+        """The moves of this process that have begun and not ended."""
         return self._moves.under_way
 
     async def views(self, may_move: Callable[[str], bool], now: float) -> Views:
-        """See :class:`SequenceSource`."""
+        """Return the sequences that engines generate and that are not being moved; see :class:`SequenceSource`."""
         members = {member.name: member for member in self._fleet.members}
         on: dict[str, list[SequenceView]] = {name: [] for name in members}
         self._movable = {}
@@ -150,13 +150,13 @@ class OwnSequences:
         return on
 
     def refusal(self, wanted: Wanted) -> str | None:
-        """See :class:`SequenceSource`."""
+        """Return the limit that a move would exceed now, or None; see :class:`SequenceSource`."""
         return self._moves.refusal(self._movable[wanted.seq_id], wanted.destination)
 
     def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
-        """See :class:`SequenceSource`."""
+        """Move a sequence of this process; see :class:`SequenceSource`."""
         return self._moves.follow(self._movable[wanted.seq_id], wanted.destination, wanted.reason)
 
     def held_back(self, moves: int) -> None:
-        """See :class:`SequenceSource`."""
+        """Set the metric of moves that limits do not allow yet."""
         self._moves.metrics.held_back(moves)

@@ -1,4 +1,4 @@
-"""Puts ``tercet rescheduler`` together: the engines of a router, followed, and what moves their sequences."""
+"""Assembly of ``tercet rescheduler``: it follows the engines of a router, and proposes moves of their sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLLOW_SECONDS = 1.0
 
 
 class ListedEngine(msgspec.Struct, frozen=True):
-    """What is needed of an engine that a router lists."""
+    """The fields of an engine in a router's list that are used here."""
 
     name: str
     url: str
@@ -39,12 +39,12 @@ class ListedEngine(msgspec.Struct, frozen=True):
     draining: bool = False
 
     def state(self) -> MemberState:
-        """The same, as what a fleet should have."""
+        """Return the engine as a member of the fleet."""
         return MemberState(EngineAddress(self.name, self.url, self.role), self.draining)
 
 
 def serve_rescheduler(config: ReschedulerConfig) -> None:
-    """Run it until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no router answers."""
+    """Run the rescheduler until SIGINT or SIGTERM; raise :class:`~tercet.protocol.TercetError` if no router answers."""
     log_to_stderr(config.log_level, config.log_format)
     asyncio.run(_serve(config))
 
@@ -72,7 +72,7 @@ async def _serve(config: ReschedulerConfig) -> None:
         try:
             whose = await _begin_to_follow(config, membership, background)
             policies = ", ".join(config.reschedule.policies)
-            logger.info("%d engines of %s, by %s", len(fleet.members), whose, policies)
+            logger.info("rescheduling %d engines of %s by the policies %s", len(fleet.members), whose, policies)
             background.spawn(membership.watch(), "membership")
             await rescheduler.run()
         finally:
@@ -80,7 +80,7 @@ async def _serve(config: ReschedulerConfig) -> None:
 
 
 async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, background: TaskSet) -> str:
-    """Engines are those of the router, or the pods that are found; returns whose they are, once they are known."""
+    """Start to follow the engines of the router, or those that discovery finds; return their source once known."""
     if not config.discovery.is_wanted:
         await _follow_once(config, membership)
         background.spawn(_follow(config, membership), "engines")
@@ -92,7 +92,7 @@ async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, ba
 
 
 async def _follow(config: ReschedulerConfig, membership: Membership) -> None:
-    """Engines join, leave, change their roles and are drained as at the router, until cancelled."""
+    """Keep members, roles and drains equal to those of the router, until cancelled."""
     answers = True
     while True:
         await asyncio.sleep(FOLLOW_SECONDS)
@@ -103,7 +103,7 @@ async def _follow(config: ReschedulerConfig, membership: Membership) -> None:
             answers = True
         except TercetError as error:
             if answers:
-                logger.error("the engines stay as they are: %s", error.message)
+                logger.error("cannot list the router's engines; members stay unchanged: %s", error.message)
             answers = False
 
 
@@ -115,10 +115,10 @@ async def _listed(config: ReschedulerConfig) -> Sequence[ListedEngine]:
     try:
         return msgspec.convert(answer, list[ListedEngine])
     except UNREADABLE as error:
-        raise EngineUnreachable(f"what answers at {config.url} lists no engines: {error}", "url") from error
+        raise EngineUnreachable(f"{config.url} is not a router: GET /engines: {error}", "url") from error
 
 
 async def _follow_once(config: ReschedulerConfig, membership: Membership) -> None:
-    """Raises :class:`~tercet.protocol.TercetError`, and the engines stay as they are."""
+    """Update the members once; raise :class:`~tercet.protocol.TercetError`, which leaves them unchanged."""
     listed = [each.state() for each in await _listed(config)]
     await membership.look(members=await membership.become(listed))

@@ -1,4 +1,4 @@
-"""The roles of a fleet that router processes share: one of them decides, and all can say what it decided and why."""
+"""The roles of a fleet with several router processes: one process decides, and all can show its decisions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class FlipShown(msgspec.Struct, frozen=True):
 
 
 class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What the deciding process says of its last look, at the Unix time ``at``; ``flips`` are the last ones.
+    """The last decision of the deciding process, at the Unix time ``at``; ``flips`` are the last changes of roles.
 
-    Pressures are None while they are not known; 1 is the limit.
+    Pressures are None while they are not known; at 1 the objective is at its limit.
     """
 
     pid: int
@@ -50,11 +50,11 @@ class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleKeeper:
-    """Decides about roles in this process, while no other process that shares the state does.
+    """The decisions about roles in this process, while no other process that shares the state decides.
 
-    The turn is given back when that process dies, or some seconds later. The next one writes its name into the state,
-    so that a decision of the one before it that comes late is refused; it begins with no history, so what it decides
-    rests on its own looks. Its decisions are in a file next to ``path``.
+    A lock makes one process the decider; it is released when that process dies, or some seconds later. The next decider
+    writes its name into the state, so that a late decision of the previous one is refused. It begins without history,
+    so its decisions use only its own observations. Decisions are written to a file next to ``path``.
     """
 
     def __init__(self, shared: SharedState, path: Path, objectives: Objectives) -> None:
@@ -66,7 +66,7 @@ class RoleKeeper:
         self._files = FileThread()
 
     async def run(self) -> None:
-        """Wait for the turn of this process, then decide, until cancelled."""
+        """Wait for the lock, then decide while this process holds it, until cancelled."""
         try:
             while True:
                 await self._turn()
@@ -78,7 +78,7 @@ class RoleKeeper:
             self._files.close(self._give_back)
 
     async def _turn(self) -> None:
-        """Return once it is the turn of this process, and the state says so."""
+        """Wait until this process holds the lock and the state names it as the decider."""
         while True:
             if await self._has_turn():
                 try:
@@ -89,11 +89,11 @@ class RoleKeeper:
             await asyncio.sleep(INTERVAL_S)
 
     async def _has_turn(self) -> bool:
-        """Whether it is, as far as that is known; a file system that hangs, among others, may recover."""
+        """True if this process holds the lock; False also if that is not known, since errors may end."""
         try:
             return await self._files.run(self._mine.take)
         except OSError as error:
-            logger.error("roles: %s: %s", self._mine.name, error.strerror or "its file system does not answer")
+            logger.error("roles: %s: %s", self._mine.name, error.strerror or "the file system does not answer")
         except TercetError as error:
             logger.error("roles: %s", error)
         return False
@@ -101,11 +101,11 @@ class RoleKeeper:
     def _give_back(self) -> None:
         try:
             self._mine.release()
-        except TercetError as error:  # then it ends by itself
+        except TercetError as error:  # the lock then ends by its timeout
             logger.warning("roles: %s: %s", self._mine.name, error)
 
     async def _look(self, roles: FleetRoles) -> None:
-        """A change that is refused, and a file that cannot be written, stop no later look."""
+        """Make one decision and write it; log a refused change or a failed write, so that later ones follow."""
         before = roles.engines_changed
         try:
             await roles.look()
@@ -119,15 +119,15 @@ class RoleKeeper:
             metrics.flipped(found.flip.role, roles.engines_changed - before)
 
     def _lines(self) -> dict[str, PrefillLine]:
-        """The prefills of all processes that share the fleet."""
+        """Return the prefills of all processes that share the fleet, by engine."""
         return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self._shared.engines().items()}
 
     async def decision(self) -> RoleDecision | None:
-        """What the process that decides said last; None before the first look."""
+        """Return the last decision of the deciding process; None before the first one."""
         return await self._files.run(read_decision, self._said)
 
     async def _flip(self, flip: RoleFlip) -> bool:
-        """The change that an operator would make, of all engines at once; returns whether it was made."""
+        """Change the roles of several engines at once in the shared state; return True if the change was made."""
         made = False
 
         def change(state: FleetState) -> FleetState:
@@ -159,7 +159,7 @@ class RoleKeeper:
 
 
 def read_decision(path: Path) -> RoleDecision | None:
-    """The decision in a file; None without one that can be read."""
+    """Return the decision in a file; None if it cannot be read."""
     try:
         return msgspec.json.decode(read_whole(path), type=RoleDecision)
     except (OSError, *UNREADABLE):

@@ -1,4 +1,4 @@
-"""Gives engines their roles by their load: looks at the fleet regularly, and carries out what a policy decides."""
+"""Roles that follow the load: a policy decides at regular intervals, and its decisions are executed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLLOWS = "prefill_to_decode"
 
 
 def with_roles_followed(settings: RescheduleSettings) -> RescheduleSettings:
-    """With the policy by which decodes leave engines that prefill from now on."""
+    """Return the settings with the policy that moves sequences off engines whose role is now prefill."""
     if FOLLOWS in settings.policies:
         return settings
     return msgspec.structs.replace(settings, policies=(FOLLOWS, *settings.policies))
@@ -30,7 +30,7 @@ def with_roles_followed(settings: RescheduleSettings) -> RescheduleSettings:
 
 @dataclass(frozen=True)
 class MadeFlip:
-    """A change of roles, ``at`` a time of the fleet's clock and ``time``, a Unix time."""
+    """A change of roles; ``at`` is a time of the fleet's clock, ``time`` a Unix time, both in seconds."""
 
     at: float
     time: float
@@ -38,9 +38,10 @@ class MadeFlip:
 
 
 class FleetRoles:
-    """Looks and flips of one process over ``fleet``; ``flip`` carries one out, and returns whether it did.
+    """The observations and role changes of one process; ``flip`` executes a change and returns True if it was made.
 
-    ``lines`` returns the prefills of all processes that share the fleet. ``flips`` are the last ones, oldest first.
+    ``lines`` returns the prefills of all processes that share the fleet, by engine; None for this process only.
+    ``flips`` are the last changes, oldest first.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class FleetRoles:
         fleet.knowledge.needed()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Make a decision (:meth:`look`) at each interval, until cancelled."""
         await repeat(self.look, INTERVAL_S)
 
     async def look(self) -> None:
-        """Look once, and carry out what follows."""
+        """Observe the fleet once, and execute the policy's decision."""
         now = self._fleet.costs.clock()
         found = self._policy.look(now, observed_engines(self._fleet, self._lines() if self._lines else None))
         self.last = found

@@ -1,7 +1,7 @@
-"""The router's ASGI application: what every request passes, once, before it is served.
+"""The router's ASGI application, which every request passes once before it is served.
 
-Its key, its size, the program that it names, and a place if the fleet has room for it. Then a stream takes the
-fast path; Tercet's routes and all others are in vLLM's application.
+It checks the key, the size and the program that the request names, and waits for a slot if the fleet is full. Then a
+stream takes the fast path; vLLM's application serves all other requests and contains Tercet's routes.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ if TYPE_CHECKING:
     from tercet.vllm_plugin.fast_path.entry import FastPath
 
 logger = logging.getLogger("tercet.router")
-# Where refusals are on their way through the layers around them.
+# Key of the scope with an error, for the layers around refusals.
 ERROR = "tercet.error"
-# The same, of answers of pooling servers.
+# Key of the scope with a pooling server's answer, for the same layers.
 ANSWER = "tercet.answer"
-# As on a vLLM server, for probes and for those who scrape metrics; they tell nothing of what clients send.
+# Paths without a key, as on a vLLM server, for probes and metrics; their answers contain no client's data.
 LIVE = "/live"
 READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
-# Of websockets: the server refuses what it was asked for.
+# Close code of a websocket that the server refuses.
 POLICY_VIOLATION = 1008
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 class RouterApp:
-    """Refuses what may not come in, and has the rest served: by ``fast`` or by ``app``.
+    """The application that refuses requests which may not be served, and passes the others to ``fast`` or ``app``.
 
-    Refusals have the form of the API that is asked.
+    Errors have the form of the requested API.
 
-    ``check_program`` raises for names of no program; ``around_refusals`` adds what refusals, and answers
-    of pooling servers, need to reach a browser.
-    ``shutdown`` counts every request, and refuses all once it has begun; without one this router does not stop.
-    ``access_log``: have each request logged. ``pooling`` takes requests for embeddings and their like, if there is any.
-    ``keys`` are those of clients, ``admins`` says who may call the router's own routes. ``admin_apart``: these are
-    served at a separate address, and nowhere else. ``traces`` get what happens to requests for engines.
+    ``check_program`` raises for an unknown program; ``around_refusals`` adds the layers (CORS) that errors and answers
+    of pooling servers need to reach a browser.
+    ``shutdown`` counts every request, and refuses all after it has begun; None for a router that does not stop.
+    ``access_log`` is true if each request is logged. ``pooling`` serves embeddings, scores and reranking, if given.
+    ``keys`` are the client keys, and ``admins`` checks access to admin routes. ``admin_apart`` is true if only a
+    separate address serves admin routes. ``traces`` records requests for engines.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class RouterApp:
 
     @property
     def bytes_kept(self) -> int:
-        """Of bodies of clients that have not come in yet."""
+        """Bytes of buffered bodies of requests that are not admitted yet."""
         return self._bodies.size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Serve one ASGI connection."""
         if scope["type"] == "websocket":
             await self._open(scope, receive, send)
             return
@@ -155,7 +155,7 @@ class RouterApp:
                         if for_engines:
                             self._divide(context)
                         if not self._gate.is_open:
-                            context.prepared()  # it may wait for long
+                            context.prepared()  # the wait for a slot may be long
                             place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
                             async with kept.until_let_go():
                                 await held.enter_async_context(place)
@@ -179,16 +179,16 @@ class RouterApp:
                 await self._serve(context, scope, _nothing_from(receive) if body is None else body.receive, send)
 
     def _served_elsewhere(self, path: str, scope: Scope) -> UnknownPath | None:
-        """Why there is nothing at this path of this address, if another address has it."""
+        """Return the error if only the router's other address serves this path, otherwise None."""
         at_admin = scope.get(AT_ADMIN, False)
         if is_admin_path(path):
             wrong = self._admin_apart and not at_admin
-            return UnknownPath(f"{path} is not served here, but at the router's --admin-listen") if wrong else None
+            return UnknownPath(f"{path} is only served at the router's --admin-listen address") if wrong else None
         wrong = at_admin and path not in OPEN
-        return UnknownPath(f"{path} is for clients, and not served at the admin address") if wrong else None
+        return UnknownPath(f"{path} is for clients; the admin address does not serve it") if wrong else None
 
     def _divide(self, context: RequestContext) -> None:
-        """Its sequences come in by portions. Raises :class:`~tercet.protocol.BadRequest` if there are too many."""
+        """Run a request's sequences in portions; raise :class:`~tercet.protocol.BadRequest` for too many sequences."""
         limits = self._gate.limits
         require_few_sequences(context.path, context.fields, limits.sequences)
         spares = None if self._gate.is_open else self._gate
@@ -198,7 +198,7 @@ class RouterApp:
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
     ) -> PooledAnswer:
-        """Raises :class:`ClientLeft` if the client has left."""
+        """Return a pooling server's answer; raise :class:`ClientLeft` if the client has left."""
         method: str = scope["method"]
         asking = asyncio.ensure_future(
             pooling.answer(
@@ -228,7 +228,7 @@ class RouterApp:
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:
-            return None  # nothing is kept for a caller without a key
+            return None  # no body is buffered for a caller without a key
         body = await receive_body(context, receive, self._max_bytes, kept)
         if not body.content or not is_json(context):
             return body
@@ -242,26 +242,26 @@ class RouterApp:
         return body
 
     async def _take_turn(self, context: RequestContext, scope: Scope, body: ReceivedBody, kept: HeldBody) -> None:
-        """Return when a long body may be worked on: no other of its client is, and no other at this moment."""
+        """Wait until a long body may be worked on: no other body of its client is, and no other body at this moment."""
         if context.preparation is None or context.preparation.has_ended:
             async with kept.until_let_go():
                 context.preparation = await self._long.turn(self._client_of(scope), body.left)
         await self._long.alone()
 
     def _client_of(self, scope: Scope) -> str:
-        """The key that a client has shown; its address where none is asked for."""
+        """Return the key that a client sent; its address if the router requires no key."""
         if self._keys:
             shown = "".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
             return shown.partition(" ")[2]  # the scheme may be written in any case
         return (scope.get("client") or ("",))[0]
 
     def _require_key(self, scope: Scope) -> None:
-        refusal = "this router asks for its API key: Authorization: Bearer KEY"
+        refusal = "this router requires an API key: Authorization: Bearer KEY"
         shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
         self._keys.require(shown, refusal)
 
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have a websocket served; without a key it is closed before it opens."""
+        """Serve a websocket; refuse it before it opens if the key is missing or wrong."""
         try:
             self._require_key(scope)
         except TercetError:
@@ -270,7 +270,7 @@ class RouterApp:
         await self._app(scope, receive, send)
 
     def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
-        """Whether it is a request that is finished before this process ends, and not a look at how it does."""
+        """True if the process waits for this request before it ends; probes and admin GET requests do not count."""
         return context.path not in OPEN and not (context.path.startswith(API_PREFIX) and scope["method"] == "GET")
 
     def _require_ready(self) -> None:
@@ -283,29 +283,29 @@ class RouterApp:
                 return
             if context.fields and context.fields.get("tools"):
                 send = ToolCallsSend(send, context)
-            context.fields = None  # vLLM reads the body by itself
+            context.fields = None  # vLLM decodes the body again
             if context.wants_trace:
                 send = TracingSend(send, context.traces)
             answer = ErrorSend(send, context)
             try:
                 await self._app(scope, receive, answer)
             except Exception as error:
-                if answer.ended:  # vLLM's layers have answered, and say afterwards by what they were called
+                if answer.ended:  # vLLM's layers have sent an error, and raise its cause afterwards
                     raise
                 failed = context.failed or fault_of(error)
                 if isinstance(failed, RouterFailed):
-                    logger.exception("a request for %s failed", context.path)
+                    logger.exception("a request to %s failed", context.path)
                 await answer.fail(failed)
 
 
 def context_of(scope: Scope) -> RequestContext:
-    """What is known of a request before its body."""
+    """Return the context of a request, from its head."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     return RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
 
 
 def _target(scope: Scope, path: str) -> bytes:
-    """What is asked for as the client wrote it, with its query; without what a proxy before this router adds."""
+    """Return the path and query as the client wrote them, without the prefix of a proxy before this router."""
     written: bytes = scope.get("raw_path") or quote(path).encode()
     query: bytes = scope["query_string"]
     return written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
@@ -315,7 +315,7 @@ def _target(scope: Scope, path: str) -> bytes:
 
 
 class ReceivedBody:
-    """A body that was read whole, for the application to receive again."""
+    """A whole body that was read, which the application receives again."""
 
     def __init__(self, content: bytes, receive: Receive) -> None:
         self.content = content
@@ -324,18 +324,18 @@ class ReceivedBody:
         self._next: asyncio.Future[Message] | None = None
 
     def replace(self, content: bytes) -> None:
-        """Have the application receive this in its place."""
+        """Replace the content that the application receives."""
         self.content = self._content = content
 
     async def receive(self) -> Message:
-        """ASGI's ``receive``: the body, then whatever comes."""
+        """Return the body, then later messages: ASGI's ``receive``."""
         if self._content is not None:
             content, self._content = self._content, None  # vLLM has its own copy from now on
             return {"type": "http.request", "body": content, "more_body": False}
         return await (self._receive() if self._next is None else asyncio.shield(self._next))
 
     def left(self) -> asyncio.Future[Message]:
-        """Done once the client has closed its connection."""
+        """Return a future that is done once the client has closed its connection."""
         self._next = self._next or asyncio.ensure_future(self._receive())
         return self._next
 
@@ -346,7 +346,7 @@ class ReceivedBody:
 
 
 def _nothing_from(receive: Receive) -> Receive:
-    """ASGI's ``receive`` of a request whose body is not read: empty, then each message that is not part of a body."""
+    """Return an ASGI ``receive`` for a body that is ignored: an empty body, then messages that are not a body's."""
     began = False
 
     async def received() -> Message:
@@ -362,7 +362,7 @@ def _nothing_from(receive: Receive) -> Receive:
 
 
 def _again(first: Message, receive: Receive) -> Receive:
-    """ASGI's ``receive`` with a message that was received already."""
+    """Return an ASGI ``receive`` that first returns ``first``, a message that was received already."""
     left = [first]
 
     async def received() -> Message:
@@ -372,10 +372,10 @@ def _again(first: Message, receive: Receive) -> Receive:
 
 
 async def receive_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
-    """The body; ``kept`` counts its bytes.
+    """Read and return the body of a request; ``kept`` counts its bytes.
 
     Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together are too
-    large, and :class:`ClientLeft` if that happens before its end.
+    large, and :class:`ClientLeft` if the client leaves before the end of the body.
     """
     announced = context.headers.get("content-length", "")
     taker = "this router (--max-request-bytes)"
@@ -383,7 +383,7 @@ async def receive_body(context: RequestContext, receive: Receive, limit: int, ke
     if first["type"] == "http.request" and first.get("more_body", False):
         async with kept.until_let_go():
             content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
-    else:  # as most are
+    else:  # a body in one message, the usual case
         content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
     if content is None:
         raise ClientLeft
@@ -391,9 +391,9 @@ async def receive_body(context: RequestContext, receive: Receive, limit: int, ke
 
 
 async def read_body(context: RequestContext, body: ReceivedBody, most_items: int) -> None:
-    """Read what ``context`` goes by in a body of JSON, which is in UTF-8 afterwards, whatever encoding it came in.
+    """Read the fields of a JSON body into ``context``, and convert the body to UTF-8.
 
-    Raises :class:`~tercet.protocol.BadRequest` for content that is not valid JSON, and for JSON that takes too long.
+    Raises :class:`~tercet.protocol.BadRequest` for content that is not valid JSON, and for JSON with too many items.
     """
     content = in_utf8(body.content)
     if content is not body.content:
@@ -411,9 +411,9 @@ async def read_body(context: RequestContext, body: ReceivedBody, most_items: int
 
 
 def is_json(context: RequestContext) -> bool:
-    """Whether the router reads a body: Tercet's routes read theirs themselves, and vLLM takes JSON alone.
+    """True if the router reads a body: Tercet's routes read their own bodies, and vLLM accepts only JSON.
 
-    One that is compressed goes to pooling servers as it is, and vLLM refuses it.
+    A compressed body is passed to pooling servers unchanged, and vLLM refuses it.
     """
     if context.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         return False
@@ -422,7 +422,7 @@ def is_json(context: RequestContext) -> bool:
 
 
 def asked_by(fields: dict[str, Any]) -> Asked:
-    """What a body asks for; nothing by a field of another type, which vLLM refuses, or does not read."""
+    """Return the fields of a body that the router uses; skip a field of a wrong type, which vLLM refuses or ignores."""
     found: dict[str, Any] = {}
     if (session := session_in_body(fields)) is not None:
         found["session_name"] = session
@@ -440,7 +440,7 @@ _ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Aske
 
 
 async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, in the form of the API that is asked."""
+    """Answer with an error in the form of the requested API."""
     error: TercetError = scope[ERROR]
     await _answer(send, error.status, error_body(path_of(scope), error), error_headers(error))
 
@@ -452,7 +452,7 @@ async def _answer(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 
 async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer as a server did; without an end if it broke off, at which the connection to the client is closed."""
+    """Pass on a server's answer; leave it without an end if the server broke off, which closes the connection."""
     answer: PooledAnswer = scope[ANSWER]
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
     try:

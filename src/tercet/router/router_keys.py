@@ -1,4 +1,4 @@
-"""The keys of a router: those of clients, and those of administrators. Changed files are read again."""
+"""The keys of a router for clients and for administrators, which are reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ POLL_INTERVAL_S = 1.0
 
 
 class RouterKeys:
-    """``clients`` open vLLM's routes, ``admins`` the router's own. ``given`` are clients' keys that no file has."""
+    """The ``clients`` keys for vLLM's routes and the ``admins`` keys for admin routes.
+
+    ``given`` are client keys that come from flags or the environment.
+    """
 
     def __init__(self, config: RouterSettings, given: Sequence[str]) -> None:
         self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
@@ -35,7 +38,7 @@ class RouterKeys:
         self.clients, self.admins = (self._keys(name) for name in paths)
         if self.admins.shares_with(self.clients):
             raise BadRequest(
-                "admin-key: is a key of clients as well, who would be admins; give another one", "admin-key"
+                "admin-key: is also a client key, so clients would be administrators; set another key", "admin-key"
             )
 
     def _keys(self, name: str) -> BearerKeys:
@@ -43,15 +46,15 @@ class RouterKeys:
 
     @property
     def access(self) -> AdminAccess:
-        """Who may call the router's own routes."""
+        """The check of access to admin routes."""
         return AdminAccess(self.admins, self.clients, self._engines, self._supervisor)
 
     def require_private(self, host: str, config: RouterSettings) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host``, and clients need no key."""
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host`` and clients need no key."""
         if not self.clients and not config.open_to_all and not is_loopback(host):
             raise BadRequest(
-                f"host: other machines reach {host or 'any address'}, and clients need no key; give --api-key after "
-                f"--, {API_KEY_VARIABLE} or --api-key-file, or insist with --open-to-all",
+                f"host: other machines reach {host or 'any address'}, and clients need no key; set --api-key after "
+                f"--, {API_KEY_VARIABLE} or --api-key-file, or allow this with --open-to-all",
                 "host",
             )
 
@@ -59,33 +62,33 @@ class RouterKeys:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach the admin address without an admin key."""
         if address is not None and not address.path and not self.admins and not is_loopback(address.host):
             raise BadRequest(
-                f"admin-listen: other machines reach {address}, and there is no admin key; set {ADMIN_KEY_VARIABLE} or "
+                f"admin-listen: other machines reach {address}, and no admin key is set; set {ADMIN_KEY_VARIABLE} or "
                 "--admin-key-file, or listen at 127.0.0.1",
                 "admin-listen",
             )
 
     async def follow(self) -> None:
-        """Read the files again and again, until cancelled."""
+        """Reload the key files when they change, until cancelled."""
         while self._files:
             await asyncio.sleep(POLL_INTERVAL_S)
             await self.look()
 
     async def look(self) -> None:
-        """Read the files again. The keys of one that cannot be read stay; a file without a key refuses every caller."""
+        """Reload the key files; keep the keys of a file that cannot be read. An empty file refuses every caller."""
         for name, keys in (("api-key-file", self.clients), ("admin-key-file", self.admins)):
             file = self._files.get(name)
             if file is None:
                 continue
             try:
-                found = await asyncio.to_thread(file.read)  # which may hang, as disks of others do
+                found = await asyncio.to_thread(file.read)  # a network file system may hang
             except BadRequest as error:
-                self._tell(name, error.message + "; the keys stay as they are")
+                self._tell(name, error.message + "; the present keys stay valid")
                 continue
-            self._tell(name, "" if found or any(self._given[name]) else f"{name}: has no key; every caller is refused")
+            self._tell(name, "" if found or any(self._given[name]) else f"{name}: has no key; refusing every caller")
             if found != self._read[name]:
                 self._read[name] = found
                 keys.replace((*self._given[name], *found))
-                logger.info("%s: read again; it has %d keys", name, len(found))
+                logger.info("%s: reloaded %d keys", name, len(found))
 
     def _tell(self, name: str, failure: str) -> None:
         if failure and self._failed.get(name) != failure:

@@ -1,8 +1,8 @@
-"""Which program serves which request, and what becomes of programs that fail: a state machine without I/O.
+"""The choice of a program for each request, and the return from failing programs: a state machine without I/O.
 
-A *plan* is what an operator asks for: which programs share the traffic, and which requests have a separate one. A
-*version* is a plan whose programs are loaded. A request is served to its end by the version that it started with. When
-a program fails ``return_after`` times in a row, its version gives way to the one before it.
+A *plan* is an operator's decision: the programs that share the traffic, and rules for requests with a separate program.
+A *version* is a plan whose programs are loaded. The version with which a request started serves it to its end. When a
+program fails ``return_after`` times in a row, the previous version replaces its version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from tercet.programs import Program
 from tercet.protocol import BadRequest
 
-# Versions that can still be returned to.
+# Number of previous versions to which the router can return.
 REMEMBERED = 16
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -27,9 +27,9 @@ Source = Annotated[str, msgspec.Meta(max_length=1_000_000)]
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A program and its parameters. ``name`` is what metrics, traces and clients call it; ``program``, if not given.
+    """A program and its parameters. ``name`` is its name in metrics, traces and requests; by default ``program``.
 
-    ``source`` is the text of the file in ``file.py:function``, which is not read then.
+    ``source`` is the text of the file in ``file.py:function``; if given, the file is not read.
     """
 
     program: Name
@@ -39,31 +39,31 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     @property
     def label(self) -> str:
-        """What metrics, traces and clients call it."""
+        """Name in metrics, traces and requests."""
         return self.name or self.program
 
     @property
     def same_as(self) -> tuple[str, dict[str, str], str | None]:
-        """Equal for arms that run the same code with the same parameters."""
+        """A value that is equal for arms that run the same code with the same parameters."""
         return self.program, self.texts, self.source
 
     @property
     def texts(self) -> dict[str, str]:
-        """The parameters, as they would be written on a command line."""
+        """The parameters in the form of a command line."""
         return {key: as_text(value) for key, value in self.args.items()}
 
 
 class Share(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An arm of a split; it gets ``weight`` out of the sum of all weights."""
+    """An arm of a split; its share of the requests is ``weight`` divided by the sum of all weights."""
 
     weight: Weight = 1.0
 
 
 class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Requests that go to this arm whatever the split says.
+    """An arm for certain requests, which the split does not affect.
 
-    ``header`` alone asks that the request has it, with ``value`` that it has that value; ``model`` that the client
-    asked for the model under this name. A rule with both asks for both.
+    With ``header`` alone, the request must have that header; with ``value``, the header must have that value; with
+    ``model``, the request must name the model so. A rule with a header and a model requires both.
     """
 
     header: Name | None = None
@@ -72,12 +72,12 @@ class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defa
 
     def __post_init__(self) -> None:
         if self.header is None and self.model is None:
-            raise BadRequest(f"rules: the one for {self.label} needs a header or a model to go by", "rules")
+            raise BadRequest(f"rules: the rule for {self.label} needs a header or a model", "rules")
         if self.value is not None and self.header is None:
-            raise BadRequest("value: goes with a header", "value")
+            raise BadRequest("value: needs a header; give the rule a header", "value")
 
     def covers(self, headers: Mapping[str, str], model: str) -> bool:
-        """Whether a request falls under it."""
+        """True if the rule applies to a request."""
         if self.model is not None and self.model != model:
             return False
         if self.header is None:
@@ -87,10 +87,10 @@ class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defa
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of ``PUT /tercet/v1/program``: a ``program`` with what belongs to one, or a ``split``; and ``rules``.
+    """The body of ``PUT /tercet/v1/program``: one ``program`` with its parameters, or a ``split``; and ``rules``.
 
-    The first rule that covers a request decides. The others are split by weight, at random; with ``sticky``, the name
-    of a header, by the value of that header, so that requests with the same value get the same arm.
+    The first rule that covers a request decides. Other requests are split by weight at random. ``sticky`` is the name
+    of a header: if given, the header's value decides, so that requests with the same value get the same arm.
     """
 
     program: Name | None = None
@@ -103,15 +103,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if (self.program is None) == (not self.split):
-            raise BadRequest("program: give either a program, or a split between several", "program")
+            raise BadRequest("program: give either a program or a split between several programs", "program")
         if self.args and self.program is None:
-            raise BadRequest("args: belong to a program; in a split each program has its own", "args")
+            raise BadRequest("args: need a program; in a split, give each program its args", "args")
         if self.name is not None and self.program is None:
-            raise BadRequest("name: belongs to a program; in a split each program has its own", "name")
+            raise BadRequest("name: needs a program; in a split, give each program its name", "name")
         if self.source is not None and self.program is None:
-            raise BadRequest("source: belongs to a program; in a split each program has its own", "source")
+            raise BadRequest("source: needs a program; in a split, give each program its source", "source")
         if self.sticky is not None and self.program is not None:
-            raise BadRequest("sticky: goes with a split", "sticky")
+            raise BadRequest("sticky: needs a split; a single program gets every request", "sticky")
         if self.split and not 0 < self.total < float("inf"):
             raise BadRequest("weight: the weights of a split must be finite, and not all 0", "weight")
         self._require_one_meaning_of_each_name()
@@ -121,11 +121,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for arm in self.arms:
             other = seen.setdefault(arm.label, arm)
             if other.same_as != arm.same_as:
-                raise BadRequest(f"name: {arm.label} stands for two things; give one of them another name", "name")
+                raise BadRequest(f"name: {arm.label} names two different programs; rename one of them", "name")
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """The split; one share with everything if there is one program."""
+        """The shares of the split; one share with all requests for a single program."""
         return self.split or (Share(program=self.program or "", args=self.args, name=self.name, source=self.source),)
 
     @property
@@ -135,19 +135,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def arms(self) -> Iterator[Arm]:
-        """Every program in it; the same one may come twice."""
+        """Every program of the plan; the same program may occur twice."""
         yield from self.shares
         yield from self.rules
 
 
 def as_text(value: str | float | bool) -> str:
-    """A parameter as it would be written on a command line."""
+    """Return a parameter in the form of a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A plan that can run: ``programs`` has one entry for each of its names."""
+    """A plan whose programs are loaded; ``programs`` has an entry for each name in the plan."""
 
     number: int
     plan: Plan
@@ -165,7 +165,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Return:
-    """The router went back from one version to another because ``program`` had failed so often in a row."""
+    """A return of the router to an earlier version, after ``program`` had ``failures`` in a row."""
 
     from_version: int
     to_version: int
@@ -175,9 +175,10 @@ class Return:
 
 
 class Routing:
-    """The version in use, those before it, and the ``failures`` in a row of each program in use, where there are any.
+    """The version in use, the versions before it, and the consecutive ``failures`` of each program in use.
 
-    ``return_after`` failures of a program in a row end its version, if there is one to return to; 0 means never.
+    After ``return_after`` consecutive failures of a program the previous version is used, if there is one; 0 means
+    never.
     """
 
     def __init__(self, first: Version, return_after: int) -> None:
@@ -190,11 +191,11 @@ class Routing:
 
     @property
     def previous(self) -> Version | None:
-        """The version that a failing one gives way to."""
+        """The version to which the router returns from a failing one; None without one."""
         return self._before[-1] if self._before else None
 
     def choose(self, headers: Mapping[str, str], model: str, draw: float) -> Chosen:
-        """The program of a request; ``draw`` is a random number from ``[0, 1)``."""
+        """Return the program of a request; ``draw`` is a random number from ``[0, 1)``."""
         plan = self.current.plan
         if plan.program is not None and not plan.rules:
             return self._chosen(plan.name or plan.program)
@@ -203,28 +204,28 @@ class Routing:
         return self._chosen(arm.label)
 
     def called(self, name: str) -> Chosen | None:
-        """The program that the version in use has under ``name``, if any."""
+        """Return the program that the version in use has under ``name``, or None."""
         return self._chosen(name) if name in self.current.programs else None
 
     def swap(self, version: Version) -> None:
-        """Use another version from now on; the one in use becomes the one to return to."""
+        """Use another version from now on; the router returns to the present one after failures."""
         self._before = [*self._before, self.current][-REMEMBERED:]
         self._use(version)
         self.returned = None
 
     def forget(self) -> None:
-        """No version before the one in use is returned to."""
+        """Drop the previous versions, so that the router does not return to them."""
         self._before = []
 
     def succeeded(self, chosen: Chosen) -> None:
-        """A request was served to its end by its program."""
+        """Record that a program has served a request to its end."""
         if chosen.version == self.current.number:
             self.failures.pop(chosen.name, None)
 
     def failed(self, chosen: Chosen, error: str) -> Return | None:
-        """A program failed by its own fault; returns what that changed.
+        """Record that a program failed by its own fault; return the return to an earlier version, or None.
 
-        What belongs to a version that is no longer in use changes nothing.
+        Failures of a version that is no longer in use are ignored.
         """
         if chosen.version != self.current.number:
             return None
@@ -251,14 +252,14 @@ class Routing:
 
 
 def _share(plan: Plan, draw: float) -> Share:
-    """The arm whose part of ``[0, 1)`` has ``draw`` in it; one with no weight has no part."""
+    """Return the arm whose part of ``[0, 1)`` contains ``draw``; an arm with weight 0 has no part."""
     shares = [share for share in plan.shares if share.weight > 0]
     left = draw
     for share in shares:
         left -= share.weight / plan.total
         if left < 0:
             return share
-    return shares[-1]  # what rounding leaves over
+    return shares[-1]  # rounding errors may leave a small rest
 
 
 def _sticky(plan: Plan, headers: Mapping[str, str], draw: float) -> float:

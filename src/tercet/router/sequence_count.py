@@ -1,7 +1,7 @@
-"""How many sequences a request asks for, before any of them is made: prompts times choices.
+"""The number of sequences that a request asks for, counted before any of them begins: prompts times choices.
 
-What vLLM does not take is not counted: it refuses that by itself. What is counted wrong here, since a route says it in
-another way, is counted again as sequences begin.
+Invalid values are not counted, since vLLM refuses them. A count that is wrong here, because a route uses other fields,
+is corrected as sequences begin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from tercet.protocol import BadRequest
 
-# Fields of which each item is a sequence, and where; SageMaker's path takes the bodies of several others.
+# Fields whose items are one sequence each, and their paths; SageMaker's path accepts the bodies of several others.
 LISTS = (
     ("prompt", "/v1/completions"), ("prompt_embeds", "/v1/completions"), ("messages", "/v1/chat/completions/batch"),
     ("items", "/generative_scoring"), ("questions", "/v1/systemone"),
@@ -22,7 +22,7 @@ ANY = "/invocations"
 
 
 def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` if a body asks for more than ``most``."""
+    """Raise :class:`~tercet.protocol.BadRequest` if a body asks for more than ``most`` sequences."""
     if fields is None:
         return
     prompts, choices = _prompts(path, fields), max(_choices(fields), _choices(fields.get("sampling_params")))
@@ -30,8 +30,8 @@ def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int
         return
     field = "n" if choices > 1 else next(name for name, _ in LISTS if _length(fields.get(name)) == prompts)
     raise BadRequest(
-        f"{field}: the request asks for {prompts * choices} sequences ({prompts} prompts, {choices} choices of each), "
-        f"and this router takes {most} of one request (max-sequences); send several requests",
+        f"{field}: the request asks for {prompts * choices} sequences ({prompts} prompts, {choices} choices each), "
+        f"and this router allows {most} per request (max-sequences); send several requests",
         field,
     )
 
@@ -41,7 +41,7 @@ def _prompts(path: str, fields: Mapping[str, Any]) -> int:
 
 
 def _length(found: Any) -> int:
-    """Of a list of prompts, or of questions by name; one that is a list of tokens or of messages is one."""
+    """Return the number of prompts in a field; a list of tokens or of messages is one prompt."""
     if isinstance(found, Mapping):
         return len(cast("Mapping[Any, Any]", found))
     if not isinstance(found, list):
@@ -51,7 +51,7 @@ def _length(found: Any) -> int:
 
 
 def _choices(fields: Any) -> int:
-    """What ``n`` says, in whatever form vLLM takes it."""
+    """Return the value of ``n`` in any form that vLLM accepts; 1 without a valid value."""
     if not isinstance(fields, Mapping):
         return 1
     try:

@@ -1,4 +1,4 @@
-"""Observers of the sequences of a service: a page that shows them, and what a planner knows of the traffic."""
+"""Observers of the sequences of a service: the page that shows them, and the record of requests for planners."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Literal, Protocol
 from tercet.fleet import RunningSequence, Trace
 
 Outcome = Literal["served", "failed", "left"]
-"""How a sequence ended: ``left`` if its client left, or is to blame for the error."""
+"""The end of a sequence: ``left`` if its client left or caused the error."""
 
 
 class SequenceObserver(Protocol):
-    """Receives the beginning and, once, the end of each sequence; of one that began before, only the end."""
+    """A receiver of the start and the end of each sequence; for a sequence that began earlier, only of the end."""
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """A sequence begins, and its trace is empty."""
+        """Record a sequence that begins; its trace is still empty."""
         ...
 
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
-        """A sequence is over."""
+        """Record a sequence that has ended."""
         ...
 
 
 class SequenceObservers:
-    """All observers of a service, in the order in which they came."""
+    """All observers of a service, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._observers: list[SequenceObserver] = []
@@ -35,23 +35,23 @@ class SequenceObservers:
         return len(self._observers)
 
     def add(self, observer: SequenceObserver) -> None:
-        """Notify it of what happens from now on."""
+        """Notify an observer from now on."""
         self._observers.append(observer)
 
     def remove(self, observer: SequenceObserver) -> None:
-        """Notify it no more; one that is not there changes nothing."""
+        """Stop notifying an observer; an unknown observer is ignored."""
         if observer in self._observers:
             self._observers.remove(observer)
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> ObservedSequence:
-        """A sequence begins; returns what is to be notified of its end."""
+        """Notify all observers of a sequence that begins; return the object to notify of its end."""
         for observer in self._observers:
             observer.begins(sequence, trace)
         return ObservedSequence(sequence, trace, self._observers)
 
 
 class ObservedSequence:
-    """One sequence, whose first end counts."""
+    """One observed sequence; observers are notified only of its first end."""
 
     __slots__ = ("_is_over", "_observers", "_sequence", "_trace")
 
@@ -62,7 +62,7 @@ class ObservedSequence:
         self._is_over = False
 
     def ends(self, outcome: Outcome) -> None:
-        """It is over."""
+        """Notify the observers that the sequence has ended; later calls have no effect."""
         if not self._is_over:
             self._is_over = True
             for observer in tuple(self._observers):

@@ -64,9 +64,9 @@ from tercet.wire.streams import StreamListener
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
-    """Run the router until SIGINT or SIGTERM; as one of several workers with what they have in common.
+    """Run the router until SIGINT or SIGTERM; with ``shared``, run it as one of several workers.
 
-    The first signal has it finish what runs, any other one ends it at once.
+    After the first signal it finishes running requests; any further signal ends it at once.
     """
     import uvloop
 
@@ -98,8 +98,8 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
         )  # fmt: skip
 
         def heed_signals() -> None:
-            # To the very end: one that comes while files and sockets are removed does not break that off.
-            # A worker's supervisor says by itself when to hurry: signals of a terminal reach both.
+            # Until the very end, so that a signal does not interrupt the removal of files and sockets. In a worker a
+            # second signal does not hurry, since a terminal's signals reach the supervisor, too, which does that.
             second = shutdown.hurry if shared is None else shutdown.begin
             until_ended.enter_context(signals_to(shutdown.begin, second))
 
@@ -116,7 +116,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
                         background.spawn(follow_found(state, discovery_of(config.discovery)), "pods")
                     background.spawn(state.follow(), "state")
                 if not config.serves_without_vllm:
-                    _import_vllm(config)  # seconds, well spent while engines are still loading
+                    _import_vllm(config)  # takes seconds, while engines are still loading
                 if config.await_engines or config.discovery.is_wanted:
                     promise = await _first_engine(config, state, membership)
                 else:
@@ -156,7 +156,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
 
 
 async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> Promise:
-    """Wait for the first engine that is found or joins; the port answers meanwhile, where that is possible."""
+    """Wait for the first engine that is found or joins; answer errors at the port meanwhile, if that is possible."""
     if not can_wait(config):
         return await state.until_ready(membership.until_one_answers)
     async with waiting_room(config, state, named_files(config)):
@@ -165,7 +165,7 @@ async def _first_engine(config: RouterConfig, state: SharedState, membership: Me
 
 
 def store_of(config: RouterConfig) -> StateStore | None:
-    """Where routers on several machines share the state; None if it is in the file of :func:`state_path`."""
+    """Return the store of a state that several machines share; None for the file of :func:`state_path`."""
     if config.state_ray is not None:
         return ray_store(config.state_ray)
     if config.state_configmap is None:
@@ -175,7 +175,7 @@ def store_of(config: RouterConfig) -> StateStore | None:
 
 @contextmanager
 def state_path(config: RouterConfig) -> Generator[Path]:
-    """Where the fleet's state is: in the operator's file, or in one that ends with this process."""
+    """Yield the path of the fleet's state: the operator's file, or a temporary file that ends with this process."""
     if config.state is not None:
         yield Path(config.state).expanduser().absolute()
         return
@@ -184,24 +184,24 @@ def state_path(config: RouterConfig) -> Generator[Path]:
 
 
 def named_files(config: RouterConfig) -> NamedFiles:
-    """What admin routes may name: files below the folders for that, and those that the command itself names."""
+    """Return the files that admin routes may name: those below the admin folders, and those named in settings."""
     program, colon, _ = config.program.rpartition(":")
     told = [path for path in (program if colon else "", config.scheduling) if path]
     return NamedFiles(config.admin_folders, told)
 
 
 def stream_port(config: RouterConfig, shared: Shared | None) -> int:
-    """The port of this process's token streams; 0 is any free one."""
+    """Return the port of this process's token streams; 0 for any free port."""
     return config.stream_port + shared.index if shared is not None and config.stream_port else config.stream_port
 
 
 def _import_vllm(config: RouterConfig) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for flags that it does not take, or that have no effect here."""
+    """Import vLLM; raise :class:`~tercet.protocol.BadRequest` for flags that are unknown or have no effect here."""
     from tercet.vllm_plugin.start.log_noise import errors_only
     from tercet.vllm_plugin.start.server import RESAMPLING
 
     import_late(RESAMPLING)
-    errors_only()  # vLLM's own lines are about an engine that is none here, and about routes
+    errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
     with without_collections():
         from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
 
@@ -210,7 +210,7 @@ def _import_vllm(config: RouterConfig) -> None:
 
 
 def _export_spans(trace: RequestTrace, place: SpanContext) -> None:
-    """A request has ended that is sampled; only where spans are wanted are there any."""
+    """Export the spans of a sampled request that has ended, if spans are exported at all."""
     if spans.process.sink is not None:
         spans.process.sink.take(spans_of(trace, place))
 
@@ -234,7 +234,7 @@ async def _serve_openai(
     if not args.uds:
         keys.require_private(config.host, config)
     keys.require_private_admin(config.admin_address)
-    # The router asks for keys, of websockets as well: vLLM's own check would not know those of files.
+    # The router checks keys itself, also for websockets: vLLM's check does not know keys from files.
     args.api_key = None
     os.environ.pop(API_KEY_VARIABLE, None)
     following = TaskSet()
@@ -264,7 +264,7 @@ async def _serve_openai(
 
         ready = partial(tell_ready, config) if shared is None else shared.serving
         loads = None if shared is None else (shared.loads, shared.index)
-        # Of several workers the first one serves administrators: all follow the state that they change.
+        # Only the first of several workers serves the admin address; all workers follow the state that it changes.
         own = config.admin_address if shared is None or not shared.index else None
         async with admin_served(server.app, own, **tls_options(args)):
             await state.serving()
@@ -276,7 +276,7 @@ async def _serve_openai(
 
 
 def with_cors(app: ASGIApp, args: argparse.Namespace) -> ASGIApp:
-    """Browsers get the headers that they ask for, by the same options as from vLLM's layers."""
+    """Return ``app`` with CORS headers for browsers, by the same options as vLLM's layers."""
     return CORSMiddleware(
         app, allow_origins=args.allowed_origins, allow_credentials=args.allow_credentials,
         allow_methods=args.allowed_methods, allow_headers=args.allowed_headers,

@@ -1,4 +1,4 @@
-"""Runs a program for each sequence, and one engine where it fails, from the token on that the client has."""
+"""The service, which runs a program for each sequence; if it fails, one engine continues after the client's tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tercet.router.sequence_observers import ObservedSequence, SequenceObservers
 from tercet.settings import MoveSettings, RetryBudget, log_events
 from tercet.settings.role_settings import Objectives
 
-# The version of programs that belong to no plan: a client asked for them by header, or the request needed them.
+# The version of programs outside any plan: a client named them in a header, or the request needs them.
 NO_VERSION = 0
 LoadArm = Callable[[Arm], Program]
 RETURN_AFTER = 5
@@ -47,58 +47,58 @@ MOVES = MoveSettings()
 OBJECTIVES = Objectives()
 _NO_DEADLINE = nullcontext()
 
-GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time"
+GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time limit"
 
 
 class ServiceMetrics(MoveMetrics, Protocol):
-    """What counts sequences and programs: the router's metrics, or a simulation."""
+    """Counters of sequences and programs: the router's metrics, or those of a simulation."""
 
     def sequence(self) -> AbstractContextManager[object]:
-        """One sequence is under way while entered."""
+        """Return a context in which a sequence counts as running."""
         ...
 
     def finished(self, trace: Trace) -> None:
-        """A sequence was served to its end."""
+        """Count a sequence that was served to its end."""
         ...
 
     def objectives(self, of_class: str, met: bool) -> None:
-        """A sequence ended, and met its class's objectives or did not; not called without objectives."""
+        """Count a sequence that ended, and whether it met its class's objectives; not called without objectives."""
         ...
 
     def retried(self, code: str, answered: bool) -> None:
-        """Another attempt begins after a failure; ``answered``: the client has a token already."""
+        """Count another attempt after a failure; ``answered`` is true if the client has a token already."""
         ...
 
     def fell_back(self, program: str, code: str) -> None:
-        """The program failed, and one engine continues its sequence."""
+        """Count a sequence whose program failed and that one engine continues."""
         ...
 
     def program_failed(self, program: str) -> None:
-        """The program itself is the cause of a failure."""
+        """Count a failure that the program itself caused."""
         ...
 
     def uses(self, version: int) -> None:
-        """Requests are served by this version of the programs from now on."""
+        """Set the version of the programs that serve requests."""
         ...
 
     def returned(self, program: str, to_version: int) -> None:
-        """A version was replaced by the one before it, because a program failed repeatedly."""
+        """Count a return to an earlier version after ``program`` failed repeatedly."""
         ...
 
 
 class SessionTurns(Protocol):
-    """Receives the sequences of a service as turns of their sessions."""
+    """A receiver of a service's sequences, as turns of their sessions."""
 
     async def begins(self, request: Request) -> None:
-        """Return when the turn may begin."""
+        """Wait until the turn may begin."""
         ...
 
     def ends(self, sequence: RunningSequence) -> None:
-        """The turn is over, whatever became of it, and also if it did not begin."""
+        """Record the end of a turn, with any outcome, also if it did not begin."""
         ...
 
     def answered(self, request: Request, *, calls_tool: bool) -> None:
-        """Its client has the whole answer, which calls a tool or does not; also shortly before the turn is over."""
+        """Record that the client has the whole answer, and whether it calls a tool; maybe before :meth:`ends`."""
         ...
 
 
@@ -106,17 +106,17 @@ M = TypeVar("M", bound=ServiceMetrics)
 
 
 class Service(Generic[M]):
-    """The programs of this router over its fleet.
+    """The service of a router: it runs programs over ``fleet``.
 
-    ``wanted`` is the plan that was asked for last; the one in use differs from it after an automatic return.
-    ``retries`` is what is done for a sequence whose engine or program fails. ``request_timeout`` is in seconds, and so
-    is ``wait_for_engine``: while no engine answers, a sequence waits at most that long for one before a retry, and
-    attempts in that time that no engine took do not count. ``tells_faults``: traces, which clients get, have what
-    programs raised; otherwise the log alone has it. ``retries_faults``: one engine continues a sequence after a fault
-    of its program, too; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm``
-    loads the first program. ``attainments`` count the sequences that end, by whether they met the ``objectives``;
-    ``observers`` are told of every sequence; ``seen``, once a planner has asked, keeps those of the last minutes.
-    ``sessions`` are told of each sequence, if turns of sessions are kept together.
+    ``wanted`` is the plan that was set last; the plan in use differs from it after an automatic return. ``retries`` is
+    the budget for a sequence whose engine or program fails. ``request_timeout`` and ``wait_for_engine`` are in seconds:
+    while no engine answers, a sequence waits at most ``wait_for_engine`` for one before a retry, and attempts in this
+    time that no engine took do not count. With ``tells_faults``, traces, which clients get, contain the errors that
+    programs raise; otherwise only the log does. With ``retries_faults``, one engine continues a sequence also after a
+    fault of its program; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm`` loads
+    the first program. ``attainments`` counts the sequences that end, and those that met the ``objectives``.
+    ``observers`` are notified of every sequence; ``seen``, set at a planner's first call, keeps the requests of the
+    last minutes. ``sessions`` is notified of each sequence, None if sessions are not used.
     """
 
     def __init__(
@@ -160,17 +160,17 @@ class Service(Generic[M]):
     # ---- changing programs -----------------------------------------------------------------------------------
 
     async def load(self, plan: Plan, load_arm: LoadArm = load_anywhere) -> Mapping[str, Program]:
-        """The programs of a plan; raises :class:`~tercet.protocol.TercetError` for the first that does not load."""
-        return await run_in_thread(_load, plan, load_arm)  # it runs the user's module, however long that takes
+        """Load the programs of a plan; raise :class:`~tercet.protocol.TercetError` for the first that does not load."""
+        return await run_in_thread(_load, plan, load_arm)  # it runs the user's module, which may take long
 
     def use(self, number: int, plan: Plan, programs: Mapping[str, Program]) -> None:
-        """Requests from now on are served under ``plan``; those under way end as they began."""
+        """Serve new requests by ``plan``; running requests end with the programs with which they began."""
         self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
         self.metrics.uses(number)
 
     def program_called(self, name: str) -> Chosen:
-        """The program that a client may ask for by name: one of the plan's, or a built-in one.
+        """Return the program that a client names: one of the plan's, or a built-in one.
 
         Raises :class:`~tercet.protocol.BadRequest` for any other.
         """
@@ -188,30 +188,30 @@ class Service(Generic[M]):
         self, request: Request, trace: Trace, model: str = "", began: float | None = None,
         on_sequence: Callable[[RunningSequence], object] = lambda _: None,
     ) -> OutputStream:  # fmt: skip
-        """The outputs of the request's program, which runs once they are asked for; ``trace`` gets what happens.
+        """Return the outputs of a request's program, which starts when they are read; ``trace`` gets its events.
 
-        ``model`` is the name by which the client asked for the model, where rules go by it; ``began`` is when its time
-        began to run (:func:`time.monotonic`), now if not given. ``on_sequence`` gets the sequence when it begins. The
-        stream raises the program's :class:`~tercet.protocol.TercetError`, once the budget for retries is spent, and
+        ``model`` is the name of the model in the request, for rules; ``began`` is the start of the request's timeout
+        (:func:`time.monotonic`), None for now. ``on_sequence`` gets the sequence when it begins. The stream raises the
+        program's :class:`~tercet.protocol.TercetError` once the budget for retries is spent, and
         :class:`~tercet.protocol.DeadlineExceeded`.
         """
         began = time.monotonic() if began is None else began
         return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
     def remember(self, seen: SeenRequests) -> SeenRequests:
-        """Keep the requests from now on, for a planner."""
+        """Record requests in ``seen`` from now on, for a planner; return ``seen``."""
         self.seen = seen
         self.observers.add(seen)
         return seen
 
     def give_up(self, error: TercetError) -> None:
-        """Whatever runs, and whatever shall run from now on, ends with ``error``."""
+        """End all running sequences, and all later ones, with ``error``."""
         self._given_up_by = error
         for stream in tuple(self._streams):
             stream.give_up(error)
 
     def break_off(self, error: TercetError) -> None:
-        """Sequences that have tokens of the present model end with ``error``: another one must not continue them."""
+        """End sequences that have tokens with ``error``: another model must not continue them."""
         for stream, sequence in tuple(self._streams.items()):
             if sequence.tokens:
                 stream.give_up(error)
@@ -220,7 +220,7 @@ class Service(Generic[M]):
         self, request: Request, trace: Trace, model: str, began: float,
         on_sequence: Callable[[RunningSequence], object], stream: OutputStream,
     ) -> None:  # fmt: skip
-        """Run the program, and after a failure one engine that goes on where it stopped, until the sequence is over."""
+        """Run the program, and after a failure one engine that continues, until the sequence has ended."""
         chosen = self._choose(request, model)
         trace.program = chosen.name
         tried_at, request = self._clock(), self.fleet.adapters.pinned(request)
@@ -261,7 +261,7 @@ class Service(Generic[M]):
                 self.sessions.ends(sequence)
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
-        """Fails the stream, and cancels what runs for it, when a request that began then has run for too long."""
+        """Return a context that fails the stream and cancels its task when the request's timeout has passed."""
         timeout = self._request_timeout
         task = asyncio.current_task() if timeout is not None else None
         return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
@@ -283,7 +283,7 @@ class Service(Generic[M]):
     def _note_failed(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, observed: ObservedSequence
     ) -> None:
-        """Count it against the objectives, unless its client is to blame."""
+        """Count a failed sequence as one that missed the objectives, unless its client caused the failure."""
         refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
         observed.ends("left" if refused else "failed")
         attainment = self.attainments.of(sequence.request.headers)
@@ -294,7 +294,7 @@ class Service(Generic[M]):
     def _next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, tried_at: float
     ) -> Retry | None:
-        """What is tried next after ``error``, or None if nothing is."""
+        """Return the retry after ``error``, or None."""
         is_own_fault = _is_own_fault(chosen, error)
         if _is_grammars_fault(error, sequence):
             return None
@@ -302,14 +302,14 @@ class Service(Generic[M]):
             return None
         if is_own_fault and not sequence.attempt:
             self._failed(chosen, error, sequence.request.seq_id)
-        if isinstance(error, BadRequest) and not is_own_fault:  # what the client did wrong is not tried again
+        if isinstance(error, BadRequest) and not is_own_fault:  # a retry of an invalid request would fail again
             return None
         return self._recovery.next_attempt(sequence, error, tried_at)
 
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: EngineFleet
     ) -> TraceEvent:
-        """Count and log that a sequence is tried again, and on which way; returns what its trace says of it."""
+        """Count and log a retry or a fallback of a sequence; return the event for its trace."""
         engine, cause = fleet.at_fault(error)
         code, tokens, seq_id = _code(chosen, error), len(sequence.tokens), sequence.request.seq_id
         traced = _words(cause) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
@@ -333,7 +333,10 @@ class Service(Generic[M]):
         return self.routing.choose(request.headers, model, random.random())
 
     def _failed(self, chosen: Chosen, error: BaseException, seq_id: str) -> None:
-        """The first failure in a row is logged with where it was; of the others their sequences' retries tell."""
+        """Count a fault of a program, and return to an earlier version after too many.
+
+        Only the first of consecutive failures is logged with a traceback; for others the log has their retries.
+        """
         self.metrics.program_failed(chosen.name)
         if not self.routing.failures.get(chosen.name):
             log_events.PROGRAM_FAILED.tell(error, program=chosen.name, seq_id=seq_id, reason=_words(error))
@@ -347,15 +350,15 @@ class Service(Generic[M]):
 
 
 def _load(plan: Plan, load_arm: LoadArm = load_anywhere) -> dict[str, Program]:
-    """The programs of a plan by name; raises :class:`~tercet.protocol.TercetError` for the first that does not load."""
+    """Load a plan's programs by name; raise :class:`~tercet.protocol.TercetError` for the first that does not load."""
     return {arm.label: load_arm(arm) for arm in plan.arms}
 
 
 def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
-    """Whether the program is to blame, and not its client or the fleet.
+    """True if the program caused the error, not its client or the fleet.
 
-    A :class:`~tercet.protocol.BadRequest` is about the client's request, unless it names one of the program's own
-    parameters or the picker that it asked the fleet for.
+    A :class:`~tercet.protocol.BadRequest` concerns the client's request, unless it names one of the program's own
+    parameters or the picker that the program named.
     """
     if isinstance(error, BadRequest):
         return error.param in {"pick", *inspect.signature(chosen.program).parameters}
@@ -363,18 +366,18 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
 
 
 def _is_grammars_fault(error: BaseException, sequence: RunningSequence) -> bool:
-    """Whether an engine could not begin with a structured output: another one could not either, and takes as long."""
+    """True if an engine failed to compile a structured output: another engine would fail in the same way."""
     asks = sequence.request.sampling_params.get("structured_outputs") is not None
     return asks and not sequence.tokens and isinstance(error, BrokenOff) and error.output.finish_reason == "error"
 
 
 def _code(chosen: Chosen, error: BaseException) -> str:
-    """The cause of a failure, for metrics: what the program did itself is not its client's fault."""
+    """Return the code of a failure for metrics; a fault of the program has the code of ``ProgramFailed``."""
     return error.code if isinstance(error, TercetError) and not _is_own_fault(chosen, error) else ProgramFailed.code
 
 
 def _last_output(chosen: Chosen, error: BaseException, seq_id: str) -> Output:
-    """What a sequence ends with when nothing more is tried; raises what there is no output for."""
+    """Return the last output of a sequence that is not retried; raise the error if there is no such output."""
     if isinstance(error, BrokenOff):
         return error.output
     if isinstance(error, TercetError) and not _is_own_fault(chosen, error):
@@ -383,12 +386,12 @@ def _last_output(chosen: Chosen, error: BaseException, seq_id: str) -> Output:
 
 
 def _words_to_clients(error: BaseException) -> str:
-    """What is said of a program's own fault to those who are not its operators: nothing of what it raised."""
+    """Return the text about a program's fault for clients, who must not see errors that the program raised."""
     return str(error) if isinstance(error, ProgramFault) else "the router's log says why"
 
 
 def _words(error: BaseException) -> str:
-    """Why, for the log."""
+    """Return the text of an error for the log."""
     if isinstance(error, ProgramFault):
         return str(error)
     return error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The service, as vLLM's layer asks for its programs."""
+"""The interface through which vLLM's layer runs the programs of a service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.wire.serving.request_context import RequestContext
 
 
 class ServicePrograms:
-    """Runs the programs of ``service`` for the sequences of HTTP requests, each of which keeps their traces."""
+    """The programs of ``service`` for HTTP requests; each request's context keeps the traces of its sequences."""
 
     def __init__(self, service: Service[Metrics]) -> None:
         self._service = service
@@ -25,18 +25,18 @@ class ServicePrograms:
 
     @property
     def model_dtype(self) -> str:
-        """In what the engines compute; empty if they differ."""
+        """The dtype in which the engines compute; empty if they differ."""
         return self._service.fleet.model_dtype
 
     def failed(self, seq_id: str, error: TercetError) -> None:
-        """A sequence has ended in an error; an error that the client caused is not reported further."""
+        """Count a sequence that ended in an error, and log the error unless the client caused it."""
         self._service.metrics.errors.labels(error.code).inc()
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             REQUEST_FAILED.tell(seq_id=seq_id, code=error.code, reason=_with_cause(error))
 
 
 def _with_cause(error: TercetError) -> str:
-    """Why, with what a client is not told of its program."""
+    """Return the message of an error, with the program's own error, which clients do not get."""
     cause = error.__cause__ if isinstance(error, ProgramFailed) else None
     return error.message if cause is None else f"{error.message} ({type(cause).__name__}: {cause})"
 
@@ -46,7 +46,7 @@ def _answered(sessions: SessionTurns, request: Request, context: RequestContext)
 
 
 class TracedRun:
-    """One sequence's program; ``stream`` are its outputs."""
+    """The run of one sequence's program; ``stream`` has its outputs."""
 
     def __init__(self, service: Service[Metrics], request: Request, context: RequestContext) -> None:
         self._trace = Trace()
@@ -58,13 +58,13 @@ class TracedRun:
         )
 
     def prompt_usage(self, usage: Usage | None) -> Usage:
-        """What the engine that prefilled had in its cache: KV that another one received was computed for it."""
+        """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""
         sent = self._trace.filled()
         if sent is None or (usage is not None and self._is_of_own_cache(usage)):
             return usage or Usage()
         return Usage(cached=sent.cached)
 
     def _is_of_own_cache(self, usage: Usage) -> bool:
-        """Whether the engine that generates has taken nothing of what it was sent, and prefilled by itself."""
+        """True if the engine that generates has used no KV that it received, but prefilled itself."""
         reserved = next((event.cached for event in reversed(self._trace.events) if event.verb == "prep_recv"), 0)
         return not usage.received and usage.cached <= reserved

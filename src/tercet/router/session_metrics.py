@@ -1,4 +1,4 @@
-"""What a router counts of sessions."""
+"""The metrics of a router's sessions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class SessionCounters:
     """Counters of the sessions of one router process; see :class:`~tercet.router.sessions.SessionMetrics`."""
 
     def __init__(self) -> None:
-        self._sessions = Gauge("tercet_sessions", "Sessions that are remembered.", multiprocess_mode="livesum")
+        self._sessions = Gauge("tercet_sessions", "Sessions that the router remembers.", multiprocess_mode="livesum")
         self._kept = Gauge(
-            "tercet_sessions_kept", "Sessions' contexts whose KV is pinned on engines.", multiprocess_mode="livesum"
+            "tercet_sessions_kept", "Contexts of sessions whose KV is pinned on engines.", multiprocess_mode="livesum"
         )
         self._turns = Counter(
             "tercet_session_turns",
-            "Turns of sessions, by where they ran: the `first` of a session, on the engine that the session is `bound` "
+            "Turns of sessions, by engine: the `first` turn of a session, on the engine that the session is `bound` "
             "to, or on an `other` one.",
             ["engine"],
         )
         self._pauses = Histogram(
-            "tercet_session_pause_seconds", "Between an answer and the next turn, by what the session waited for.",
+            "tercet_session_pause_seconds", "Time from an answer to the next turn, by what the session waited for.",
             ["waited_for"], buckets=SECONDS,
         )  # fmt: skip
         self._moves = Counter(
@@ -34,7 +34,7 @@ class SessionCounters:
         self._bytes = Counter("tercet_session_moved_bytes", "KV sent by moves of contexts.")
         self._pins = Counter(
             "tercet_session_pins",
-            "Pins of contexts that are over: `given_up` by the router, `refused` by the engine, `lost` with it.",
+            "Pins of contexts that ended: `given_up` by the router, `refused` by the engine, `lost` with it.",
             ["end"],
         )
 

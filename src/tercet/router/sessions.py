@@ -1,4 +1,4 @@
-"""Carries out what :class:`~tercet.decisions.sessions.SessionTable` decides: pins KV by leases, and moves contexts."""
+"""Sessions: execution of the decisions of ``decisions.sessions.SessionTable``, by leases that pin KV and by moves."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from tercet.settings.log_events import SESSION_MOVE
 from tercet.settings.session_settings import SessionSettings
 
 LOOK_INTERVAL_S = 0.25
-# A pin is renewed within the time to live of an engine's lease.
+# Seconds between renewals of a pin, which must be less than the timeout of an engine's lease.
 RENEWAL_INTERVAL_S = 15.0
 MOVE_DEADLINE_S = 30.0
-# The longest wait of a turn for its context to arrive; after that it is computed.
+# Seconds that a turn waits for its context to arrive; after that the engine computes it.
 ARRIVAL_DEADLINE_S = 5.0
 
 Ran = Literal["first", "bound", "other"]
-"""Where a turn ran: the session's first one, on the engine that the session belonged to, or on another one."""
+"""The place of a turn: ``first`` turn of its session, on the engine that the session is bound to, or on another."""
 MoveEnd = Literal["moved", "absent", "failed"]
 PinEnd = Literal["given_up", "refused", "lost"]
 
 
 class SessionMetrics(Protocol):
-    """What counts sessions: the router's metrics, or a simulation."""
+    """Counters of sessions: the router's metrics, or those of a simulation."""
 
     def sizes(self, sessions: int, kept: int) -> None:
-        """Sessions that are remembered, and contexts that are pinned."""
+        """Set the numbers of remembered sessions and of pinned contexts."""
         ...
 
     def turn(self, ran: Ran) -> None:
-        """A turn has ended."""
+        """Count a turn that has ended."""
         ...
 
     def paused(self, waited_for: Pause, seconds: float) -> None:
-        """A turn begins after a pause."""
+        """Record the pause before a turn that begins."""
         ...
 
     def moved(self, end: MoveEnd, sent: int) -> None:
-        """A move of a context is over; ``sent`` are bytes."""
+        """Count a move of a context that has ended; ``sent`` is in bytes."""
         ...
 
     def unpinned(self, end: PinEnd) -> None:
-        """A pin is over."""
+        """Count a pin that has ended."""
         ...
 
 
 class LiveEngines(Mapping[str, EngineSeen]):
-    """The fleet's engines as they are now, by name."""
+    """The present state of the fleet's engines, by name."""
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
@@ -74,7 +74,7 @@ class LiveEngines(Mapping[str, EngineSeen]):
 
     @property
     def any_leaving(self) -> bool:
-        """Whether one is to be emptied."""
+        """True if any engine is leaving, and must be emptied."""
         return any(member.leaving for member in self._members.values())
 
     def _seen(self, member: Member) -> EngineSeen:
@@ -88,9 +88,9 @@ class LiveEngines(Mapping[str, EngineSeen]):
 
 
 class Sessions:
-    """The sessions of this router process. ``table`` decides; picks of ``fleet`` go by it.
+    """The sessions of this router process; ``table`` decides, and picks of ``fleet`` use it.
 
-    ``name`` begins the ids of leases and sends, which must not be those of another process.
+    ``name`` is the prefix of the ids of leases and sends, which must differ from those of other processes.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Sessions:
         fleet.when_reopened(self._wake.set)
 
     async def run(self) -> None:
-        """Look at the engines until cancelled, at once when one begins to leave."""
+        """Check the engines at intervals, and at once when an engine begins to leave, until cancelled."""
         try:
             while True:
                 self._wake.clear()
@@ -125,7 +125,7 @@ class Sessions:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     async def begins(self, request: Request) -> None:
-        """A turn begins, if the request has a session: return when its context is where it will run."""
+        """Begin the turn of a request with a session; wait a limited time for moves of its context to end."""
         session = session_named(request)
         if session is None:
             return
@@ -142,7 +142,7 @@ class Sessions:
             self._belonged[request.seq_id] = self.table.engine_of(session, "decode")
 
     def ends(self, sequence: RunningSequence) -> None:
-        """A turn that began is over, whatever became of it."""
+        """End a turn that began, with any outcome."""
         request = sequence.request
         session = session_named(request)
         if session is None or request.seq_id not in self._belonged:
@@ -157,15 +157,15 @@ class Sessions:
             self.answered(request, calls_tool=calls_tool)
 
     def answered(self, request: Request, *, calls_tool: bool) -> None:
-        """The client has the answer of a turn; ``calls_tool``: it comes back with a tool's result."""
+        """Record that the client has the answer of a turn; ``calls_tool``: its next turn brings a tool's result."""
         session = session_named(request)
         if session is not None and request.seq_id in self._belonged:
-            self._answered[request.seq_id] = calls_tool  # the turn itself is not over yet
+            self._answered[request.seq_id] = calls_tool  # the turn itself has not ended yet
         elif session is not None:
             pause: Pause = "tool" if calls_tool else "client"
             self._act(self.table.pauses(session, pause, LiveEngines(self._fleet), self._clock()))
 
-    # ---- what is decided, done -----------------------------------------------------------------------------------
+    # ---- execution of decisions ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         if not self.table and not self._pins:
@@ -194,13 +194,13 @@ class Sessions:
                 self._pins.pop(context).set()
 
     async def _pin(self, context: Context, over: asyncio.Event) -> None:
-        """Hold a lease of the context's blocks, which makes them no candidates for eviction, until it is ``over``."""
+        """Hold a lease of the context's blocks, so that the engine does not evict them, until ``over`` is set."""
         end: PinEnd = "given_up"
         request = context.request(self._next_id())
         try:
             engine = self._fleet.member(context.engine).engine
             async with engine.prep_recv(request) as space:
-                if 2 * space.matched_len < context.num_tokens:  # most of it is not there any more
+                if 2 * space.matched_len < context.num_tokens:  # most of it is gone from the cache
                     end = "refused"
                     return
                 self.table.kept_since(context, self._clock())
@@ -218,11 +218,11 @@ class Sessions:
             self._metrics.unpinned(end)
 
     async def _move(self, context: Context, to: str) -> None:
-        source, end, sent, reason = context.engine, "failed", 0, f"it took longer than {MOVE_DEADLINE_S:g} s"
+        source, end, sent, reason = context.engine, "failed", 0, f"the move took longer than {MOVE_DEADLINE_S:g} s"
         try:
             async with asyncio.timeout(MOVE_DEADLINE_S):
                 copied = await self._copied(context, to)
-            end, sent, reason = ("absent", 0, "its cache has none of it") if copied is None else ("moved", *copied)
+            end, sent, reason = ("absent", 0, "the cache has none of it") if copied is None else ("moved", *copied)
         except TercetError as error:
             reason = error.message
         except TimeoutError:
@@ -235,9 +235,9 @@ class Sessions:
         SESSION_MOVE.tell(session=context.session, engine=source, to=to, outcome=end, reason=reason)
 
     async def _copied(self, context: Context, to: str) -> tuple[int, str] | None:
-        """Copy what the context's engine has in its cache; returns bytes and words, or None if it has nothing.
+        """Copy the context's KV that its engine has cached; return the bytes and a text, or None if it has none.
 
-        It is pinned meanwhile. Nothing is computed there for it: the next turn can do that where it runs.
+        The KV is pinned meanwhile. The source computes nothing: the engine of the next turn computes missing KV.
         """
         fleet, request = self._fleet.traced(Trace()), context.request(self._next_id())
         with fleet.engine(context.engine) as sender:
@@ -252,7 +252,7 @@ class Sessions:
         return size, f"{there.matched_len} tokens, {size} bytes"
 
     async def _hold(self, engine: str, over: asyncio.Event) -> None:
-        """Have an engine that leaves wait for the next move: it is not empty, neither here nor for itself."""
+        """Keep a leaving engine from counting as empty, here and on the engine itself, until ``over`` is set."""
         with suppress(TercetError):
             async with AsyncExitStack() as held:
                 sender = held.enter_context(self._fleet.traced(Trace()).engine(engine))

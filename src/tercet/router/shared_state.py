@@ -1,7 +1,7 @@
-"""This process and the state of its fleet: applies what others decide, has others apply what is decided here.
+"""The shared state of a fleet in one process: it applies changes of other processes, and makes changes for all.
 
-A change is validated, then written, then applied here, and waited for: everybody who follows the same file applies it
-or says why not. A process that starts later reads one state, however many changes there were.
+A change is validated, written, applied here, and then waited for: every process that follows the same file applies it
+or reports why not. A process that starts later reads one state, which contains all changes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
 FOLLOW_SECONDS = 30.0
-ASKED = "it was asked for"
-REPLACED = "the model was replaced by another one while this request ran; ask again"
+ASKED = "requested"
+REPLACED = "the model was replaced by another one while this request ran; send the request again"
 
 
 @dataclass
 class Loaded:
-    """What a state needs, loaded: programs by the number of their plan, a scheduling file by its number."""
+    """The loaded code of a state: programs by the number of their plan, a scheduling file by its number."""
 
     programs: dict[int, Mapping[str, Program]] = field(default_factory=dict[int, Mapping[str, Program]])
     scheduling: dict[int, Scheduling] = field(default_factory=dict[int, Scheduling])
@@ -60,15 +60,15 @@ LoadScheduling = Callable[[str, str | None], Scheduling]
 
 
 def scheduling_anywhere(path: str, content: str | None = None) -> Scheduling:
-    """What a file says that the operator's own files or flags name, or a ``content`` that is called so."""
+    """Return the scheduling of a file that the operator's files or flags name, or of ``content`` with that name."""
     return load_scheduling(user_file(path, "scheduling") if content is None else Path(path), content)
 
 
 async def load_scheduling_file(
     path: str, content: str | None = None, load: LoadScheduling = scheduling_anywhere
 ) -> Scheduling:
-    """What a file says; raises :class:`~tercet.protocol.TercetError` for one that cannot be used."""
-    return await run_in_thread(load, path, content)  # it runs the user's modules, however long that takes
+    """Load a scheduling file; raise :class:`~tercet.protocol.TercetError` if it cannot be used."""
+    return await run_in_thread(load, path, content)  # it runs the user's modules, which may take long
 
 
 def _unchanged(state: FleetState) -> FleetState:
@@ -76,12 +76,11 @@ def _unchanged(state: FleetState) -> FleetState:
 
 
 class SharedState:
-    """What ``service`` and its fleet do by the state at ``path``; ``state`` is the one in use here. To be closed.
+    """The state at ``path``, applied to ``service`` and its fleet; ``state`` is the one in use. The caller closes it.
 
-    In another ``store`` routers on several machines share it; then the processes of one machine meet at ``path``.
-
-    ``tells``: log what changes. Of several workers, to all of which the same happens, one does. ``traces`` are those of
-    the requests that this process serves.
+    With a ``store``, routers on several machines share the state there; ``path`` then only connects the processes of
+    one machine. ``tells`` is true if this process logs changes: of several workers, only one does. ``traces`` are those
+    of the requests that this process serves.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class SharedState:
         self._membership = membership
         self._metrics = service.metrics
         self._files = FileThread()
-        # A change waits for those of other processes, which does not mean that the file system hangs.
+        # A change may wait for other processes' changes, so a long wait does not mean that the file system hangs.
         self._changes = FileThread(LOCK_SECONDS + BOUND_SECONDS, LOCK_SECONDS + BOUND_SECONDS)
         self._followers = Followers(path, lambda: self._files.is_stuck)
         self.planner = PlannerReports(path, self._files)
@@ -114,20 +113,20 @@ class SharedState:
         self._turn, self._changing_adapters = asyncio.Lock(), asyncio.Lock()
         self._stamp: object = None
         self._serving = False
-        self._silence = ""  # what was said of a file system that hangs; the state is read again once it answers
+        self._silence = ""  # the error while the file system hangs; the state is read again once it answers
         self._failure = ""
-        self.role_keeper: RoleKeeper | None = None  # where roles follow the load
+        self.role_keeper: RoleKeeper | None = None  # set if roles follow the load
         self._applying = TaskSet()
         self._unreported = False
-        self._found: FleetState  # the newest that was read, whether it could be applied or not
+        self._found: FleetState  # the newest state that was read, also if it cannot be applied
         self.state: FleetState
 
     def turn(self, what: str) -> SharedTurn:
-        """Of the processes that share the state, one has it."""
+        """Return the lock for the task ``what``; one of the processes that share the state holds it."""
         return self._file.turn(what)
 
     def close(self) -> None:
-        """This process follows no more."""
+        """Stop following the state."""
         self._applying.cancel()
         self._followers.close()
         self._files.close()
@@ -136,18 +135,18 @@ class SharedState:
     # ---- following -------------------------------------------------------------------------------------------
 
     async def start(self, first: FleetState) -> None:
-        """Apply the existing state, or ``first``. Raises :class:`~tercet.protocol.BadRequest` if it cannot be."""
+        """Apply the stored state, or ``first``; raise :class:`~tercet.protocol.BadRequest` if it cannot be applied."""
         self.state = self._found = await self._filed(self._file.update, _unchanged, first, by=self._changes)
         named = tuple(each for each in self.state.members if not each.uid or each.joined)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
-            logger.warning("state: engines and programs are as %s says, not as this command", self._file.name)
+            logger.warning("state: using the engines and programs of %s, not those of this command", self._file.name)
         self._stamp = await self._filed(self._file.stamp)
         await self._apply(self.state, Loaded(), from_scratch=True)
 
     async def until_ready(self, promised: Callable[[], Awaitable[Promise]] | None = None) -> Promise:
-        """What clients are promised: as the state says, or as the engines do once they have loaded.
+        """Return the promise to clients: that of the state, or that of the engines once they have loaded.
 
-        ``promised`` waits for these, for all that are members if not given.
+        ``promised`` waits for the engines' promise; None waits for all members.
         """
         if self.state.promise is None:
             promise = await (promised or self._membership.until_ready)()
@@ -161,18 +160,18 @@ class SharedState:
         return self.state.promise
 
     async def replaced(self, promise: Promise) -> None:
-        """Serve other weights from now on, here and in all processes that follow."""
+        """Accept other weights from now on, here and in all processes that follow."""
         await self.change(lambda state: state.with_replaced(promise), "all engines serve other weights")
 
     async def serving(self) -> None:
-        """From now on changes wait for this process, so it knows of all before."""
+        """Mark this process as serving: later changes wait for it, and it applies all earlier ones here."""
         self._serving = True
         await self._report()
         await self._catch_up(Loaded())
         self._metrics.workers.set(1)
 
     async def follow(self) -> None:
-        """Apply what others write, and report what runs here, until cancelled."""
+        """Apply changes of other processes, and report this process's state, until cancelled."""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
@@ -192,13 +191,13 @@ class SharedState:
         await asyncio.shield(self._applying.spawn(self._apply_newest(loaded), "state"))
 
     async def _apply_newest(self, loaded: Loaded) -> None:
-        """A state that cannot be applied is reported, and the last good one stays in use."""
+        """Apply the newest state; if that fails, report the failure and keep the last good state in use."""
         async with self._turn:
             found = self._found
             try:
                 self._stamp = await self._filed(self._file.stamp)
                 state = await self._filed(self._file.read)
-                if state is None or state is not state.following(found):  # written again: versions only go up
+                if state is None or state is not state.following(found):  # write it again, since versions only grow
                     state = await self._update(_unchanged)
                 if state.version > found.version:
                     found = state
@@ -211,7 +210,7 @@ class SharedState:
             await self._report()
 
     async def _update(self, change: Callable[[FleetState], FleetState]) -> FleetState:
-        """Change the file's state; one that was lost or put back goes on from the newest that was read."""
+        """Change the stored state; if it was lost or put back, continue from the newest state that was read."""
         known = self._found
 
         def following(state: FleetState) -> FleetState:
@@ -220,28 +219,28 @@ class SharedState:
         return await self._filed(self._file.update, following, known, by=self._changes)
 
     async def _filed(self, function: Callable[..., T], *args: object, by: FileThread | None = None) -> T:
-        """File I/O, next to the loop. Raises :class:`~tercet.protocol.EngineError` where that takes too long."""
+        """Do file I/O in a thread; raise :class:`~tercet.protocol.EngineError` if it takes too long."""
         try:
             return await (by or self._files).run(function, *args)
         except TimeoutError as error:
-            self._silence = f"state: {self._file.name} does not answer, as its file system hangs"
+            self._silence = f"state: {self._file.name} does not answer; its file system hangs"
             raise EngineError(self._silence) from error
 
     def _refuse_state(self, reason: str) -> None:
-        """What cannot be read is said once; the last good state stays in use."""
+        """Log once that a state cannot be read; the last good state stays in use."""
         if self._failure != reason:
             self._failure = reason
             log_events.STATE_REFUSED.tell(version=self.state.version, reason=reason)
         self._metrics.fleet_state(self.state.version, True)
 
     async def _apply(self, state: FleetState, loaded: Loaded, from_scratch: bool = False) -> None:
-        """Load all of it, then use all of it."""
+        """Load all programs and files of a state, and then use them."""
         await self._load(state, loaded, from_scratch)
         is_first = from_scratch and not self._number_at_start(state)
         for used in (state.before, state.program):
             if used is not None and used.number in loaded.programs:
                 self.service.use(used.number, used.plan, loaded.programs[used.number])
-                if is_first:  # the command's own programs were never in use here
+                if is_first:  # the command's own programs were never in use, so the router must not return to them
                     self.service.routing.forget()
                     is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
@@ -254,7 +253,7 @@ class SharedState:
         if not from_scratch and state.adapters != self.state.adapters:
             await self._membership.ask(self._fleet.members)
         if self.tells:
-            for (event, fields, _), reason in changes_with_reasons(self.state, state, f"{self._file.name} says so"):
+            for (event, fields, _), reason in changes_with_reasons(self.state, state, f"found in {self._file.name}"):
                 event.tell(**fields, reason=reason)
         self.state, self._found, self._failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
@@ -275,13 +274,13 @@ class SharedState:
             loaded.scheduling[file.number] = await load_scheduling_file(file.file, file.content)
 
     def _number_at_start(self, state: FleetState) -> int:
-        """The number under which the service's first plan is in the state; 0 if it is not."""
+        """Return the number of the service's first plan in the state; 0 if the state does not have it."""
         oldest = state.before or state.program
         same = oldest.number == self.service.routing.current.number and oldest.plan == self.service.wanted
         return oldest.number if same else 0
 
     async def _load_one_before(self, program: ProgramInUse, loaded: Loaded) -> None:
-        """The programs to return to; without them the requested ones are still accepted."""
+        """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
         try:
             loaded.programs[program.number] = await self.service.load(program.plan)
         except BadRequest as error:
@@ -299,11 +298,11 @@ class SharedState:
     async def use_program(
         self, plan: Plan, reason: str = ASKED, unless_after: int | None = None, load_arm: LoadArm = load_anywhere
     ) -> Sequence[str]:
-        """Serve requests from now on under ``plan``; ``unless_after``: not if a later plan than that one is in use.
+        """Serve new requests by ``plan``, unless a plan with a higher number than ``unless_after`` is in use.
 
-        This and the other changes are logged with their ``reason``, and return what to say of processes that have not
-        followed. They raise :class:`~tercet.protocol.TercetError`, and then nothing changes. ``load_arm`` loads each
-        program.
+        This and the other changes are logged with their ``reason``, and return a text for each process that has not
+        applied them. They raise :class:`~tercet.protocol.TercetError`, and then nothing changes. ``load_arm`` loads
+        each program.
         """
         programs, loaded = await self.service.load(plan, load_arm), Loaded()
 
@@ -323,7 +322,7 @@ class SharedState:
         content: str | None = None,
         load: LoadScheduling = scheduling_anywhere,
     ) -> Sequence[str]:
-        """Go by a scheduling file as it is now, or by a ``content`` that is called so; else as :meth:`use_program`."""
+        """Use a scheduling file, or ``content`` with that name; otherwise as :meth:`use_program`."""
         scheduling, loaded = await load_scheduling_file(file, content, load), Loaded()
 
         def change(state: FleetState) -> FleetState:
@@ -337,17 +336,17 @@ class SharedState:
         return await self.change(change, reason, loaded)
 
     async def check(self, address: EngineAddress) -> None:
-        """Raise :class:`~tercet.protocol.TercetError` for an engine that does not answer, or does not fit."""
+        """Raise :class:`~tercet.protocol.TercetError` for an engine that does not answer or does not fit."""
         await self._membership.check(address)
 
     async def add(self, address: EngineAddress, reason: str = ASKED) -> Sequence[str]:
-        """One more engine, once it has answered and turned out to fit."""
+        """Add an engine after it has answered and been checked."""
         self.state.with_member(address)
         await self.check(address)
         return await self.change(lambda state: state.with_member(address), reason)
 
     async def load_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
-        """Serve a LoRA adapter, once every engine that answers and takes adapters has loaded it."""
+        """Serve a LoRA adapter after every engine that answers and takes adapters has loaded it."""
         async with self._changing_adapters:
             return await self._load_adapter(name, path, reason)
 
@@ -358,9 +357,9 @@ class SharedState:
         return await self.change(lambda state: state.with_adapter(adapter), reason)
 
     async def replace_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
-        """Have an adapter's name stand for what is at ``path`` now; a new one is loaded.
+        """Replace an adapter by the files at ``path``; a new name is loaded.
 
-        Raises :class:`~tercet.protocol.Conflict` while requests use what it stands for.
+        Raises :class:`~tercet.protocol.Conflict` while requests use the adapter.
         """
         async with self._changing_adapters:
             before = self._fleet.adapters.get(name)
@@ -371,7 +370,7 @@ class SharedState:
             return await self.change(lambda state: state.without_adapter(name).with_adapter(adapter), reason)
 
     async def unload_adapter(self, name: str, reason: str = ASKED) -> Sequence[str]:
-        """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
+        """Stop accepting requests for a LoRA adapter; running sequences that use it continue."""
         async with self._changing_adapters:
             if name not in self._fleet.adapters:
                 raise UnknownAdapter(f"name: this fleet has no adapter {name!r}", "name")
@@ -381,13 +380,13 @@ class SharedState:
     async def change(
         self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None
     ) -> Sequence[str]:
-        """Another state, made of the newest one; ``loaded`` is what it needs and has been loaded already."""
+        """Change the newest state; ``loaded`` has programs and files that were loaded for the change already."""
         state = await self._update(lambda state: because(reason, state, change(state)))
         await self._catch_up(loaded or Loaded())
         return await self._behind(state.version)
 
     async def _behind(self, version: int) -> Sequence[str]:
-        """What to say of the processes that have not applied a version, once they had time to."""
+        """Wait until all processes have applied a version, for a limited time; return a text for each that has not."""
         deadline = asyncio.get_running_loop().time() + FOLLOW_SECONDS
         while True:
             reports = [self._own_report(), *await self._filed(self._followers.others)]
@@ -395,7 +394,7 @@ class SharedState:
             if not late or asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(POLL_INTERVAL_S / 4)
-        said = [f"process {each.pid} has not applied it within {FOLLOW_SECONDS:.0f} s" for each in late]
+        said = [f"process {each.pid} has not applied the change within {FOLLOW_SECONDS:.0f} s" for each in late]
         said += [f"process {each.pid}: {each.failure}" for each in reports if each.failure and each not in late]
         if said:
             log_events.STATE_BEHIND.tell(version=version, reason="; ".join(said))
@@ -404,10 +403,10 @@ class SharedState:
     async def _others(self) -> Sequence[str]:
         return await self._filed(self._followers.names_of_others)
 
-    # ---- what runs where -------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------
 
     def refusal(self) -> TercetError | None:
-        """Why requests are not served now; None if they are."""
+        """Return the error with which requests are refused now; None if they are served."""
         try:
             self._shutdown.require_serving()
             self._fleet.health.require_answers()
@@ -416,7 +415,7 @@ class SharedState:
         return None
 
     def engines(self) -> dict[str, EngineReport]:
-        """Sequences on each engine, of all processes that follow; an engine that one of them finds dead is dead."""
+        """Return each engine's state over all processes; an engine that one of them cannot reach is unreachable."""
         found = dict(self._own_report().engines)
         for report in self._followers.others():
             for name, other in report.engines.items():
@@ -428,7 +427,7 @@ class SharedState:
         return found
 
     def attainment(self) -> dict[str, tuple[int, int]]:
-        """By class, requests that ended in all processes that follow, and how many of them met its objectives."""
+        """Return, by class, the requests that ended in all processes, and how many of them met its objectives."""
         found = self.service.attainments.counts()
         for report in self._followers.others():
             for name, (ended, met) in report.attained.items():
@@ -437,12 +436,12 @@ class SharedState:
         return found
 
     def processes(self) -> int:
-        """Processes that follow, with this one."""
+        """Return the number of processes that follow the state, this one included."""
         return 1 + len(self._followers.others())
 
     @property
     def _planned(self) -> bool:
-        """Whether a role keeper or a planner uses lines of prefills."""
+        """True if a role keeper or a planner uses the waiting prefills of engines."""
         return self.role_keeper is not None or self.service.seen is not None
 
     def _own_report(self) -> FollowerReport:
@@ -457,12 +456,12 @@ class SharedState:
         return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left, attained)
 
     async def _report(self) -> None:
-        """A report that cannot be written does not fail what it reports; the write is retried."""
+        """Write this process's report; a failed write is logged once and retried later."""
         try:
             await self._filed(self._followers.tell, self._own_report())
         except (TercetError, OSError) as error:
             if not self._unreported:
-                logger.error("state: others cannot read what is in use here: %s", error)
+                logger.error("state: cannot write this process's report for the other processes: %s", error)
             self._unreported = True
         else:
             self._unreported = False

@@ -1,7 +1,7 @@
-"""Traces of all router processes that share a state: each answers the others, by a socket of this machine.
+"""Traces of all router processes that share a state: each process answers the others over a local socket.
 
-A question is one line of JSON, its answer the traces, or the exemplars that name some of them. The sockets have names
-and no files: a state may be on a file system that is slow or shared with other machines, whose processes are not asked.
+A question is one line of JSON; the answer has traces, or exemplars. The sockets have abstract names instead of files,
+since the state may be on a file system that is slow or shared with other machines, whose processes are not asked.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _PEER = struct.Struct("3i")
 
 
 class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which traces are wanted: those with an id, or else the ``newest``, or the ``slowest``, as many as that.
+    """A question for traces: those with an ``id``, or a number of ``newest`` or ``slowest`` ones.
 
-    ``watch`` asks for what happens from now on instead, as frames of the page; ``exemplars`` for those of a worker that
-    counts in that folder.
+    ``watch`` asks for future frames of the page instead; ``exemplars`` asks for the exemplars of a worker that counts
+    in that folder.
     """
 
     id: str = ""
@@ -45,13 +45,13 @@ class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     exemplars: str = ""
 
     def answer(self, traces: RequestTraces) -> list[RequestTrace]:
-        """What this process knows."""
+        """Return the traces of this process that match."""
         if self.id:
             return traces.called(self.id)
         return [*traces.newest(self.newest), *traces.slowest(self.slowest)]
 
     def best(self, found: Sequence[RequestTrace]) -> list[RequestTrace]:
-        """What all processes know, put together."""
+        """Return the traces that match best, of those that all processes ``found``."""
         if self.slowest:
             return sorted(found, key=lambda trace: -trace.seconds)[: self.slowest]
         newest = sorted(found, key=lambda trace: -trace.at)
@@ -64,9 +64,10 @@ _questions = msgspec.json.Decoder(TraceQuestion)
 
 
 class SharedTraces:
-    """The ``traces`` and exemplars of this process, called ``name`` among the others, and those of the ``others``.
+    """The traces and exemplars of this process, which is called ``name``, and those of the other processes.
 
-    ``frames`` are those of its page, each a line, for another process that shows a page.
+    ``others`` returns their names. ``frames`` yields the frames of this process's page, one per line, for another
+    process that shows a page.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class SharedTraces:
 
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[None]:
-        """While entered, others are answered."""
+        """Answer the other processes while entered."""
         if not self._name:
             yield
             return
@@ -92,21 +93,21 @@ class SharedTraces:
             server.close()
 
     async def find(self, question: TraceQuestion) -> list[RequestTrace]:
-        """What all processes know; one that does not answer in time is left out, and logged."""
+        """Return the traces of all processes that match; log and leave out a process that does not answer in time."""
         return question.best([*question.answer(self.own), *await self._of_others(question, _traces)])
 
     async def exemplars(self) -> list[KeptExemplar]:
-        """Those of this process and, if it is one of several workers, of the others of its router."""
+        """Return the exemplars of this process and of the other workers of its router."""
         folder = os.environ.get(WORKERS_VARIABLE, "")
         others = await self._of_others(TraceQuestion(exemplars=folder), _exemplars) if folder else []
         return [*self._exemplars.kept(), *others]
 
     async def others(self) -> Sequence[str]:
-        """Names of the others that live."""
+        """Return the names of the other live processes."""
         return () if self._others is None else await self._others()
 
     async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
-        """Frames of another one, each a line, until it ends. Raises ``OSError`` and ``ValueError``."""
+        """Yield the frames of another process, one per line, until it ends; raise ``OSError`` or ``ValueError``."""
         reader, writer = await _connected(name)
         try:
             _require_own(writer)
@@ -154,7 +155,7 @@ class SharedTraces:
             writer.close()
 
     async def _tell_frames(self, writer: asyncio.StreamWriter) -> None:
-        """Until this process ends, or the other one reads no more."""
+        """Send frames until this process ends or the other process stops reading."""
         if self.frames is None:
             return
         async with aclosing(self.frames()) as frames:
@@ -165,14 +166,14 @@ class SharedTraces:
 
 
 async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to another process. Raises ``OSError``.
+    """Return a connection to another process; raise ``OSError``.
 
-    uvloop, on which routers run, connects to no names without files; a socket that is connected it takes.
+    uvloop, on which routers run, cannot connect to abstract names, but accepts a connected socket.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.setblocking(False)
-        sock.connect(_address(name))  # it is done at once, or refused
+        sock.connect(_address(name))  # a local connection succeeds or fails at once
         return await asyncio.open_unix_connection(sock=sock, limit=LONGEST_ANSWER)
     except BaseException:
         sock.close()
@@ -184,8 +185,8 @@ def _address(name: str) -> str:
 
 
 def _require_own(writer: asyncio.StreamWriter) -> None:
-    """Raise ``PermissionError`` unless the other end is a process of this user: names without files have no owner."""
+    """Raise ``PermissionError`` unless the other end is a process of this user: abstract names have no owner."""
     sock: socket.socket = writer.get_extra_info("socket")
     _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid not in (os.getuid(), 0):
-        raise PermissionError("it belongs to another user")
+        raise PermissionError("the process at the other end belongs to another user")

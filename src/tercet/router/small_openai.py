@@ -1,7 +1,7 @@
-"""A small OpenAI API over the service, for simulated fleets: completions and chat as text, without vLLM and torch.
+"""A small OpenAI API over the service, for simulated fleets: text completions and chats, without vLLM and torch.
 
-It takes one prompt and gives one answer. What it does not do (several answers, tools, log probabilities, images,
-structured output) is refused with the field's name; vLLM's layer does it (``--openai-layer vllm``).
+A request has one prompt and gets one answer. Other features (several answers, tools, log probabilities, images,
+structured output) are refused with the field's name; vLLM's layer supports them (``--openai-layer vllm``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tercet.wire.serving.error_answers import error_headers
 from tercet.wire.serving.request_context import RequestContext, current
 
 DEFAULT_MAX_TOKENS = 16
-"""As OpenAI's completions."""
+"""Default of OpenAI's completions API."""
 CHAT_MAX_TOKENS = 256
-"""Of a chat's answer: a simulated model ends no answer before its bound."""
+"""Default for chats: a simulated model ends each answer only at its limit."""
 DONE = b"data: [DONE]\n\n"
 JSON = "application/json"
-# Fields that would change the answer; each is accepted with the value that asks for nothing.
+# Fields that would change the answer, and the values without effect, which are accepted.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "response_format": (),
@@ -46,13 +46,13 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 class UsageOptions(msgspec.Struct, frozen=True):
-    """``include_usage``: whether a last chunk has the number of tokens."""
+    """Options of a stream: with ``include_usage``, a last chunk has the numbers of tokens."""
 
     include_usage: bool = False
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of completions and chat. What a simulated model ignores (temperature, ...) may be there too."""
+    """Fields of completions and chats. Other fields that a simulated model ignores (temperature, ...) are allowed."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -83,7 +83,7 @@ class TextCall(msgspec.Struct, frozen=True):
 
 
 def small_app(programs: ServicePrograms, texts: PromptTexts, names: list[str], max_model_len: int) -> FastAPI:
-    """The application; clients know the model by ``names``, and sequences have ``max_model_len`` tokens at most."""
+    """Return the application for a model with these ``names`` and at most ``max_model_len`` tokens per sequence."""
     app = FastAPI(title="Tercet", version=__version__)
     api = SmallAPI(programs, texts, names, max_model_len)
     routes = (
@@ -106,7 +106,7 @@ async def _refused(http: Request, error: Exception) -> Response:
 
 
 class SmallAPI:
-    """The handlers."""
+    """The handlers of the routes."""
 
     def __init__(self, programs: ServicePrograms, texts: PromptTexts, names: list[str], max_model_len: int) -> None:
         self._programs = programs
@@ -115,14 +115,14 @@ class SmallAPI:
         self._max_model_len = max_model_len
 
     async def completions(self, http: Request) -> Response:
-        """``POST /v1/completions``."""
+        """Serve ``POST /v1/completions``."""
         call = await _read(http, TextCompletionCall)
         prompt = await asyncio.to_thread(self._encode, call.prompt) if isinstance(call.prompt, str) else call.prompt
         most = DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens
         return await self._answer(call, prompt, most, Form("cmpl", "text_completion", chat=False))
 
     async def chat(self, http: Request) -> Response:
-        """``POST /v1/chat/completions``."""
+        """Serve ``POST /v1/chat/completions``."""
         call = await _read(http, ChatCall)
         prompt = await asyncio.to_thread(lambda: self._encode(self._texts.chat(call.messages)))
         wanted = call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens
@@ -130,26 +130,26 @@ class SmallAPI:
         return await self._answer(call, prompt, most, Form("chatcmpl", "chat.completion", chat=True))
 
     async def tokenize(self, http: Request) -> Response:
-        """``POST /tokenize``."""
+        """Serve ``POST /tokenize``."""
         call = await _read(http, TextCall)
         tokens = await asyncio.to_thread(self._encode, call.prompt)
         return _json({"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens})
 
     async def models(self) -> Response:
-        """``GET /v1/models``."""
+        """Serve ``GET /v1/models``."""
         entry = {"object": "model", "owned_by": "tercet", "max_model_len": self._max_model_len}
         return _json({"object": "list", "data": [{"id": name, **entry} for name in self._names]})
 
     async def version(self) -> Response:
-        """``GET /version``."""
+        """Serve ``GET /version``."""
         return _json({"version": f"tercet {__version__}, without vLLM"})
 
     async def health(self) -> Response:
-        """``GET /health``: the router has looked at its engines already."""
+        """Serve ``GET /health``; the router has checked its engines before."""
         return Response()
 
     async def metrics(self) -> Response:
-        """``GET /metrics``."""
+        """Serve ``GET /metrics``."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     def _encode(self, text: str) -> list[int]:
@@ -157,15 +157,15 @@ class SmallAPI:
 
     async def _answer(self, call: Call, prompt: list[int], max_tokens: int, form: Form) -> Response:
         if call.model not in (None, *self._names):
-            raise UnknownModel(f"model: there is no {call.model!r} here; this is {self._names[0]}", "model")
+            raise UnknownModel(f"model: this router does not serve {call.model!r}; use {self._names[0]}", "model")
         if not prompt:
-            raise BadRequest("prompt: it is empty", "prompt")
+            raise BadRequest("prompt: is empty; send at least one token", "prompt")
         if max_tokens < 1:
-            raise BadRequest(f"max_tokens: {max_tokens} is not a positive number", "max_tokens")
+            raise BadRequest(f"max_tokens: is {max_tokens}, and must be at least 1", "max_tokens")
         if len(prompt) + max_tokens > self._max_model_len:
             raise BadRequest(
-                f"max_tokens: {len(prompt)} tokens of the prompt and {max_tokens} more are above the model's length "
-                f"of {self._max_model_len}",
+                f"max_tokens: {len(prompt)} tokens of the prompt and {max_tokens} output tokens exceed the model's "
+                f"context length of {self._max_model_len}",
                 "max_tokens",
             )
         context = current()
@@ -189,7 +189,7 @@ class Form(msgspec.Struct, frozen=True):
     chat: bool
 
     def choice(self, text: str, finish_reason: str | None, streamed: bool) -> dict[str, Any]:
-        """The one choice of an answer, or of a chunk of it."""
+        """Return the only choice of an answer, or of a chunk of it."""
         end = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         if not self.chat:
             return {"text": text, **end}
@@ -197,7 +197,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Answering:
-    """One answer, as it is generated."""
+    """One answer while it is generated."""
 
     def __init__(
         self, programs: ServicePrograms, texts: PromptTexts, request: ProgramRequest, form: Form, model: str,
@@ -212,7 +212,7 @@ class Answering:
         self._head = {"id": request.seq_id, "created": int(time.time()), "model": model}
 
     async def whole(self) -> Response:
-        """All of it, once it is over."""
+        """Return the whole answer after the last token."""
         tokens, reason = list[int](), None
         async for output in self._outputs():
             tokens += output.token_ids
@@ -221,14 +221,14 @@ class Answering:
         return _json({**self._head, "object": self._form.kind, "choices": [choice], "usage": self._usage(len(tokens))})
 
     async def streamed(self, include_usage: bool) -> Response:
-        """Server-sent events; the first output is awaited before the status goes out, so that bad input is a 4xx."""
+        """Return a stream of server-sent events, after the first output, so that invalid input gets a 4xx status."""
         outputs = self._outputs()
         first = await anext(outputs, None)
         events = self._events(first, outputs, include_usage)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _outputs(self) -> AsyncIterator[Output]:
-        """Raises the error that ended the sequence, once it is counted and logged."""
+        """Yield the outputs; count, log and raise an error that ends the sequence."""
         try:
             async with aclosing(self._run.stream) as stream:
                 async for output in stream:
@@ -247,7 +247,7 @@ class Answering:
                 tokens += output.token_ids
                 text = self._texts.decode(tokens[shown:])
                 whole = output.finish_reason is not None or not text.endswith("\ufffd")
-                if whole:  # else a character whose last bytes are still to come
+                if whole:  # otherwise the last bytes of a character are still missing
                     shown = len(tokens)
                     yield self._chunk([self._form.choice(text, output.finish_reason, streamed=True)])
                 output = await anext(rest, None)
@@ -268,12 +268,14 @@ class Answering:
 
 
 async def _read(http: Request, kind: type[Any]) -> Any:
-    """The call in a body; raises :class:`~tercet.protocol.BadRequest` for what is not served."""
+    """Return the decoded body; raise :class:`~tercet.protocol.BadRequest` for features that are not supported."""
     body = await http.body()
     call = decode_call(body, kind)
     for name, value in read_json(in_utf8(body)).items():
         if name in NOT_SERVED and value is not None and not _asks_for_nothing(value, NOT_SERVED[name]):
-            raise BadRequest(f"{name}: the small OpenAI layer of simulated fleets has none; --openai-layer vllm", name)
+            raise BadRequest(
+                f"{name}: the small OpenAI layer of simulated fleets does not support it; use --openai-layer vllm", name
+            )
     return call
 
 
@@ -286,5 +288,8 @@ def _json(value: Any) -> Response:
 
 
 def prompt_texts(checkpoint: str) -> PromptTexts:
-    """The tokenizer and chat template in a checkpoint's directory; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the tokenizer and chat template in a checkpoint's folder.
+
+    Raises :class:`~tercet.protocol.BadRequest` without a valid tokenizer.
+    """
     return PromptTexts(Path(checkpoint))

@@ -1,4 +1,4 @@
-"""Serves the small OpenAI API: what :mod:`.server` does with vLLM's layer, with uvicorn alone."""
+"""The server of the small OpenAI API: as :mod:`.server`, but with uvicorn instead of vLLM's layer."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from tercet.wire.serving.server_access import api_keys
 
 
 class _Flags(argparse.ArgumentParser):
-    """Of vLLM's flags the one that is about who may come in."""
+    """A parser for the only flag of vLLM's that the small layer accepts, ``--api-key``."""
 
     def error(self, message: str) -> NoReturn:
         raise BadRequest(
-            f"router-args: {message}; the small OpenAI layer takes --api-key alone, --openai-layer vllm all of them",
+            f"router-args: {message}; the small OpenAI layer accepts only --api-key; for others use "
+            "--openai-layer vllm",
             "router-args",
         )
 
 
 def flags_of(given: Sequence[str]) -> argparse.Namespace:
-    """The flags after ``--``; raises :class:`~tercet.protocol.BadRequest` for those of vLLM's layer."""
+    """Return the parsed flags after ``--``; raise :class:`~tercet.protocol.BadRequest` for those of vLLM's layer."""
     parser = _Flags(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", nargs="+", type=lambda text: key_of(text, "--api-key"))
     return parser.parse_args(list(given))
@@ -54,9 +55,9 @@ async def serve_small(
     config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers,
     files: NamedFiles, heed_signals: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Serve until told to stop, by signals once ``heed_signals`` was called.
+    """Serve until a shutdown; ``heed_signals`` is called to make signals begin it.
 
-    ``files`` are those that admin routes may name.
+    ``files`` are the files that admin routes may name.
     """
     service = state.service
     keys = RouterKeys(config, api_keys(flags_of(config.vllm_args)))

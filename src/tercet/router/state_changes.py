@@ -1,4 +1,4 @@
-"""What is different from one state of a fleet to the next, as events of the log, each with its own reason."""
+"""The differences between two states of a fleet, as log events with their reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REMEMBERED = 32
 
 
 def because(reason: str, before: FleetState, after: FleetState) -> FleetState:
-    """``after``, which was made of ``before`` for that reason, if it is another state at all."""
+    """Return ``after``, with its changes since ``before`` and their ``reason`` recorded if the two states differ."""
     if after is before:
         return after
     version, found = before.version + 1, changes(before, after)
@@ -23,9 +23,9 @@ def because(reason: str, before: FleetState, after: FleetState) -> FleetState:
 
 
 def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) -> Sequence[tuple[Change, str]]:
-    """What has been changed since ``before``, in order, and why: ``otherwise`` if no reason was given.
+    """Return the changes since ``before`` in order, each with its reason, or ``otherwise`` if none was recorded.
 
-    What was changed and changed back is in there twice.
+    A setting that was changed and changed back occurs twice.
     """
     made = [each for each in after.changes if each.version > before.version]
     told = [(Change(_CHANGES[each.event], each.fields), each.reason) for each in made if each.event in _CHANGES]
@@ -35,7 +35,7 @@ def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) 
 
 
 def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
-    """What operators have changed between two states, each once; an engine at another URL is another engine."""
+    """Yield each difference between two states once; an engine at another URL is another engine."""
     yield from member_changes(before.members, after.members)
     yield from _of_adapters(before, after)
     yield from _of_programs(before.program, after)
@@ -53,7 +53,7 @@ def _of_adapters(before: FleetState, after: FleetState) -> Iterator[Change]:
 
 
 def _of_programs(before: ProgramInUse, after: FleetState) -> Iterator[Change]:
-    """Every plan that has come since; the one before the last may have been in use for a moment only."""
+    """Yield every plan since ``before``, also one that was in use only for a moment."""
     for used in (after.before, after.program):
         if used is not None and used.number > before.number:
             names = dict.fromkeys(arm.label for arm in used.plan.arms)

@@ -1,6 +1,6 @@
-"""The state of routers on several machines, in a ConfigMap of Kubernetes; a Lease tells whose turn it is.
+"""The state of routers on several machines in a ConfigMap of Kubernetes, with a Lease as lock.
 
-What was read is replaced only if its ``resourceVersion`` is still the same, which the API server checks.
+A write succeeds only if the object's ``resourceVersion`` is still the one that was read; the API server checks this.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from tercet.router.state_store import SharedTurn, Stored, name_of_this_process
 
 KEY = "state.json"
 MOST_BYTES = 900 * 1024
-"""Of a state: Kubernetes refuses objects of more than a MiB."""
+"""Largest size of a state in bytes: Kubernetes refuses objects of more than 1 MiB."""
 ANSWER_SECONDS = 2.0
 LOOK_SECONDS = 1.0
-"""Between two looks for a change that others have made."""
+"""Seconds between two polls for changes of other processes."""
 OK, CREATED, NOT_FOUND, FORBIDDEN, CONFLICT = 200, 201, 404, 403, 409
 Json = dict[str, Any]
 Ask = Callable[[str, str, Json | None], tuple[int, Json]]
 
 
 def asking(api: ApiAccess) -> Ask:
-    """Calls of the API server that block. They raise :class:`~tercet.protocol.EngineError` if it does not answer."""
+    """Return a function for blocking calls of the API server.
+
+    It raises :class:`~tercet.protocol.EngineError` if the server does not answer.
+    """
 
     def ask(method: str, path: str, body: Json | None) -> tuple[int, Json]:
         headers = {"accept": "application/json"}
@@ -67,9 +70,9 @@ def _call(
 
 
 class ConfigMapStore:
-    """The ConfigMap ``name`` of a namespace, which the first change makes. ``clock`` is this process's own.
+    """The ConfigMap ``name`` of a namespace, which the first change creates. ``clock`` is monotonic, in seconds.
 
-    ``kinds``: what it and the Lease are called in messages, where :mod:`.state_ray` keeps them elsewhere.
+    ``kinds`` are the names of its kind and the Lease's kind in messages; :mod:`.state_ray` has other kinds.
     """
 
     def __init__(
@@ -88,11 +91,11 @@ class ConfigMapStore:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the ConfigMap in messages."""
         return f"the {self._kinds[0]} {self._namespace}/{self._called}"
 
     def load(self) -> Stored:
-        """The content, marked by the object's version."""
+        """Return the content with the object's version as mark."""
         status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
         if status == NOT_FOUND:
             return self._noted(Stored(None, None))
@@ -101,10 +104,10 @@ class ConfigMapStore:
         return self._noted(Stored(None if content is None else str(content).encode(), version_of(found)))
 
     def store(self, content: bytes, since: object) -> bool:
-        """As :meth:`~tercet.router.state_store.StateStore.store`."""
+        """Replace the content; see :meth:`~tercet.router.state_store.StateStore.store`."""
         if len(content) > MOST_BYTES:
             raise BadRequest(
-                f"state: it has {len(content)} bytes, and {self.name} may have {MOST_BYTES}; remove engines, or use "
+                f"state: has {len(content)} bytes, and {self.name} may have {MOST_BYTES}; remove engines, or use "
                 "a file (--state)", "state"
             )  # fmt: skip
         body: Json = {"metadata": {"name": self._called}, "data": {KEY: content.decode()}}
@@ -116,7 +119,7 @@ class ConfigMapStore:
         return True
 
     def stamp(self) -> object:
-        """The object's version, up to a second ago."""
+        """Return the object's version, which may be up to one second old."""
         if self._looked is None or self._clock() >= self._looked + LOOK_SECONDS:
             self.load()
         return self._stamp
@@ -126,13 +129,13 @@ class ConfigMapStore:
         return found
 
     def turn(self, what: str) -> SharedTurn:
-        """A Lease next to the ConfigMap."""
+        """Return a lock: a Lease in the ConfigMap's namespace."""
         claim = LeaseClaim(name_of_this_process())
         return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock, self._kinds[1])
 
 
 class LeaseTurn:
-    """The Lease ``name`` of a namespace."""
+    """The lock by the Lease ``name`` of a namespace."""
 
     def __init__(
         self, ask: Ask, namespace: str, name: str, claim: LeaseClaim, clock: Callable[[], float], kind: str = "Lease"
@@ -144,11 +147,11 @@ class LeaseTurn:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the Lease in messages."""
         return f"the {self._kind} {self._namespace}/{self._called}"
 
     def take(self) -> bool:
-        """As :meth:`.SharedTurn.take`; an API server that is away for a moment changes nothing."""
+        """Take or keep the lock, see :meth:`.SharedTurn.take`; a short failure of the API server does not lose it."""
         now = self._clock()
         if self._claim.holds(now) and not self._claim.needs_renewal(now):
             return True
@@ -190,7 +193,7 @@ class LeaseTurn:
         self._claim.written(asked)
 
     def release(self) -> None:
-        """Give it back, if it was taken, so that the next one need not wait for its end."""
+        """Release the Lease if this process holds it, so that the next process need not wait for its timeout."""
         if not self._claim.holds(self._clock()):
             return
         status, found = self._ask("GET", f"{self._objects}/{self._called}", None)
@@ -200,7 +203,7 @@ class LeaseTurn:
 
 
 def write(ask: Ask, objects: str, name: str, kind: Json, body: Json, since: object) -> tuple[int, Json] | None:
-    """Make or change an object that is still as it was; None if it is not."""
+    """Create an object (``since`` None), or change its version ``since``; None if it has changed in the meantime."""
     if since is None:
         answer = ask("POST", objects, {**kind, **body})
     else:
@@ -209,23 +212,23 @@ def write(ask: Ask, objects: str, name: str, kind: Json, body: Json, since: obje
 
 
 def version_of(found: Json) -> str:
-    """The version of an object, which changes with it."""
+    """Return the version of an object, which differs after each change."""
     return str(part(found, "metadata").get("resourceVersion", ""))
 
 
 def part(found: Json, name: str) -> Json:
-    """A part of an object, which may lack it."""
+    """Return a part of an object; empty if the object does not have it."""
     return cast("Json", found.get(name) or {})
 
 
 def require(status: int, found: Json, name: str, verbs: str) -> None:
-    """Raise :class:`~tercet.protocol.EngineError` for an answer that is none."""
+    """Raise :class:`~tercet.protocol.EngineError` for an answer with an error status."""
     if status not in (OK, CREATED):
         hint = f"; its Role must allow {verbs}" if status == FORBIDDEN else ""
         raise EngineError(f"state: {name} cannot be used: HTTP {status}{hint}: {str(found.get('message', ''))[:300]}")
 
 
 def configmap_store(api: ApiAccess, given: str) -> ConfigMapStore:
-    """The store in ``[NAMESPACE/]NAME``."""
+    """Return the store in the ConfigMap ``[NAMESPACE/]NAME``."""
     namespace, slash, name = given.rpartition("/")
     return ConfigMapStore(asking(api), namespace if slash else api.namespace, name)

@@ -1,7 +1,7 @@
-"""The state of routers on several machines in the head of a Ray cluster, as :mod:`.state_configmap` has it elsewhere.
+"""The state of routers on several machines in the head of a Ray cluster; otherwise as :mod:`.state_configmap`.
 
-Ray ends a process that is connected to its head when that is away for long, so no router is. A small process asks the
-head for it; that one may end, and the next call starts another.
+Ray ends a process that is connected to its head when the head is away for long, so a router must not connect. A small
+process calls the head for it; that process may end, and the next call starts another one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ANSWER_SECONDS = 3.0
 
 
 class HeadAccess:
-    """Calls of the head at ``address`` that block; any thread may call, one at a time is served.
+    """Blocking calls of the head at ``address``, from any thread, one call at a time.
 
-    ``argv`` starts the process that asks the head.
+    ``argv`` is the command of the process that calls the head.
     """
 
     def __init__(self, address: str, argv: tuple[str, ...] = (sys.executable, "-m", PROCESS)) -> None:
@@ -38,12 +38,12 @@ class HeadAccess:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process before it is needed: it imports for a second or more."""
+        """Start the process before it is needed, since its imports take a second or more."""
         with self._lock:
             self._running()
 
     def ask(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """As :func:`tercet.router.state_configmap.asking`."""
+        """Call the head; the arguments and errors are those of :func:`tercet.router.state_configmap.asking`."""
         with self._lock:
             try:
                 return self._asked(msgspec.json.encode((method, path, body)) + b"\n")
@@ -59,7 +59,7 @@ class HeadAccess:
         process.stdin.flush()
         seconds = max(ANSWER_SECONDS, self._started + START_SECONDS - time.monotonic())
         if not select.select([process.stdout], [], [], seconds)[0]:
-            raise TimeoutError(f"not within {seconds:.0f} s")
+            raise TimeoutError(f"no answer within {seconds:.0f} s")
         return msgspec.json.decode(process.stdout.readline(), type=tuple[int, Json])
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -70,7 +70,7 @@ class HeadAccess:
         return self._process
 
     def _end(self) -> None:
-        """It may hang, and has nothing to finish."""
+        """Kill the process, which may hang and has nothing to finish."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -78,7 +78,7 @@ class HeadAccess:
 
 
 def ray_store(given: str) -> ConfigMapStore:
-    """The store in ``[HOST:PORT/]NAME``; without an address, in the cluster of this machine."""
+    """Return the store ``[HOST:PORT/]NAME``; without an address, that of this machine's cluster."""
     address, _, name = given.rpartition("/")
     head = HeadAccess(address or "auto")
     head.start()

@@ -1,7 +1,7 @@
-"""Where routers keep the state that they share, and whose turn it is among them; in files of one file system.
+"""The store of the state that routers share, and locks among them, in files of one file system.
 
-A store is the smallest that sharing needs: read the content, replace it unless it has changed since, and have one
-process at a time do something. :mod:`.state_configmap` is another one, :mod:`.state_ray` a third.
+A store has three operations: read the content, replace it unless it has changed since it was read, and let one process
+at a time do a task. :mod:`.state_configmap` and :mod:`.state_ray` are other stores.
 """
 
 from __future__ import annotations
@@ -24,64 +24,65 @@ RETRY_DELAY_S = 0.01
 
 
 def name_of_this_process() -> str:
-    """A name that no other process has, of this machine or another; each call gives another one."""
+    """Return a name that is unique among all processes of all machines; each call returns another name."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Stored(NamedTuple):
-    """The content at one moment, None if there is none, and a ``mark`` that no other content has."""
+    """The content at one moment, None without content, and a ``mark`` that differs for every other content."""
 
     content: bytes | None
     mark: object
 
 
 class SharedTurn(Protocol):
-    """One process at a time has it, of all that share a store."""
+    """A lock that one process at a time holds, of all processes that share a store."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the lock in messages."""
         ...
 
     def take(self) -> bool:
-        """Whether this process has it now, and for some seconds from now on; to be called again before they are over.
+        """Take or keep the lock; return True if this process holds it now, and for some seconds.
 
-        Raises ``OSError`` or :class:`~tercet.protocol.TercetError` if that is not known.
+        Call it again before these seconds are over. Raises ``OSError`` or :class:`~tercet.protocol.TercetError` if the
+        holder is not known.
         """
         ...
 
     def release(self) -> None:
-        """Give it back, if it was taken."""
+        """Release the lock if this process holds it."""
         ...
 
 
 class StateStore(Protocol):
-    """Every method does I/O, and may be called by any process; errors are :class:`~tercet.protocol.TercetError`."""
+    """A store; every method does I/O, and any process may call it. Errors are :class:`~tercet.protocol.TercetError`."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the store in messages."""
         ...
 
     def load(self) -> Stored:
-        """The content."""
+        """Return the content."""
         ...
 
     def store(self, content: bytes, since: object) -> bool:
-        """Replace the content if its mark is still ``since``; False, and nothing is changed, if it is not."""
+        """Replace the content if its mark is still ``since``; return False, without a change, if it is not."""
         ...
 
     def stamp(self) -> object:
-        """Differs from one call to the next if there is another content; it may be some time late."""
+        """Return a value that differs after a change of the content, maybe with some delay."""
         ...
 
     def turn(self, what: str) -> SharedTurn:
-        """The turn to do ``what``."""
+        """Return the lock for the task ``what``."""
         ...
 
 
 class FileStore:
-    """A file, which is replaced as a whole; the kernel's locks tell whose turn it is, and end with their process."""
+    """A store in a file that is replaced as a whole; its locks are the kernel's, which end with their process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +93,7 @@ class FileStore:
         return str(self._path)
 
     def load(self) -> Stored:
-        """The content, which is its own mark."""
+        """Return the content, which is also its mark."""
         try:
             content = read_whole(self._path)
         except FileNotFoundError:
@@ -102,7 +103,7 @@ class FileStore:
         return Stored(content, content)
 
     def store(self, content: bytes, since: object) -> bool:
-        """As :meth:`StateStore.store`; one writer at a time looks and replaces."""
+        """Replace the content, see :meth:`StateStore.store`; one writer at a time compares and replaces."""
         with self._locked():
             if self.load().mark != since:
                 return False
@@ -113,11 +114,11 @@ class FileStore:
             return True
 
     def stamp(self) -> object:
-        """Of the file."""
+        """Return the stamp of the file."""
         return stamp_of(self._path)
 
     def turn(self, what: str) -> SharedTurn:
-        """A lock on a file next to this one."""
+        """Return a lock by a file next to this one."""
         return FileTurn(Path(f"{self._path}.{what}.lock"))
 
     @contextmanager
@@ -135,7 +136,7 @@ class FileStore:
 
 
 class FileTurn:
-    """The lock on a file. Its methods are called by one thread, also for callers that have stopped waiting."""
+    """A lock by a file. One thread calls its methods, also for callers that have stopped waiting."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -147,7 +148,7 @@ class FileTurn:
         return str(self._path)
 
     def take(self) -> bool:
-        """As :meth:`SharedTurn.take`; it is this process's until that ends."""
+        """Take the lock, see :meth:`SharedTurn.take`; this process holds it until it ends or releases it."""
         if self._held is None:
             found = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -161,7 +162,7 @@ class FileTurn:
         return True
 
     def release(self) -> None:
-        """Give it back, if it was taken."""
+        """Release the lock if this process holds it."""
         if self._held is not None:
             os.close(self._held)
             self._held = None

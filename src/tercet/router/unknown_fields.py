@@ -1,6 +1,6 @@
-"""Fields of a state that a later Tercet has written and this one does not know: set apart, named, and kept.
+"""Unknown fields of a state, which a later version of Tercet wrote: they are separated, named and kept.
 
-All of it is pure. A state is JSON; what of it is known is said by msgspec's types.
+No I/O. A state is decoded JSON; msgspec's types define its known fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from msgspec import inspect
 
 
 def known_part(value: Any, kind: inspect.Type) -> Any:
-    """``value`` without what no struct of ``kind`` knows."""
+    """Return ``value`` without the fields that the structs of ``kind`` do not have."""
     fields = _fields(kind)
     if fields is not None and isinstance(value, dict):
         named = cast("dict[str, Any]", value)
@@ -24,7 +24,7 @@ def known_part(value: Any, kind: inspect.Type) -> Any:
 
 
 def unknown_names(value: Any, kind: inspect.Type, at: str = "") -> Iterator[str]:
-    """Where the fields are that no struct of ``kind`` knows, such as ``members[0].address.zone``."""
+    """Yield the paths of fields that the structs of ``kind`` do not have, such as ``members[0].address.zone``."""
     fields, item = _fields(kind), _item(kind)
     if fields is not None and isinstance(value, dict):
         for name, part in cast("dict[str, Any]", value).items():
@@ -39,10 +39,9 @@ def unknown_names(value: Any, kind: inspect.Type, at: str = "") -> Iterator[str]
 
 
 def with_unknown(after: Any, before: Any, kind: inspect.Type) -> Any:
-    """``after``, which is known whole, with the unknown fields that ``before`` has of the same things.
+    """Return ``after``, which has only known fields, with the unknown fields of the same records in ``before``.
 
-    What has a name is the same thing under the same name; what has a number, under the same number; of what has
-    neither, what says the same.
+    Two records are the same if they have the same name or number; records without either, if they are equal.
     """
     fields, item = _fields(kind), _item(kind)
     if fields is not None and isinstance(after, dict) and isinstance(before, dict):
@@ -73,7 +72,7 @@ def _name(part: Any) -> str | None:
 
 
 def _fields(kind: inspect.Type) -> Mapping[str, inspect.Type] | None:
-    """Those of a struct, or of the one that may be there."""
+    """Return the fields of a struct, or of the struct in an optional type; None for other types."""
     if isinstance(kind, inspect.UnionType):
         return next((found for each in kind.types if (found := _fields(each)) is not None), None)
     if isinstance(kind, inspect.StructType):
@@ -82,5 +81,5 @@ def _fields(kind: inspect.Type) -> Mapping[str, inspect.Type] | None:
 
 
 def _item(kind: inspect.Type) -> inspect.Type | None:
-    """The kind of a list's items."""
+    """Return the type of a list's items; None for other types."""
     return kind.item_type if isinstance(kind, (inspect.VarTupleType, inspect.ListType)) else None

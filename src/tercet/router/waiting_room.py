@@ -1,4 +1,4 @@
-"""What a router answers while its fleet has no engine yet: a reason to clients, and its routes to engines that join."""
+"""The answers of a router whose fleet has no engine yet: an error to clients, and the routes by which engines join."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.serving.server_access import api_keys
 
 logger = logging.getLogger("tercet.router")
-# With these, vLLM's layer listens otherwise than at a plain port.
+# Flags with which vLLM's layer does not listen at a plain port.
 OTHER_LISTENING = ("--ssl", "--uds", "--root-path")
-REASON = "this router has no engine yet; it serves once one has joined or is found"
+REASON = "this router has no engine yet; it serves once an engine has joined or is found"
 
 
 def can_wait(config: RouterConfig) -> bool:
-    """Whether the port is a plain one of this process, which answers until an engine is there."""
+    """True if the port is a plain port of this process, which can answer until there is an engine."""
     plain = not any(flag.startswith(OTHER_LISTENING) for flag in config.vllm_args)
     return config.workers == 1 and config.admin_listen is None and plain
 
 
 @asynccontextmanager
 async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles) -> AsyncGenerator[None]:
-    """While entered, the router's port answers clients with 503 and :data:`REASON`, and serves its admin routes.
+    """Answer clients at the router's port with 503 and :data:`REASON`, and serve admin routes, while entered.
 
-    The port is free when it is left, so that the OpenAI API can listen there.
+    The port is free at the exit, so that the OpenAI API can listen there.
     """
     keys = RouterKeys(config, api_keys(_keys_of(config.vllm_args)))
     keys.require_private(config.host, config)
@@ -54,7 +54,7 @@ async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFil
         try:
             if not await server.started_by(serving):
                 serving.result()
-            logger.warning("%s; it answers at port %d", REASON, config.port)
+            logger.warning("%s; until then port %d answers with this error", REASON, config.port)
             yield
         finally:
             server.should_exit = True
@@ -80,7 +80,7 @@ def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: Name
 
 
 def _keys_of(given: Sequence[str]) -> argparse.Namespace:
-    """The keys of clients among vLLM's flags; the others are checked by the layer that serves later."""
+    """Return the client keys among vLLM's flags; the layer that serves later checks the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", nargs="+")
     return parser.parse_known_args(list(given))[0]

@@ -1,4 +1,4 @@
-"""The process that imports vLLM once for all workers of a router, and forks each of them.
+"""The warm parent: a process that imports vLLM once for all workers of a router, and forks each of them.
 
 See :mod:`tercet.aio.warm_parent`. A supervisor that was forked with vLLM imported forks this process too.
 """
@@ -27,12 +27,12 @@ IMPORTED = (
     "tercet.vllm_plugin.frontend.served_adapters",
     "uvloop",
 )
-# Libraries start their threads when they are imported, and no thread survives a fork: so they start none.
+# Makes libraries start no threads at their import, since threads do not survive a fork.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def main() -> None:
-    """Import what workers need, and fork them until the supervisor closes its end."""
+    """Import the modules that workers need, and fork workers until the supervisor closes its end."""
     _leave_signals_to_the_supervisor()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         from tercet.vllm_plugin.start.server import RESAMPLING
@@ -60,7 +60,10 @@ def _worker(descriptors: list[int]) -> int:
 
 @contextmanager
 def warm_parent(metrics: Path) -> Generator[socket.socket]:
-    """The channel to a warm parent whose workers write their metrics to ``metrics``; before there is an event loop."""
+    """Start a warm parent, yield the channel to it, and stop it at the exit; call this before an event loop runs.
+
+    Its workers write their metrics to ``metrics``.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
@@ -74,7 +77,7 @@ def warm_parent(metrics: Path) -> Generator[socket.socket]:
 
 
 def _executed(_: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], object]:
-    """Start a warm parent that imports; returns how to stop it."""
+    """Start a warm parent that imports vLLM; return the function that stops it."""
     fd = channel.fileno()
     env = {**os.environ, **ONE_THREAD, **variables}
     process = subprocess.Popen([sys.executable, "-c", COMMAND, str(fd)], pass_fds=[fd], env=env)
@@ -87,7 +90,7 @@ def _executed(_: socket.socket, channel: socket.socket, variables: Mapping[str, 
 
 
 def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], object]:
-    """Fork this process, which has imported, into a warm parent; returns how to stop it."""
+    """Fork this process, which has imported vLLM, into a warm parent; return the function that stops it."""
     pid = os.fork()
     if pid:
 
@@ -111,12 +114,12 @@ def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str,
 
 
 def _leave_signals_to_the_supervisor() -> None:
-    """They reach the whole group; this process ends when the supervisor closes its end."""
+    """Ignore signals, which reach the whole group: this process ends when the supervisor closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _count_in_files() -> None:
-    """Prometheus chooses at its import whether metrics are kept in files; make it choose again."""
+    """Make Prometheus keep metrics in files; it chose otherwise when it was imported."""
     values: Any = importlib.import_module("prometheus_client.values")
     values.ValueClass = values.get_value_class()

@@ -1,7 +1,7 @@
-"""Several router processes behind one port: a supervisor starts workers and replaces those that end.
+"""Several router processes behind one port: a supervisor starts workers and replaces workers that end.
 
-Each worker has its own view of the fleet, its own programs and its own token streams. What operators change reaches all
-of them by the state that they follow: see :mod:`tercet.router.shared_state`.
+Each worker has its own view of the fleet, its own programs and its own token streams. Operators' changes reach all
+workers by the state that they follow: see :mod:`tercet.router.shared_state`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HURRY = b"!"
 
 
 class Started(msgspec.Struct, frozen=True):
-    """What a worker reads from its standard input: its place, and the file descriptors that it inherits."""
+    """The settings that a worker reads from its standard input, with the file descriptors that it inherits."""
 
     config: RouterConfig
     index: int
@@ -51,7 +51,7 @@ class Started(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Shared:
-    """What a worker has in common with others: the port, each one's number of connections, and the supervisor."""
+    """The objects that all workers share: the port, the number of connections of each, and a line to the supervisor."""
 
     index: int
     listening: socket.socket
@@ -59,11 +59,11 @@ class Shared:
     line: socket.socket
 
     def serving(self) -> None:
-        """Tell the supervisor that this worker takes connections."""
+        """Tell the supervisor that this worker accepts connections."""
         self.line.sendall(SERVING)
 
     async def follow_supervisor(self, hurry: Callable[[], object]) -> None:
-        """Call ``hurry`` when the supervisor says so; stop if it is gone, since nothing would stop this worker then."""
+        """Call ``hurry`` at the supervisor's message; end this process if the supervisor is gone."""
         self.line.setblocking(False)
         with suppress(ConnectionError):
             while await asyncio.get_running_loop().sock_recv(self.line, len(HURRY)):
@@ -72,12 +72,12 @@ class Shared:
 
 
 def main() -> None:
-    """Serve until told to stop, or until the supervisor is gone."""
+    """Serve until a signal, or until the supervisor is gone."""
     work(sys.stdin.buffer.read())
 
 
 def work(settings: bytes, descriptors: tuple[int, int, int] | None = None) -> None:
-    """Be the worker of ``settings``; ``descriptors`` are its line, port and loads where they have other numbers."""
+    """Run the worker of ``settings``; ``descriptors`` replace those of its line, port and loads, if given."""
     from tercet.router.server import serve
 
     started = msgspec.json.decode(settings, type=Started)
@@ -93,20 +93,20 @@ def work(settings: bytes, descriptors: tuple[int, int, int] | None = None) -> No
             raise SystemExit(error.exit_code) from None
 
 
-# For a worker to give back what it has, after its requests have ended.
+# Seconds for a worker to free its resources after its requests have ended.
 GRACE_SECONDS = 20.0
 RETRY_DELAY_S = 1.0
-# Replacements that end before they serve, in a row, after which something is wrong with more than a worker.
+# Number of consecutive replacements that may end before they serve; then the supervisor gives up.
 MOST_FAILURES = 5
 NOT_ACCEPTING = (2**31 - 1).to_bytes(LOAD_BYTES, sys.byteorder)
 COMMAND = "from tercet.router.workers import main; main()"
 
 
 def supervise(config: RouterConfig) -> int:
-    """Run ``config.workers`` routers until SIGINT or SIGTERM; returns an exit code.
+    """Run ``config.workers`` routers until SIGINT or SIGTERM; return an exit code.
 
-    The first signal has them finish what runs, any other one ends them at once. The code is not 0 if a
-    worker ends before it serves, at the start or again and again later.
+    After the first signal they finish running requests; any further signal ends them at once. The code is not 0 if a
+    worker ends before it serves, at the start or repeatedly later.
     """
     log_to_stderr(config.log_level, config.log_format)
     with tempfile.TemporaryDirectory(prefix="tercet-workers-") as directory, ExitStack() as stack:
@@ -153,13 +153,13 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
 
 
 def tell_ready(config: RouterConfig) -> None:
-    """One line of the log says that the router takes requests, and where."""
+    """Log that the router accepts requests, with its address."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     ROUTER_READY.tell(model=config.public_name, address=f"{host}:{config.port}", program=config.program)
 
 
 def _prepare_loads(loads: int, workers: int) -> None:
-    """vLLM's servers compare their numbers of connections here, so that the least loaded one takes the next."""
+    """Create the table in which vLLM's servers compare their connections, so that the least loaded accepts the next."""
     os.ftruncate(loads, LOAD_BYTES * workers)
     with mmap.mmap(loads, LOAD_BYTES * workers) as shared:
         shared[:] = NOT_ACCEPTING * workers
@@ -167,11 +167,11 @@ def _prepare_loads(loads: int, workers: int) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place: its process is started, watched, and replaced.
+    """One worker's place: its process is started, watched and replaced.
 
-    ``loads`` is the descriptor of what servers compare, ``metrics`` where workers write theirs. ``on_serving`` is
-    called with ``index`` when a worker takes connections. Once ``hurried`` is set
-    a worker that is being stopped is told to end at once.
+    ``loads`` is the descriptor of the servers' numbers of connections, ``metrics`` the folder of workers' metrics.
+    ``on_serving`` is called with ``index`` when a worker accepts connections. When ``hurried`` is set, a worker that is
+    stopping ends at once.
     """
 
     config: RouterConfig
@@ -184,22 +184,22 @@ class Place:
     on_serving: Callable[[int], object] = lambda _: None
 
     async def keep(self) -> int:
-        """Have a worker here until cancelled; returns an exit code if that cannot be done."""
+        """Keep a worker running until cancelled; return an exit code if that fails."""
         failures, ever_served = 0, False
         while True:
             code, served = await self._one()
             ever_served |= served
             failures = 0 if served else failures + 1
             if not ever_served or failures >= MOST_FAILURES:
-                WORKER_ENDED.tell(worker=self.index, code=code, reason=f"it ended with {code} before it served")
+                WORKER_ENDED.tell(worker=self.index, code=code, reason=f"it ended with code {code} before it served")
                 return code or 1
             WORKER_ENDED.tell(
-                worker=self.index, code=code, reason=f"it ended with {code}, and another one takes its place"
+                worker=self.index, code=code, reason=f"it ended with code {code}; another worker replaces it"
             )
             await asyncio.sleep(RETRY_DELAY_S)
 
     async def _one(self) -> tuple[int, bool]:
-        """A worker's life: its exit code, and whether it served."""
+        """Run one worker to its end; return its exit code, and whether it served."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -216,19 +216,19 @@ class Place:
                 self._forget(process.pid)
 
     def _hear(self, line: socket.socket) -> None:
-        """The worker has said something, or its line is closed; what it said stays to be read at its end."""
+        """Handle the worker's message or the end of its line; the message stays in the socket for a later check."""
         asyncio.get_running_loop().remove_reader(line)
         with suppress(BlockingIOError, ConnectionError):
             if line.recv(len(SERVING), socket.MSG_PEEK) == SERVING:
                 self.on_serving(self.index)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
-        """A fork of the warm parent; a process that imports by itself if there is none, or it refuses."""
+        """Start a worker: a fork of the warm parent, or a process that imports vLLM if the parent is not available."""
         if self.forks is not None:
             try:
                 return await self._fork(self.forks, line)
             except NoFork as refusal:
-                logger.warning("worker %d imports vLLM by itself: %s", self.index, refusal)
+                logger.warning("worker %d imports vLLM itself: %s", self.index, refusal)
         return await self._start_cold(line)
 
     async def _fork(self, forks: Forks, line: socket.socket) -> ForkedChild:
@@ -239,7 +239,10 @@ class Place:
             return await forks.fork([settings.fileno(), *fds])
 
     async def _start_cold(self, line: socket.socket) -> asyncio.subprocess.Process:
-        """The worker's settings, which may hold keys, go through a pipe: command lines are for everybody to read."""
+        """Start a worker that imports vLLM; its settings, which may have keys, go through a pipe.
+
+        Other users of the machine can read command lines.
+        """
         env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics)}
         fds = line.fileno(), self.listening.fileno(), self.loads
         process = await asyncio.create_subprocess_exec(
@@ -251,7 +254,7 @@ class Place:
         return process
 
     async def _stop(self, process: asyncio.subprocess.Process | ForkedChild, line: socket.socket) -> None:
-        """SIGTERM, for as long as its requests may go on; SIGKILL if it does not end then."""
+        """Send SIGTERM and wait for the shutdown's timeout; send SIGKILL if the worker has not ended then."""
         if process.returncode is not None:
             return
         with suppress(ProcessLookupError):
@@ -277,7 +280,7 @@ class Place:
 
 
 def _served(line: socket.socket) -> bool:
-    """Whether a worker that has ended said that it serves; a child of it may hold the line open for longer."""
+    """True if a worker that has ended had reported that it serves; its child may keep the line open for longer."""
     with suppress(BlockingIOError, ConnectionError):
         return line.recv(len(SERVING)) == SERVING
     return False

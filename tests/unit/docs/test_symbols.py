@@ -198,7 +198,7 @@ QUOTED = [
         "is not supported", "is not as Tercet needs it", "no engine that may be picked answers",
         "this engine's KV cannot be shared with the process that moves it (CUDA IPC)", "there is no program",
         "every engine of this fleet is drained or stops", "this client was slow",
-        "no engine serves what this router has promised its clients",
+        "no engine serves the model that this router announced to its clients",
     )),
 ]  # fmt: skip
 

@@ -31,7 +31,7 @@ def test_silence_is_noticed_once_and_of_the_silent_one_alone() -> None:
     looked(liveness, 0, 10, "a", "b")
     (stuck,) = looked(liveness, 10, 60, "b")
     assert stuck.engine == "a"
-    assert "no message from it" in stuck.why
+    assert "has sent no message" in stuck.why
     assert liveness.is_stuck("a")
     assert not liveness.is_stuck("b")
 

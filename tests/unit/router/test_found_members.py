@@ -111,4 +111,4 @@ async def test_a_state_that_cannot_be_written_is_written_later(
     server.put(pod("e-1", "10.0.0.1"))
     async with following(router, server):
         await until(lambda: "e-1" in open_members(router))
-    assert caplog.text.count("the engines stay as they are: state: cannot be written") == 2
+    assert caplog.text.count("members stay unchanged: state: cannot be written") == 2

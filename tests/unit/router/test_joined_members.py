@@ -68,12 +68,12 @@ async def test_what_an_operator_said_holds_for_this_start_alone(world: LiveRoute
 
 async def test_names_and_addresses_are_one_engines(world: LiveRouter) -> None:
     shared = world.shared
-    with pytest.raises(Conflict, match="an engine called 'p'"):
+    with pytest.raises(Conflict, match="this fleet already has an engine 'p'"):
         await join(shared, "p", call())
     with pytest.raises(Conflict, match="as p"):
         await join(shared, "e", call("p"))
     await join(shared, "e", call())
-    with pytest.raises(Conflict, match="an engine called 'e'"):
+    with pytest.raises(Conflict, match="this fleet already has an engine 'e'"):
         await join(shared, "e", call("f", uid="2"))
 
 

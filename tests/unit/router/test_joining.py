@@ -48,11 +48,11 @@ async def test_engines_that_have_become_another_models_are_told_of_as_what_they_
     for name in ("p", "d"):
         router.engine(name).model = "another"
     await router.membership.look(0.01)
-    why = "the engine there serves the model another, and this fleet serves m"
+    why = "the engine at this URL serves the model another, and this fleet serves m"
     assert {member.refused for member in router.fleet.members} == {why}
     with pytest.raises(EngineUnreachable) as refused:
         router.fleet.health.require_answers()
-    assert f"p answers, but {why}. Put engines" in refused.value.message
+    assert f"p answers, but {why}. Start engines" in refused.value.message
     router.engine("d").gone = True
     await router.membership.look(0.01)
     assert [member.refused for member in router.fleet.members] == [why, ""]

@@ -148,7 +148,7 @@ async def test_changes_that_are_found_at_once_have_each_its_own_reason(
         ("engine_drained", "d", "one"),
         ("engine_undrained", "d", "two"),
         ("engine_role", "p", "three"),
-        ("engine_drained", "p", f"{path} says so"),
+        ("engine_drained", "p", f"found in {path}"),
     ]
 
 

@@ -299,7 +299,7 @@ async def test_a_move_that_takes_too_long_ends(router: LiveRouter) -> None:
 async def test_nothing_moves_to_an_engine_that_does_not_answer(router: LiveRouter) -> None:
     async with running(router) as (_, sequence):
         router.fleet.member("p").reachable = False
-        with pytest.raises(EngineUnreachable, match="destination: p does not answer"):
+        with pytest.raises(EngineUnreachable, match="destination: the engine p does not answer"):
             await router.service.moves.move(sequence, "p", "test")
         assert (sequence.engine, list(router.service.moves.since(0))) == ("d", [])
 

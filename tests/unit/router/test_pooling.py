@@ -213,7 +213,7 @@ async def test_an_answer_that_could_not_be_sent_is_an_error_of_its_own(head: byt
     answer = b"HTTP/1.1 " + head + b"\r\nContent-Length: 0\r\n\r\n"
     async with raw_server(answer=answer) as server, PoolingServers([server.url]) as pooling:
         pooling.servers[0].serves(frozenset({"m"}))
-        with pytest.raises(EngineError, match="not to be read"):
+        with pytest.raises(EngineError, match="is invalid"):
             await pooling.answer(b"POST", b"/score", "m", b"{}", (), 1e9)
         assert pooling.servers[0].in_flight == 0
 
@@ -304,7 +304,7 @@ async def test_an_answer_whose_header_is_too_large_is_an_error_of_its_own(
     answer = await client.post("/pooling", json={"model": "embedder"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (500, "engine_error")
-    assert "is not to be read" in error["message"]
+    assert "is invalid" in error["message"]
     assert sum(len(each.bodies) for each in embedders) == 1
     assert all(each.models for each in pooling.servers[:2])
 

@@ -144,7 +144,7 @@ async def test_who_does_not_follow_is_named(router: LiveRouter, other: Other, mo
     monkeypatch.setattr(other.shared, "_apply", hang)
     (said,) = await router.shared.change(draining("d", True))
     # It has begun with the version, and says so once it is done with it.
-    assert "has not applied it within" in said
+    assert "has not applied the change within" in said
 
 
 async def test_garbage_in_the_file_changes_nothing(
@@ -221,10 +221,10 @@ async def test_reports_that_cannot_be_written_end_nothing(
         while not other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
     async with asyncio.timeout(10):
-        while caplog.text.count("others cannot read") < 2:
+        while caplog.text.count("cannot write this process's report") < 2:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
-    assert caplog.text.count("others cannot read") == 2, "each of both says it once"
+    assert caplog.text.count("cannot write this process's report") == 2, "each of both says it once"
     directory.unlink()
     async with asyncio.timeout(10):
         while len(router.shared._followers.others()) != 1:

@@ -209,7 +209,7 @@ async def test_one_router_of_two_decides_about_roles(
             assert not await keepers[1]._files.run(keepers[1]._mine.take)
             first.cancel()
             await until(lambda: two.state.role_keeper == keepers[1]._name)
-            with pytest.raises(Conflict, match="decides by now"):
+            with pytest.raises(Conflict, match="decides about roles now"):
                 await keepers[0]._flip(RoleFlip(("d",), "prefill", "it comes late"))
         finally:
             second.cancel()
@@ -273,7 +273,7 @@ def test_who_decided_before_is_refused_after_another_has_begun() -> None:
     file = state_in(api)
     file.update(lambda state: state.with_role_keeper("old"), FIRST)
     file.update(lambda state: state.with_role_keeper("new"), FIRST)
-    with pytest.raises(Conflict, match="new decides by now, and not old"):
+    with pytest.raises(Conflict, match="new decides about roles now, not old"):
         file.update(lambda state: state.require_role_keeper("old").with_flip(("d",), "prefill"), FIRST)
     assert file.update(lambda state: state.require_role_keeper("new"), FIRST).version == 3
 

@@ -158,7 +158,7 @@ def test_a_head_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(state_ray, "START_SECONDS", 0.2)
     monkeypatch.setattr(state_ray, "ANSWER_SECONDS", 0.2)
     access = HeadAccess("10.0.0.1:6379", (sys.executable, "-c", SILENT))
-    with pytest.raises(EngineError, match=r"Ray's head at 10\.0\.0\.1:6379 does not answer: not within"):
+    with pytest.raises(EngineError, match=r"Ray's head at 10\.0\.0\.1:6379 does not answer: no answer within"):
         access.ask("GET", OBJECT, None)
     ends = HeadAccess("10.0.0.1:6379", (sys.executable, "-c", "raise SystemExit(1)"))
     with pytest.raises(EngineError, match="does not answer"):

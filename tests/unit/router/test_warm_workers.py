@@ -38,4 +38,4 @@ async def test_a_worker_that_is_not_forked_imports_by_itself(
         config = RouterConfig(model="m", engines=(EngineAddress("e", "http://127.0.0.1:1"),))
         place = Place(config, 1, ours, loads.fileno(), tmp_path, asyncio.Event(), Refusing())
         assert await place._start(theirs) is cold  # pyright: ignore[reportPrivateUsage]
-    assert "worker 1 imports vLLM by itself: it has 2 Python threads" in caplog.text
+    assert "worker 1 imports vLLM itself: it has 2 Python threads" in caplog.text

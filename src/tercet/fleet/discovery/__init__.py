@@ -1,4 +1,4 @@
-"""Engines that are found, in pods of Kubernetes or in a roster, and followed as they come and go.
+"""Discovery of engines in Kubernetes pods or in a roster file, which follows them as they come and go.
 
 The watch on the API server is :class:`.watching.Watch`; :func:`.pods.engines_of` returns a pod's engines,
 :func:`.roster.read_roster` those of a roster;

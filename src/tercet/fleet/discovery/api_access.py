@@ -29,9 +29,10 @@ def _no_tls() -> ssl.SSLContext | None:
 
 @dataclass(frozen=True)
 class ApiAccess:
-    """The API server at ``url``. ``token`` and ``tls`` are called for every request: both may change.
+    """Address and credentials of the API server at ``url``.
 
-    They raise ``OSError`` for files that cannot be read. ``namespace`` is the default namespace.
+    ``token`` and ``tls`` are called for every request, since both may change; they raise ``OSError`` for files that
+    cannot be read. ``namespace`` is the default namespace.
     """
 
     url: str
@@ -41,13 +42,13 @@ class ApiAccess:
 
 
 def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str] = os.environ) -> ApiAccess:
-    """Access by the files that Kubernetes gives every pod. Raises :class:`~tercet.protocol.BadRequest` elsewhere."""
+    """Return the access that Kubernetes gives to a pod; raise :class:`~tercet.protocol.BadRequest` outside of a pod."""
     host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
     token, ca, namespace = directory / "token", directory / "ca.crt", directory / "namespace"
     if not host or not token.is_file():
         raise BadRequest(
-            "kubeconfig: there is no service account token here (automountServiceAccountToken); outside of a pod, "
-            "name a kubeconfig file",
+            "kubeconfig: this process has no service account token; in a pod, enable automountServiceAccountToken; "
+            "outside of a pod, set kubeconfig to a kubeconfig file",
             "kubeconfig",
         )
     own = namespace.read_text().strip() if namespace.is_file() else "default"
@@ -55,7 +56,7 @@ def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str]
 
 
 class _TrustedBy:
-    """TLS context for the file of a CA; made again when the file changes."""
+    """TLS context for the file of a CA, created again when the file changes."""
 
     def __init__(self, ca: Path) -> None:
         self._ca = ca
@@ -75,9 +76,9 @@ class _TrustedBy:
 
 
 def from_kubeconfig(file: Path) -> ApiAccess:
-    """Access by the current context of a kubeconfig file.
+    """Return the access of the current context of a kubeconfig file.
 
-    Raises :class:`~tercet.protocol.BadRequest` if unsupported.
+    Raises :class:`~tercet.protocol.BadRequest` for a file that cannot be read and for access that is not supported.
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -132,7 +133,7 @@ def _tls_of(cluster: Mapping[str, Any], user: Mapping[str, Any], file: Path) -> 
 
 
 def _content(of: Mapping[str, Any], what: str, file: Path) -> bytes | None:
-    """Content of an item: of a file that it names, or inline in base64."""
+    """Return the content of an item, from the file that it names or inline in base64; None if it is not set."""
     if data := of.get(f"{what}-data"):
         return base64.b64decode(str(data))
     return (file.parent / str(of[what])).read_bytes() if of.get(what) else None

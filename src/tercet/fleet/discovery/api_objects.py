@@ -1,4 +1,4 @@
-"""The few fields of Kubernetes' objects that discovery reads; all others are ignored."""
+"""The fields of Kubernetes' objects that discovery reads; all other fields are ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """Metadata of any object. ``resource_version`` is opaque: it is sent back, and never compared."""
+    """Metadata of any object. ``resource_version`` is opaque: it is sent back and never compared."""
 
     name: str = ""
     uid: str = ""
@@ -116,7 +116,7 @@ class InferenceObjective(msgspec.Struct, frozen=True):
 
 
 class ListMetadata(msgspec.Struct, frozen=True):
-    """Metadata of a list: where a watch continues from, and how to get the next page."""
+    """Metadata of a list: the version from which a watch continues, and the token of the next page."""
 
     resource_version: str = msgspec.field(default="", name="resourceVersion")
     next_page: str | None = msgspec.field(default=None, name="continue")
@@ -130,7 +130,7 @@ class ObjectList(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Reason of a refusal; ``code`` is that of HTTP."""
+    """Reason of a refusal; ``code`` is the HTTP status."""
 
     code: int = 0
     reason: str = ""
@@ -138,7 +138,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
-    """One line of a watch; ``type`` decides what ``object`` is."""
+    """One line of a watch; ``type`` decides the kind of ``object``."""
 
     type: str
     object: msgspec.Raw

@@ -1,4 +1,4 @@
-"""Where a process looks for engines: in Kubernetes, or in a roster."""
+"""Choice of the discovery by settings: pods of Kubernetes, or a roster file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.settings import DiscoverySettings
 
 
 def discovery_of(settings: DiscoverySettings) -> Discovery:
-    """The discovery in ``settings``; raises :class:`~tercet.protocol.BadRequest` for pods without an API."""
+    """Return the discovery that is set; raise :class:`~tercet.protocol.BadRequest` for pods without an API server."""
     if settings.roster is not None:
         return RosterFile(Path(settings.roster).expanduser())
     return PodDiscovery(settings, access_of(settings))

@@ -1,4 +1,4 @@
-"""Engines that were found, in pods or in a roster, and what finds them."""
+"""Records of engines that were found in pods or in a roster, and the interface of discoveries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tercet.settings import EngineAddress
 
 
 class FoundEngine(msgspec.Struct, frozen=True):
-    """An engine. ``uid`` is its pod's, or its start's: a later one may have the same name.
+    """An engine that was found. ``uid`` is that of its pod or of its start: a later engine may have the same name.
 
-    ``serves``: it is ready and stays. ``withheld`` is the reason why nothing new may begin there, or empty.
+    ``serves`` is true if it is ready and not about to end. ``withheld`` is the reason why it gets no new requests, or
+    empty.
     """
 
     address: EngineAddress
@@ -23,11 +24,11 @@ class FoundEngine(msgspec.Struct, frozen=True):
 
 
 class Discovery(Protocol):
-    """Finds engines. One reader at a time."""
+    """A source of engines, for one reader at a time."""
 
     @property
     def source(self) -> str:
-        """Description of the source of engines."""
+        """Description of the source of engines, for messages."""
         ...
 
     def changes(self) -> AsyncGenerator[Sequence[FoundEngine]]:

@@ -1,4 +1,4 @@
-"""Computes the members of a fleet as engines are found and gone, and lets a fleet follow them."""
+"""The members of a fleet, computed from the engines that discovery finds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KNOWN_SECONDS = 60.0
 def with_found(
     members: Sequence[MemberState], found: Sequence[FoundEngine], told: Mapping[str, Role] | None = None
 ) -> tuple[MemberState, ...]:
-    """Return the members for the engines ``found``; those that were named or joined stay.
+    """Return the members for the engines ``found``; members that were named in settings or joined themselves stay.
 
-    An engine joins when it is ready. One that is not ready any more, or is about to go, stays as long as it is found,
-    but gets nothing new: its sequences can be followed, and moved. ``told`` are the previous roles of those found: a
-    role that was changed since is kept until the one that is found changes.
+    An engine joins when it is ready. An engine that is no longer ready, or is about to end, stays as long as it is
+    found, but gets no new requests: its sequences can be followed and moved. ``told`` are the roles with which the
+    engines were found before: a role that was changed since is kept until discovery reports another role.
     """
     named = [each for each in members if not each.uid or each.joined]
     names = {each.address.name for each in named}
@@ -57,7 +57,7 @@ def _member(engine: FoundEngine, before: MemberState | None, told: Mapping[str, 
 
 
 def roles_of(found: Sequence[FoundEngine]) -> dict[str, Role]:
-    """The roles that they are found with."""
+    """Return the role that discovery reports for each engine, by name."""
     return {each.address.name: each.address.role for each in found}
 
 
@@ -66,7 +66,7 @@ async def follow_found(
 ) -> None:
     """Keep a fleet's members equal to those ``named`` and those found, until cancelled; changes are logged.
 
-    ``known`` is set once some were looked for.
+    ``known`` is set once discovery has answered for the first time.
     """
     members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
     told: dict[str, Role] = {}
@@ -76,13 +76,13 @@ async def follow_found(
             told = roles_of(found)
             await membership.become(after)
             for event, fields, reason in member_changes(members, after):
-                event.tell(**fields, reason=reason or f"{discovery.source} say so")
+                event.tell(**fields, reason=reason or f"reported by {discovery.source}")
             members = after
             known.set()
 
 
 async def until_known(known: asyncio.Event, source: str, seconds: float = KNOWN_SECONDS) -> None:
-    """Wait at most ``seconds`` for a source's engines; then raise :class:`~tercet.protocol.EngineUnreachable`."""
+    """Wait until a source's engines are known; raise :class:`~tercet.protocol.EngineUnreachable` after ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
             await known.wait()

@@ -1,4 +1,4 @@
-"""Copy of a collection of the API server: a state machine without I/O, fed with lists and lines of a watch."""
+"""Copy of a collection of the API server: a state machine without I/O that gets lists and lines of a watch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ T = TypeVar("T", bound=HasMetadata)
 
 
 class WatchBroken(Exception):
-    """The input is not a watch's, or the server cannot continue: list again. ``code`` is the server's, or 0."""
+    """Raised if a watch cannot continue, so that the collection must be listed again.
+
+    Its input is invalid, or the server reports an error; ``code`` is the server's, or 0.
+    """
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -32,7 +35,10 @@ class WatchBroken(Exception):
 
 
 class Mirror(Generic[T]):
-    """Objects of one ``kind`` by name, as of ``version``, from which a watch continues; empty before the first list."""
+    """Objects of one ``kind`` by name, as of ``version``, from which a watch continues.
+
+    ``version`` is empty while a list is needed.
+    """
 
     def __init__(self, kind: type[T]) -> None:
         self.version = ""
@@ -41,11 +47,11 @@ class Mirror(Generic[T]):
 
     @property
     def objects(self) -> Sequence[T]:
-        """All objects, by name."""
+        """All objects in the order of their names."""
         return [self._objects[name] for name in sorted(self._objects)]
 
     def listed(self, objects: Iterable[T], version: str) -> None:
-        """Replace all objects by those of a list, as of ``version``."""
+        """Replace all objects by the objects of a list as of ``version``."""
         self._objects = {each.metadata.name: each for each in objects}
         self.version = version
 
@@ -54,7 +60,10 @@ class Mirror(Generic[T]):
         self.version = ""
 
     def heard(self, line: bytes) -> bool:
-        """Apply one event of a watch; returns whether objects may have changed. Raises :class:`WatchBroken`."""
+        """Apply one event of a watch; return True if objects may have changed.
+
+        Raises :class:`WatchBroken` for an invalid line and for an error of the server.
+        """
         try:
             event = msgspec.json.decode(line, type=WatchEvent)
             match event.type:
@@ -72,12 +81,12 @@ class Mirror(Generic[T]):
                     status = msgspec.json.decode(event.object, type=Status)
                     raise WatchBroken(status.message or status.reason or "an error without a message", status.code)
                 case other:
-                    raise WatchBroken(f"an event of the unknown type {other!r}")
+                    raise WatchBroken(f"the watch sent an event of the unknown type {other!r}")
         except UNREADABLE as error:
-            raise WatchBroken(f"a line that is not an event: {error}") from error
+            raise WatchBroken(f"the watch sent a line that is not an event: {error}") from error
 
     def _deleted(self, gone: Metadata) -> bool:
-        """Delete an object, unless another one of the same name has replaced it."""
+        """Delete an object unless another object of the same name has replaced it; return True if it was deleted."""
         self.version = gone.resource_version
         known = self._objects.get(gone.name)
         if known is None or known.metadata.uid != gone.uid:

@@ -1,4 +1,4 @@
-"""Follows the InferenceObjectives of a pool: names in requests, and their priorities."""
+"""The InferenceObjectives of a pool: names that requests use, and their priorities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def follow_objectives(
 ) -> None:
     """Call ``tell`` with the priorities of all objectives of the ``pool``, by name, at each change, until cancelled.
 
-    While the API server does not answer, the last ones stay valid.
+    While the API server does not answer, the last known priorities stay valid.
     """
 
     def changed(found: Sequence[InferenceObjective]) -> None:
@@ -30,9 +30,9 @@ async def follow_objectives(
 
 
 def priorities_of(found: Sequence[InferenceObjective], pool: PoolReference) -> dict[str, int]:
-    """Priorities of the objectives of the pool that are not being deleted; 0 for one without a priority.
+    """Return the priorities of the pool's objectives, by name; 0 for an objective without a priority.
 
-    A pool of the same name in another API group is another pool.
+    Objectives that are being deleted are left out. A pool of the same name in another API group is another pool.
     """
     return {
         each.metadata.name: each.spec.priority or 0

@@ -1,4 +1,4 @@
-"""Follows the pods that run engines, by their labels or by an InferencePool."""
+"""Discovery of engines in pods, selected by labels or by an InferencePool."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Wanted = tuple[str, Sequence[int]]
 
 
 def access_of(settings: DiscoverySettings) -> ApiAccess:
-    """The API server in ``settings``; raises :class:`~tercet.protocol.BadRequest` if there is none."""
+    """Return the API server that ``settings`` name; raise :class:`~tercet.protocol.BadRequest` without one."""
     if settings.kubeconfig is None:
         return in_cluster()
     return from_kubeconfig(Path(settings.kubeconfig).expanduser())
 
 
 class PodDiscovery:
-    """The engines of a namespace's pods. One reader at a time: :meth:`changes`."""
+    """The engines of a namespace's pods, for one reader of :meth:`changes` at a time."""
 
     def __init__(self, settings: DiscoverySettings, api: ApiAccess, waits: Waits = WAITS) -> None:
         self._settings = settings
@@ -51,15 +51,15 @@ class PodDiscovery:
 
     @property
     def source(self) -> str:
-        """Description of the source of engines."""
+        """Description of the source of engines, for messages."""
         if self._settings.pool_name is not None:
             return f"the pods of the InferencePool {self._namespace}/{self._settings.pool_name}"
         return f"the pods of {self._namespace} with {self._settings.endpoint_selector}"
 
     async def changes(self) -> AsyncGenerator[Sequence[FoundEngine]]:
-        """Yield the engines once the pods are known, and again at each change; of fast changes, the newest only.
+        """Yield the engines once the pods are known, and again at each change; of fast changes only the newest.
 
-        The caller closes the generator (``aclosing``): its watches end then, and not when it is collected.
+        The caller must close the generator (``aclosing``), which ends its watches: garbage collection is too late.
         """
         if self._settings.pool_name is not None:
             self._tasks.spawn(self._pool_watch().run(), "watch on the pool")

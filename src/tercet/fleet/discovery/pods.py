@@ -1,4 +1,4 @@
-"""A pod as seen by a fleet: its engines, their addresses and role, and whether they may get requests."""
+"""The engines of a pod: their addresses and roles, and the reason why they get no requests, if there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.protocol import BadRequest, Role
 from tercet.settings import EngineAddress
 
 ROLE, LLM_D_ROLE, PORT, DRAIN = "tercet/role", "llm-d.ai/role", "tercet/port", "tercet/drain"
-"""Labels or annotations of a pod. A label overrides an annotation, and our names override llm-d's."""
+"""Labels or annotations of a pod. A label overrides an annotation, and Tercet's names override llm-d's."""
 ROLES: Mapping[str, Role] = {
     "prefill": "prefill",
     "encode-prefill": "prefill",
@@ -25,7 +25,7 @@ OVER = ("Succeeded", "Failed")
 
 
 def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence[FoundEngine]:
-    """The engines of a pod, one for each of ``ports``; none before it has an address, and after it has ended.
+    """Return a pod's engines, one for each of ``ports``; none before the pod has an address or after it has ended.
 
     Raises :class:`~tercet.protocol.BadRequest` for a pod with invalid labels or annotations.
     """
@@ -44,20 +44,20 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
 
 
 def role_of(told: Mapping[str, str]) -> Role:
-    """The role in its labels; ``both`` without one. Raises :class:`~tercet.protocol.BadRequest` for an unknown role."""
+    """Return the role in a pod's labels, or ``both``; raise :class:`~tercet.protocol.BadRequest` if it is unknown."""
     for label in (ROLE, LLM_D_ROLE):
         if label in told:
             role = ROLES.get(told[label])
             if role is None:
                 raise BadRequest(
-                    f"{label}: {told[label]!r} is not a role that generates; the roles are {', '.join(ROLES)}"
+                    f"{label}: {told[label]!r} is not a role that generates; choose one of {', '.join(ROLES)}"
                 )
             return role
     return "both"
 
 
 def why_withheld(pod: Pod, told: Mapping[str, str]) -> str:
-    """Why nothing new may begin in the pod; empty if it may."""
+    """Return the reason why the pod gets no new requests; empty if it gets them."""
     if pod.metadata.deletion_timestamp is not None:
         return "its pod is being deleted"
     if not _is_ready(pod):
@@ -70,7 +70,7 @@ def _is_ready(pod: Pod) -> bool:
 
 
 def _ports(told: Mapping[str, str]) -> Sequence[int]:
-    """The pod's ports: one, or several separated by commas."""
+    """Return the ports in a pod's labels, one or several separated by commas; empty if it names none."""
     text = told.get(PORT)
     if text is None:
         return ()

@@ -1,4 +1,4 @@
-"""A roster: a JSON list of a fleet's engines, which Ray's follower, a Slurm job or an operator writes. Pure."""
+"""A roster: a JSON list of a fleet's engines, written by Ray's follower, a Slurm job or an operator. No I/O."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Text = Annotated[str, Meta(max_length=256)]
 
 
 class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One engine. ``uid`` differs for each start of it, so that a replacement under its name is another engine.
+    """One engine. Each start of it has another ``uid``, so that a replacement with the same name is another engine.
 
-    ``draining``: nothing new begins there, and what runs there moves. ``withheld`` is a reason for the same, such as a
-    start that is not over: an engine that was not a member before does not become one until it is empty.
+    ``draining`` is true if it gets no new requests and its sequences move elsewhere. ``withheld`` is a reason for the
+    same, such as a start that is not complete: until it is empty, an engine that was not a member does not become one.
     """
 
     name: Annotated[str, Meta(pattern=r"^[^/\s]+$", max_length=256)]
@@ -34,20 +34,20 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     labels: Mapping[str, str] = {}
 
     def found(self) -> FoundEngine:
-        """The same, as a fleet takes it. Raises :class:`~tercet.protocol.BadRequest` for a URL that is none."""
+        """Return the engine as a fleet uses it; raise :class:`~tercet.protocol.BadRequest` for an invalid URL."""
         address = EngineAddress(self.name, self.url.rstrip("/"), self.role, self.labels)
         return FoundEngine(address, self.uid, not self.withheld, self.withheld or (DRAINING if self.draining else ""))
 
 
 def read_roster(content: bytes) -> Sequence[FoundEngine]:
-    """The engines of a roster; an empty list is a roster of none.
+    """Return the engines of a roster; an empty list is a valid roster without engines.
 
-    Raises :class:`~tercet.protocol.BadRequest` for what is not a roster, and for two engines of one name or URL.
+    Raises :class:`~tercet.protocol.BadRequest` for other content, and for two engines with one name or one URL.
     """
     try:
         entries = msgspec.json.decode(content, type=list[RosterEntry])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"it is not a list of engines: {error}") from error
+        raise BadRequest(f"the content is not a list of engines: {error}") from error
     found = [entry.found() for entry in entries]
     for what, values in (
         ("name", [each.address.name for each in found]),
@@ -60,6 +60,6 @@ def read_roster(content: bytes) -> Sequence[FoundEngine]:
 
 
 def write_roster(entries: Sequence[RosterEntry]) -> bytes:
-    """A roster of these engines, one a line, in the order of their names."""
+    """Return a roster of these engines in the order of their names, one per line."""
     lines = [msgspec.json.encode(each) for each in sorted(entries, key=lambda each: each.name)]
     return b"[" + b",\n ".join(lines) + b"]\n"

@@ -1,4 +1,4 @@
-"""Follows a roster: a file that others replace. While it is missing or broken, the engines stay as they are."""
+"""Discovery by a roster file, which others replace. While it is missing or invalid, the engines stay as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLL_INTERVAL_S = 0.5
 
 
 class RosterFile:
-    """The engines in the roster at ``path``, which is looked at every ``interval`` seconds."""
+    """The engines in the roster at ``path``, which is polled every ``interval`` seconds."""
 
     def __init__(self, path: Path, interval: float = POLL_INTERVAL_S) -> None:
         self._path = path
@@ -29,11 +29,11 @@ class RosterFile:
 
     @property
     def source(self) -> str:
-        """Description of the source of engines."""
+        """Description of the source of engines, for messages."""
         return f"the lines of the roster {self._path}"
 
     async def changes(self) -> AsyncGenerator[Sequence[FoundEngine]]:
-        """Yield the engines once a roster was read, and again at each change of them."""
+        """Yield the engines once a roster was read, and again at each change."""
         try:
             while True:
                 found = await self._look()
@@ -45,14 +45,14 @@ class RosterFile:
             self._files.close()
 
     async def _look(self) -> Sequence[FoundEngine] | None:
-        """The engines of a file that has changed; None for the same file, and for one that cannot be used."""
+        """Return the engines if the file has changed; None for an unchanged file and for one that cannot be used."""
         stamp: object = None
         try:
             stamp = await self._files.run(stamp_of, self._path)
             if stamp is not None and stamp == self._stamp:
                 return None
             found = read_roster(await self._files.run(read_whole, self._path, MOST_BYTES))
-        except TimeoutError:  # before OSError, which it is
+        except TimeoutError:  # before OSError, its base class
             self._refuse("its file system does not answer")
         except OSError as error:
             self._refuse(error.strerror or str(error))
@@ -62,13 +62,13 @@ class RosterFile:
         else:
             self._stamp = stamp
             if self._failure:
-                log_events.DISCOVERY_BACK.tell(path=self._path, reason="it can be read")
+                log_events.DISCOVERY_BACK.tell(path=self._path, reason="the file can be read")
                 self._failure = ""
             return found
         return None
 
     def _refuse(self, reason: str) -> None:
-        """Say it once."""
+        """Log the ``reason`` why the file cannot be used, unless it was logged last."""
         if self._failure != reason:
             self._failure = reason
             log_events.DISCOVERY_LOST.tell(path=self._path, reason=reason)

@@ -1,8 +1,9 @@
-"""Keeps a :class:`~tercet.fleet.discovery.mirror.Mirror` equal to a collection of the API server: a list, then watches.
+"""A watch on a collection of the API server, which keeps a :class:`~tercet.fleet.discovery.mirror.Mirror` equal to it.
 
-A watch that ends, fails, is silent, or is refused by an overloaded server (429, 503) continues from the last version
-received. If the server cannot do that (410, or another refusal of a watch) the collection is listed again. While the
-server does not answer, the copy stays as it is, and requests are retried after growing pauses.
+The collection is listed once and then watched. A watch that ends, fails, is silent, or is refused by an overloaded
+server (429, 503) continues from the last version received. If the server cannot do that (410, or another refusal of a
+watch), the collection is listed again. While the server does not answer, the copy stays as it is, and requests are
+retried after growing pauses.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from tercet.wire.client.connection_errors import reason_of
 logger = logging.getLogger("tercet.fleet.discovery")
 T = TypeVar("T", bound=HasMetadata)
 PAGE = 500
-# A pod with many annotations has some ten kilobytes.
+# A pod with many annotations has tens of kilobytes.
 LONGEST_LINE = 8 * 1024 * 1024
 BUSY = 429, 503
 HINTS = {
-    401: "; is the token still valid?",
+    401: "; check that the token is still valid",
     403: "; its Role must allow get, list and watch",
-    404: "; is its resource definition (CRD) there?",
+    404: "; check that the resource definition (CRD) is installed",
 }
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Timeouts in seconds: of a list; of a watch, which the server should end; the extra time until we end it.
+    """Timeouts and pauses of a watch, in seconds.
 
-    Then pauses: the first, and the longest; each is twice the one before, minus up to half of it at random.
+    ``list_s`` limits a list. The server should end a watch after ``watch_s``; ``grace_s`` later the client ends it. The
+    pause before a retry begins at ``first_pause_s`` and doubles up to ``longest_pause_s``, each minus a random part of
+    up to half.
     """
 
     list_s: float = 30.0
@@ -59,7 +62,7 @@ WAITS = Waits()
 
 
 class ApiRefused(Exception):
-    """The server answered with an error. ``retry_after`` is the number of seconds for which it requests a pause."""
+    """Raised if the server answers with an error. ``retry_after`` is the pause in seconds that the server requests."""
 
     def __init__(self, message: str, code: int, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -68,7 +71,7 @@ class ApiRefused(Exception):
 
 
 class Watch(Generic[T]):
-    """Follows the collection at ``path`` of the API, of ``kind``; ``query`` narrows it.
+    """A watch on the collection of ``kind`` at ``path`` of the API; ``query`` narrows it.
 
     ``on_change`` is called with all objects after each list, and after each event that may have changed them.
     """
@@ -94,7 +97,7 @@ class Watch(Generic[T]):
         self._lost = False
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the collection until cancelled."""
         async with aiohttp.ClientSession(auto_decompress=True) as session:
             while True:
                 pause = await self._turn(session)
@@ -102,7 +105,7 @@ class Watch(Generic[T]):
                     await asyncio.sleep(pause)
 
     async def _turn(self, session: aiohttp.ClientSession) -> float:
-        """One list, or one watch; returns for how long to pause after it."""
+        """Make one list or one watch; return how many seconds to pause after it."""
         try:
             if not self._mirror.version:
                 await self._list(session)
@@ -121,12 +124,12 @@ class Watch(Generic[T]):
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._is_lost(reason_of(error))
             return self._next_pause()
-        except Exception as error:  # whatever happened, discovery must continue
+        except Exception as error:  # discovery must continue after any error
             logger.exception("listing %s again", self._path)
             self._mirror.void()
             self._is_lost(f"{type(error).__name__}: {error}")
             return self._next_pause()
-        if lasted < self._waits.first_pause_s:  # a server, or a proxy before it, that ends every watch at once
+        if lasted < self._waits.first_pause_s:  # the server, or a proxy before it, ends every watch at once
             return self._next_pause()
         self._pause_s = self._waits.first_pause_s
         return 0.0
@@ -160,7 +163,7 @@ class Watch(Generic[T]):
                 if not page:
                     break
         if not found.metadata.resource_version:
-            raise WatchBroken("a list without a version")
+            raise WatchBroken("the server sent a list without a resourceVersion")
         self._mirror.listed(objects, found.metadata.resource_version)
         self._on_change(self._mirror.objects)
 
@@ -168,12 +171,12 @@ class Watch(Generic[T]):
         try:
             return self._page.decode(body)
         except UNREADABLE as error:
-            raise ApiRefused(f"the server that answers is not an API server of Kubernetes: {error}", 200) from error
+            raise ApiRefused(f"the server at this address is not a Kubernetes API server: {error}", 200) from error
 
     # ---- watching --------------------------------------------------------------------------------------------
 
     async def _watch(self, session: aiohttp.ClientSession) -> float:
-        """Follow one watch to its end, or until it has been silent for too long; returns how many seconds it lasted."""
+        """Follow one watch until it ends or is silent for too long; return how many seconds it lasted."""
         query = {
             **self._query,
             "watch": "1",

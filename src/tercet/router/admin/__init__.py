@@ -1,4 +1,4 @@
-"""The router's own routes: its engines, its programs and what they run, and how to change the first two."""
+"""The router's admin routes: they show engines, programs and running sequences, and change engines and programs."""
 
 from tercet.router.admin.installing import install, router
 

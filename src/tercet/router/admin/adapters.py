@@ -1,4 +1,4 @@
-"""Routes for the LoRA adapters of the fleet: Tercet's, and vLLM's for the whole fleet."""
+"""Routes for the LoRA adapters of the fleet: Tercet's own, and vLLM's, which act on the whole fleet here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tercet.router.admin.admin_route import AdminRoute, asked_by, fleet_of, json
 
 routes = APIRouter(route_class=AdminRoute)
 vllms = APIRouter(tags=["tercet"], route_class=AdminRoute)
-"""vLLM's own routes, for the whole fleet."""
+"""vLLM's own routes, which act on the whole fleet here."""
 
 
 class VLLMLoadCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of vLLM's ``POST /v1/load_lora_adapter``, as far as a fleet does it."""
+    """Body of vLLM's ``POST /v1/load_lora_adapter``, with the fields that a fleet supports."""
 
     lora_name: Name
     lora_path: Name
@@ -34,27 +34,27 @@ class VLLMUnloadCall(msgspec.Struct, frozen=True):
 
 @routes.get("/adapters")
 async def adapters(request: Request) -> Response:
-    """The LoRA adapters of this fleet: name, path and digest, and which engines have each."""
+    """List the LoRA adapters of this fleet: name, path and digest, and the engines that have each."""
     return json_answer(_adapters(fleet_of(request)))
 
 
 @routes.post("/adapters")
 async def load_adapter(request: Request) -> Response:
-    """Serve a LoRA adapter, once every engine has loaded it from this path on its machine."""
+    """Serve a LoRA adapter after every engine has loaded it from this path on the engine's machine."""
     call = decode_call(await request.body(), LoadAdapterCall)
     return await _load_adapter(request, call.name, call.path)
 
 
 @routes.put("/adapters/{name:path}")
 async def replace_adapter(request: Request, name: str) -> Response:
-    """Have the name of a LoRA adapter stand for what is at this path now, on every engine, unless requests use it."""
+    """Replace a LoRA adapter on every engine by the files at this path, unless requests use the adapter."""
     call = decode_call(await request.body(), ReplaceAdapterCall)
     return await _replace_adapter(request, name, call.path)
 
 
 @routes.delete("/adapters/{name:path}")
 async def unload_adapter(request: Request, name: str) -> Response:
-    """Serve no more requests for a LoRA adapter; what runs with it goes on where it runs."""
+    """Stop accepting requests for a LoRA adapter; running sequences that use it continue."""
     return await _unload_adapter(request, name)
 
 
@@ -72,7 +72,7 @@ async def _replace_adapter(request: Request, name: str, path: str) -> Response:
 
 def _require_free(request: Request, name: str) -> None:
     if name in request.app.state.tercet_models:
-        raise BadRequest(f"name: {name!r} is what the base model is called", "name")
+        raise BadRequest(f"name: {name!r} is a name of the base model; choose another name for the adapter", "name")
 
 
 def _adapter(request: Request, name: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _adapters(fleet: EngineFleet) -> list[dict[str, Any]]:
 
 @vllms.post("/v1/load_lora_adapter")
 async def load_lora_adapter(request: Request) -> Response:
-    """As vLLM's."""
+    """Load a LoRA adapter on every engine; answers as vLLM does."""
     call = decode_call(await request.body(), VLLMLoadCall)
     change = _replace_adapter if call.load_inplace else _load_adapter
     await change(request, call.lora_name, call.lora_path)
@@ -107,7 +107,7 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @vllms.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(request: Request) -> Response:
-    """As vLLM's."""
+    """Unload a LoRA adapter from every engine; answers as vLLM does."""
     call = decode_call(await request.body(), VLLMUnloadCall)
     await _unload_adapter(request, call.lora_name)
     return Response(f"Success: LoRA adapter '{call.lora_name}' removed successfully.")

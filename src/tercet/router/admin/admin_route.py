@@ -1,4 +1,4 @@
-"""What all routes of the router's administration share: who may call them, what they act on, and how they answer."""
+"""Base of all admin routes: the check of access, the objects that they act on, and the form of answers and errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tercet.router.shared_state import SharedState
 
 
 class AdminRoute(APIRoute):
-    """Answers with our errors as they are; the application's own handlers would make them failures of the server."""
+    """A route that answers with Tercet's errors; the application's handlers would turn them into server failures."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
             try:
-                if ADMITTED not in request.scope:  # what the router has not looked at is not served
-                    raise Forbidden("this route answers through the router only")
+                if ADMITTED not in request.scope:  # the router's check of access has not seen this request
+                    raise Forbidden("this route accepts only requests that came through the router")
                 return await handle(request)
             except TercetError as error:
                 return json_answer(error.to_wire(), error.status)
@@ -35,36 +35,36 @@ class AdminRoute(APIRoute):
 
 
 def shared_of(request: Request) -> SharedState:
-    """The state that the router's processes share."""
+    """Return the state that the router's processes share."""
     return request.app.state.tercet
 
 
 def fleet_of(request: Request) -> EngineFleet:
-    """The fleet of this process."""
+    """Return the fleet of this process."""
     return shared_of(request).service.fleet
 
 
 def files_of(request: Request) -> NamedFiles:
-    """The files that a request may name."""
+    """Return the files that a request may name."""
     return request.app.state.tercet_files
 
 
 def asked_by(request: Request) -> str:
-    """Who wants a change, for the log."""
+    """Return the origin of a change (method, path and client address), for the log."""
     client = request.client.host if request.client is not None else "this machine"
     return f"{request.method} {request.url.path} from {client}"
 
 
 def json_answer(value: Any, status: int = 200, behind: Sequence[str] = ()) -> Response:
-    """A response with a value as JSON.
+    """Return a response with ``value`` as JSON.
 
-    ``behind`` names the processes that share the fleet and have not applied a change.
+    ``behind`` lists the processes that share the fleet and have not applied a change; a header carries the list.
     """
     headers = {BEHIND_HEADER: _one_line("; ".join(behind))} if behind else None
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def _one_line(text: str) -> str:
-    """As a header can carry it."""
+    """Return the text in a form that a header can carry: printable ASCII without line breaks."""
     printable = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(printable.split()).encode("ascii", "backslashreplace").decode()

@@ -27,13 +27,13 @@ class RoleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @routes.get("/engines")
 async def engines(request: Request) -> Response:
-    """Every engine: name, url, role, what runs on it, and its last report with the age in seconds."""
+    """List every engine: name, URL, role, sequences in flight, and its last report with its age in seconds."""
     return json_answer([engine_shown(member, shared_of(request)) for member in fleet_of(request).members])
 
 
 @routes.post("/engines")
 async def add_engine(request: Request) -> Response:
-    """One more engine, once it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
+    """Add an engine after it has answered; the body is an :class:`~tercet.settings.EngineAddress`."""
     address = decode_call(await request.body(), EngineAddress)
     behind = await shared_of(request).add(address, asked_by(request))
     return _one(request, address.name, behind, 201)
@@ -41,7 +41,7 @@ async def add_engine(request: Request) -> Response:
 
 @routes.delete("/engines/{name}")
 async def remove_engine(request: Request, name: str) -> Response:
-    """Forget an engine; what runs on it finishes."""
+    """Remove an engine; running sequences on it finish."""
     shared = shared_of(request)
     gone = engine_shown(fleet_of(request).member(name), shared)
     return json_answer(gone, behind=await shared.change(lambda state: state.without_member(name), asked_by(request)))
@@ -49,19 +49,19 @@ async def remove_engine(request: Request, name: str) -> Response:
 
 @routes.post("/engines/{name}/drain")
 async def drain_engine(request: Request, name: str) -> Response:
-    """Pick it for nothing new; what runs on it goes to other engines, or finishes."""
+    """Stop picking an engine; its running sequences move to other engines, or finish."""
     return await _changed(request, name, lambda state: state.with_draining(name, True))
 
 
 @routes.delete("/engines/{name}/drain")
 async def undrain_engine(request: Request, name: str) -> Response:
-    """Pick it again."""
+    """Pick a drained engine again."""
     return await _changed(request, name, lambda state: state.with_draining(name, False))
 
 
 @routes.put("/engines/{name}/role")
 async def set_role(request: Request, name: str) -> Response:
-    """Another role for an engine."""
+    """Change the role of an engine."""
     role = decode_call(await request.body(), RoleCall).role
     return await _changed(request, name, lambda state: state.with_role(name, role))
 
@@ -75,9 +75,9 @@ def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) 
 
 
 def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
-    """An engine as this process knows it; what runs on it, as all do that share the fleet.
+    """Return the state of an engine in this process; ``in_flight`` counts for all processes that share the fleet.
 
-    What one that does not answer has reported is no longer so, and not shown.
+    The last report of an engine that does not answer is out of date, and not shown.
     """
     everywhere = shared.engines()[member.name]
     last = shared.service.fleet.knowledge.loads.last(member.name) if everywhere.reachable else None

@@ -1,4 +1,4 @@
-"""Puts the routes of the router's administration into an application, and answers where it has none."""
+"""Installation of the admin routes in an application, with JSON errors for paths that it does not have."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def install(
     loads_adapters: bool = False,
     files: NamedFiles | None = None,
 ) -> None:
-    """Give ``app`` the routes, which show and change what is shared; clients know the model by the names ``models``.
+    """Add the admin routes to ``app``; they show and change ``shared``. ``models`` are the names of the base model.
 
-    ``loads_adapters``: with vLLM's own routes for adapters, in the place of those that it has then. ``files`` are those
-    that they may name; none if not given.
+    ``loads_adapters`` also replaces vLLM's routes for adapters by routes for the whole fleet. ``files`` are the files
+    that requests may name; None for no files.
     """
     app.state.tercet, app.state.tercet_models, app.state.tercet_files = shared, models, files or NamedFiles()
     app.include_router(router)
@@ -57,12 +57,12 @@ def install(
 
 
 def _refusing(served: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
-    """What is ``served`` by ``routes``, with OpenAI's error JSON where there is none, as all else answers."""
+    """Return ``served`` with OpenAI's error JSON in answers for a path or a method without a route."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await served(scope, receive, send)
-        except HTTPException as refusal:  # of the router itself: those of routes are answered there
+        except HTTPException as refusal:  # raised by the routing itself: routes answer their own errors
             if scope["type"] != "http" or refusal.status_code not in (UnknownPath.status, MethodNotAllowed.status):
                 raise
             await _without_route(scope, routes)(scope, receive, send)
@@ -75,9 +75,9 @@ def _without_route(scope: Scope, routes: Sequence[BaseRoute]) -> Response:
     found = [route for route in routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
     allowed = ", ".join(sorted({name for route in found for name in route.methods or ()}))
     if not allowed:
-        error: TercetError = UnknownPath(f"there is nothing at {method} {path}; see /openapi.json")
+        error: TercetError = UnknownPath(f"this server has no route {method} {path}; /openapi.json lists the routes")
         return json_answer(error.to_wire(), error.status)
-    error = MethodNotAllowed(f"{path} is not for {method}; it takes {allowed}")
+    error = MethodNotAllowed(f"{path} does not accept the method {method}; use {allowed}")
     response = json_answer(error.to_wire(), error.status)
     response.headers["Allow"] = allowed
     return response

@@ -1,4 +1,4 @@
-"""The routes by which engines join a running router and leave it; the fleet's secret opens them."""
+"""The routes by which engines join a running router and leave it; they require the fleet's secret."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ routes = APIRouter(route_class=AdminRoute)
 
 @routes.put(MEMBERS + "{name}")
 async def join_fleet(request: Request, name: str) -> Response:
-    """An engine joins by itself, or stays; the body is a :class:`~tercet.protocol.wire.JoinCall`."""
+    """Make the calling engine a member, or keep it one; the body is a :class:`~tercet.protocol.wire.JoinCall`."""
     body = await request.body()
     require_digest(body, request.scope.get(PROVED))
     return json_answer(await joined_members.join(shared_of(request), name, decode_call(body, JoinCall)))
@@ -23,6 +23,6 @@ async def join_fleet(request: Request, name: str) -> Response:
 
 @routes.delete(MEMBERS + "{name}/{uid}")
 async def leave_fleet(request: Request, name: str, uid: str) -> Response:
-    """This start of an engine leaves."""
+    """Remove the start ``uid`` of an engine, which leaves the fleet."""
     require_digest(await request.body(), request.scope.get(PROVED))
     return json_answer(await joined_members.leave(shared_of(request), name, uid))

@@ -1,4 +1,4 @@
-"""The routes by which a planner reports its plans, and by which others see them."""
+"""The routes by which a planner reports its plans and others read them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ routes = APIRouter(route_class=AdminRoute)
 
 @routes.get("/planner")
 async def planner(request: Request) -> Response:
-    """The last plans of the planner, with what each expected and what came; null if none has reported."""
+    """Show the planner's last plans, each with its forecast and the load that followed; null without a report."""
     return json_answer(await shared_of(request).planner.newest())
 
 
 @routes.put("/planner")
 async def report(request: Request) -> Response:
-    """A planner reports its last plans; the body is a `PlannerReport`."""
+    """Store a planner's report of its last plans; the body is a `PlannerReport`."""
     await shared_of(request).planner.tell(decode_call(await request.body(), PlannerReport))
     return json_answer({})

@@ -1,4 +1,4 @@
-"""Routes for the programs that requests run under."""
+"""Routes for the programs that serve requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ routes = APIRouter(route_class=AdminRoute)
 
 @routes.get("/program")
 async def program(request: Request) -> Response:
-    """The programs that requests run under, unless they name another one."""
+    """Show the programs that serve requests; a request may name another one."""
     return json_answer(programs_shown(shared_of(request).service))
 
 
 @routes.put("/program")
 async def set_program(request: Request) -> Response:
-    """Other programs for requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
+    """Set the programs that serve requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
     shared = shared_of(request)
     plan = decode_call(await request.body(), Plan)
     behind = await shared.use_program(plan, asked_by(request), load_arm=files_of(request).load_arm)
@@ -32,7 +32,7 @@ async def set_program(request: Request) -> Response:
 
 
 def programs_shown(service: Service[Metrics]) -> dict[str, Any]:
-    """The programs in use, their failures, and those before them."""
+    """Return the programs in use, their failures, and the previous programs."""
     routing = service.routing
     return {
         **version_shown(routing.current),
@@ -43,7 +43,7 @@ def programs_shown(service: Service[Metrics]) -> dict[str, Any]:
 
 
 def version_shown(version: Version) -> dict[str, Any]:
-    """One version of the programs in use."""
+    """Return one version of the programs, as JSON values."""
     plan = version.plan
     one = {} if plan.program is None else {"program": plan.program, "args": plan.args}
     return {"version": version.number, **one, **msgspec.to_builtins(plan)}

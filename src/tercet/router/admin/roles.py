@@ -1,4 +1,4 @@
-"""The route that says which role is pressed, and why engines' roles change or stay."""
+"""The route that shows the pressure of each role, and why engines' roles change or stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ routes = APIRouter(route_class=AdminRoute)
 
 @routes.get("/roles")
 async def roles(request: Request) -> Response:
-    """Objectives and how many requests met them; where roles follow the load, the last look, and the last changes."""
+    """Show objectives and how many requests met them; if roles follow the load, also the last decision and changes."""
     shared = shared_of(request)
     keeper = shared.role_keeper
     decision = None if keeper is None else await keeper.decision()
@@ -31,9 +31,9 @@ async def roles(request: Request) -> Response:
 
 
 def objectives_shown(shared: SharedState) -> dict[str, Any]:
-    """The objectives, in seconds, and the requests of all processes; ``attainment`` is None before any has ended.
+    """Return the objectives (seconds) and the requests of all processes; ``attainment`` is None before a request ended.
 
-    ``classes`` have those of requests whose ``header`` names them; all others are counted above them.
+    Each of ``classes`` counts the requests whose ``header`` names it; the top level counts all other requests.
     """
     wanted, counts = shared.service.attainments.objectives, shared.attainment()
     classes = [{"name": each.name, **_shown(each, counts[each.name])} for each in wanted.classes]

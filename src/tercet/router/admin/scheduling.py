@@ -16,9 +16,9 @@ routes = APIRouter(route_class=AdminRoute)
 
 
 class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``PUT /tercet/v1/scheduling``: a path on the router's machine.
+    """Body of ``PUT /tercet/v1/scheduling``: the path of a scheduling file on the router's machine, or its content.
 
-    With a ``content`` that is what it says, no file is read, and ``file`` is what it is called.
+    If ``content`` is given, no file is read, and ``file`` is only a name for the content.
     """
 
     file: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -27,13 +27,13 @@ class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @routes.get("/scheduling")
 async def scheduling(request: Request) -> Response:
-    """The scheduling file in use, and the profiles in it."""
+    """Show the scheduling file in use and its profiles."""
     return json_answer(_scheduling(shared_of(request)))
 
 
 @routes.put("/scheduling")
 async def set_scheduling(request: Request) -> Response:
-    """Another scheduling file for picks from now on, or the same one again."""
+    """Set the scheduling file for picks from now on, or load the same file again."""
     shared = shared_of(request)
     call = decode_call(await request.body(), SchedulingCall)
     behind = await shared.use_scheduling(

@@ -1,4 +1,4 @@
-"""Routes for running sequences and contexts, and their moves between engines."""
+"""Routes that show running sequences and move them, or the KV of a prefix, between engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ routes = APIRouter(route_class=AdminRoute)
 class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/migrate_context``: token ids, and the names of two engines.
 
-    ``mm_features`` are as the verbs take them, with their data.
+    ``mm_features`` have the form that verbs accept, with their data.
     """
 
     prompt: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
@@ -38,7 +38,7 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @routes.post("/migrate_context")
 async def move_context(request: Request) -> Response:
-    """Have a prefix in another engine's cache; answers with what was sent, the range and the bytes."""
+    """Copy the KV of a prefix to another engine's cache; answers with the range of tokens and the bytes sent."""
     call = decode_call(await request.body(), MigrateCall)
     seq_id = f"context-{uuid.uuid4().hex}"
     prefix = protocol.Request(
@@ -53,7 +53,7 @@ async def move_context(request: Request) -> Response:
 
 @routes.get("/sequences")
 async def sequences(request: Request) -> Response:
-    """What this process runs now; with ``?engine=NAME`` only what that engine generates."""
+    """List the sequences that this process runs; with ``?engine=NAME`` only those that this engine generates."""
     running, engine = shared_of(request).service.sequences, request.query_params.get("engine")
     now = time.monotonic()
     return json_answer([_sequence(found, now) for found in (running if engine is None else running.on(engine))])
@@ -61,9 +61,9 @@ async def sequences(request: Request) -> Response:
 
 @routes.post("/sequences/{seq_id:path}/move")
 async def move_sequence(request: Request, seq_id: str) -> Response:
-    """Have another engine go on with a running sequence; answers when it does, with how that went.
+    """Move a running sequence to another engine; answers with the record of the move when that engine generates.
 
-    If another process runs it the proposal is passed on to that one, and 202 answers.
+    If another process runs the sequence, the proposal is passed on to that process, and the answer is 202.
     """
     call, service = decode_call(await request.body(), MoveCall), shared_of(request).service
     try:
@@ -76,15 +76,15 @@ async def move_sequence(request: Request, seq_id: str) -> Response:
 
 @routes.get("/moves")
 async def moves(request: Request) -> Response:
-    """The moves of this process, oldest first; with ``?since=NUMBER`` those after that one."""
+    """List the moves of this process, oldest first; with ``?since=NUMBER`` only those after the move NUMBER."""
     since = request.query_params.get("since", "0")
     if not since.isdecimal():
-        raise BadRequest(f"since: {since!r} is not the number of a move", "since")
+        raise BadRequest(f"since: {since!r} is not a number; give the number of a move", "since")
     return json_answer([move_shown(move) for move in shared_of(request).service.moves.since(int(since))])
 
 
 def move_shown(move: MoveRecord) -> dict[str, Any]:
-    """A move, and the bytes of all its stages."""
+    """Return the record of a move, with the bytes of all its stages."""
     return {**msgspec.to_builtins(move), "bytes": move.bytes}
 
 

@@ -1,4 +1,4 @@
-"""The route that shows all of a router."""
+"""The route that shows the whole state of a router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ routes = APIRouter(route_class=AdminRoute)
 
 @routes.get("/status")
 async def status(request: Request) -> Response:
-    """Whether this router serves, what and by which program, objectives, every engine, and this process's moves."""
+    """Show whether this router serves, its models, programs, objectives and engines, and this process's moves."""
     shared = shared_of(request)
     refusal = shared.refusal()
     return json_answer(

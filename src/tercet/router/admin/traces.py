@@ -1,4 +1,4 @@
-"""Routes for what happened to requests, whichever process served them."""
+"""Routes for the traces of requests, which any of the router's processes may have served."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tercet.protocol import BadRequest, UnknownSequence
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
 from tercet.router.shared_traces import MOST_LISTED, TraceQuestion
 
-# Of a list without a number.
+# Number of traces in a list if the request gives none.
 USUAL = 20
 routes = APIRouter(route_class=AdminRoute)
 
 
 @routes.get("/traces")
 async def traces(request: Request) -> Response:
-    """The newest requests, those that run first; `?newest=NUMBER`, or `?slowest=NUMBER` for those that took longest."""
+    """List the newest requests, running ones first: `?newest=NUMBER`, or `?slowest=NUMBER` for the slowest ones."""
     named = set(request.query_params) - {"newest", "slowest"}
     if named or len(request.query_params) > 1:
-        raise BadRequest("newest: give newest=NUMBER or slowest=NUMBER, one of them", "newest")
+        raise BadRequest("newest: give either newest=NUMBER or slowest=NUMBER, and no other parameter", "newest")
     given = request.query_params
     newest, slowest = _number("newest", given.get("newest")), _number("slowest", given.get("slowest"))
     question = TraceQuestion(newest=newest if given else USUAL, slowest=slowest)
@@ -29,11 +29,11 @@ async def traces(request: Request) -> Response:
 
 @routes.get("/traces/{name:path}")
 async def trace(request: Request, name: str) -> Response:
-    """What happened to the requests with this `x-request-id`, the id of an answer or sequence, or a trace's id."""
+    """Show the traces of requests with this `x-request-id`, or with this id of an answer, a sequence or a trace."""
     found = await shared_of(request).traces.find(TraceQuestion(id=name))
     if not found:
         raise UnknownSequence(
-            f"id: the routers keep no trace of {name!r}: it is another id, or too long ago (trace-requests)", "id"
+            f"id: no router keeps a trace of {name!r}: the id is wrong, or the trace is too old (trace-requests)", "id"
         )
     return json_answer([msgspec.to_builtins(each) for each in found])
 

@@ -1,4 +1,4 @@
-"""The route that tells a planner what it needs: the last minutes' requests without their text, and the engines."""
+"""The route for planners: the requests of the last minutes, without their text, and the state of the engines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ WINDOW_S, LONGEST_WINDOW_S = 60.0, 600.0
 
 @routes.get("/traffic")
 async def traffic(request: Request) -> Response:
-    """Requests of the last ``?window=SECONDS`` that this process saw since it was asked first: times, lengths, blocks.
+    """Show requests of the last ``?window=SECONDS``, since the first such call: times, lengths and hashes of blocks.
 
-    Times are of this process's clock, on which it is ``now``. A block's number is a hash of the tokens up to its end.
-    ``processes`` share the fleet; the engines' lines of prefills are those of all of them.
+    Only requests of this process are listed. Times are seconds of its clock, whose present time is ``now``. A block's
+    number is a hash of the tokens up to its end. ``processes`` is the number of processes that share the fleet; the
+    engines' waiting prefills are those of all these processes.
     """
     window, shared, fleet = _window(request), shared_of(request), fleet_of(request)
     service, now = shared.service, fleet.costs.clock()
@@ -54,12 +55,14 @@ def _window(request: Request) -> float:
     except ValueError:
         window = 0.0
     if not 0 < window <= LONGEST_WINDOW_S:
-        raise BadRequest(f"window: {given!r} is not a number of seconds up to {LONGEST_WINDOW_S:g}", "window")
+        raise BadRequest(
+            f"window: {given!r} is not a number of seconds above 0 and up to {LONGEST_WINDOW_S:g}", "window"
+        )
     return window
 
 
 def _shown(arrival: Any) -> list[Any]:
-    """In the order of the fields of :class:`~tercet.decisions.planning.ObservedRequest`."""
+    """Return an arrival's values in the order of the fields of ``tercet.decisions.planning.ObservedRequest``."""
     return [arrival.at, arrival.prompt_tokens, arrival.output_tokens, arrival.ended, arrival.blocks,
             arrival.block_size, arrival.met]  # fmt: skip
 

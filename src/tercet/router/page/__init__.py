@@ -1,1 +1,1 @@
-"""The page at ``/tercet``: what a fleet does now, or did in a simulation, as a stream of records."""
+"""The page at ``/tercet``, which shows a live fleet or a recorded simulation as a stream of records."""

@@ -1,4 +1,4 @@
-"""The engines of a fleet as rows of numbers, and which rows have changed."""
+"""The engines of a fleet as rows of numbers, with the changes since the last frame."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tercet.fleet import EngineFleet, Member
 from tercet.router.page.records import DEAD, DRAINING, REFUSED, SILENT, STOPPING, EngineTTFT, Seat, Unseen
 
 MOST_ENGINES = 2000
-"""Engines that are drawn one by one; of those after them there are sums by role."""
+"""Number of engines that are drawn one by one; the page shows the engines after them as sums by role."""
 TTFT_SECONDS = 30.0
-"""Time constant of an engine's mean TTFT; after four of them without a request there is none."""
+"""Time constant (seconds) of an engine's mean TTFT; after four of them without a request the mean is dropped."""
 FORGOTTEN_AFTER = 4 * TTFT_SECONDS
 Rows = NDArray[np.int64]
 KV, RUNNING, WAITING, STEP = range(4)
@@ -23,19 +23,19 @@ _SCALES = np.array([1000.0, 1.0, 1.0, 1e6])
 
 
 class LoadSource(Protocol):
-    """Where reports of engines come from."""
+    """The source of engines' reports."""
 
     def begin(self) -> None:
-        """Reports are wanted from now on."""
+        """Start the engines' reports."""
         ...
 
     def table(self, members: Sequence[Member]) -> NDArray[np.float64]:
-        """A row for each: KV usage (a share), running, waiting, step time (seconds); NaN where there is no report."""
+        """Return a row per member: KV usage (0 to 1), running, waiting, step time (seconds); NaN without a report."""
         ...
 
 
 class ReportedLoads:
-    """The reports that a router has of its engines."""
+    """The reports that a router has received from its engines."""
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
@@ -50,7 +50,7 @@ class ReportedLoads:
 
 
 class FirstTokenTimes:
-    """By engine, the mean TTFT of the requests that spent most of it there; recent ones count more."""
+    """The mean TTFT by engine, of requests that spent most of it there; recent requests count more."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -58,17 +58,17 @@ class FirstTokenTimes:
         self._own: dict[str, EngineTTFT] = {}
 
     def add(self, engine: str, ttft: float) -> None:
-        """A request of this process had its first token."""
+        """Add the TTFT (seconds) of a request of this process."""
         _, requests, seconds = self._own.get(engine, (engine, 0, 0.0))
         self._own[engine] = EngineTTFT(engine, requests + 1, seconds + ttft)
         self._count(engine, 1, ttft)
 
     def add_of_others(self, seen: EngineTTFT) -> None:
-        """Requests of another process had theirs."""
+        """Add the TTFTs of requests of another process."""
         self._count(*seen)
 
     def take(self) -> list[EngineTTFT]:
-        """What was added of this process since the last call."""
+        """Return the TTFTs of this process that were added since the last call."""
         own, self._own = self._own, {}
         return [*own.values()]
 
@@ -79,7 +79,7 @@ class FirstTokenTimes:
         self._found[engine] = (total * kept + seconds, count * kept + requests, now)
 
     def in_ms(self, members: Sequence[Member]) -> list[int]:
-        """In the order of ``members``; 0 without a request, at least 1 with one."""
+        """Return the means in milliseconds, in the order of ``members``; 0 without a request, otherwise at least 1."""
         now = self._clock()
         for name in [name for name, (_, _, at) in self._found.items() if now - at > FORGOTTEN_AFTER]:
             del self._found[name]
@@ -88,7 +88,7 @@ class FirstTokenTimes:
 
 
 class EngineRows:
-    """Rows of all engines that are drawn, as they were in the last frame."""
+    """The rows of all engines that are drawn, of the last frame."""
 
     def __init__(self, fleet: EngineFleet, loads: LoadSource, ttfts: FirstTokenTimes) -> None:
         self._fleet = fleet
@@ -100,7 +100,7 @@ class EngineRows:
         self.running = self.waiting = 0
 
     def look(self) -> tuple[list[Seat] | None, list[list[int]]]:
-        """The engines, if they are others than before, and the rows that have changed."""
+        """Return the engines if the list has changed, otherwise None, and the rows that have changed."""
         members = list(self._fleet.members)
         table = self._loads.table(members)
         rows = self._rows_of(members, table)
@@ -108,7 +108,7 @@ class EngineRows:
         self.unseen = _unseen(members[MOST_ENGINES:], rows[MOST_ENGINES:])
         rows, members = rows[:MOST_ENGINES], members[:MOST_ENGINES]
         seated = [(member.name, member.role) for member in members]
-        if seated != self.seats:  # seats are tuples too, and take longer to make
+        if seated != self.seats:  # a Seat equals a plain tuple, which is made faster
             self.seats, self._rows = [Seat(*each) for each in seated], rows
             return self.seats, self.all()
         changed = np.nonzero((rows != self._rows).any(axis=1))[0]
@@ -116,7 +116,7 @@ class EngineRows:
         return None, _listed(changed, rows[changed])
 
     def all(self) -> list[list[int]]:
-        """Every row, as it was at the last look."""
+        """Return every row of the last call of :meth:`look`."""
         return _listed(np.arange(len(self._rows)), self._rows)
 
     def _rows_of(self, members: Sequence[Member], table: NDArray[np.float64]) -> Rows:
@@ -130,7 +130,7 @@ class EngineRows:
         rows[:, 6] = [
             0 if each.reachable and not (each.draining or each.stopping or each.refused) else _state(each)
             for each in members
-        ]  # most are well, and there may be thousands
+        ]  # a short cut, since most engines are well and there may be thousands
         rows[:, 6] += silent * SILENT
         return rows
 

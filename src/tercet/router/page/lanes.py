@@ -1,4 +1,4 @@
-"""Requests as lanes of time: a bounded sample of those that begin, with each verb and its times."""
+"""Lanes of the page: a bounded sample of requests, with each verb and its times."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tercet.protocol.trace import TraceEvent
 from tercet.router.page.records import LaneEnd, LaneSpan, LaneStart
 
 MOST_OPEN = 24
-"""Requests that are followed at once; others are counted, and not drawn."""
+"""Number of requests that are followed at once; other requests are counted, but not drawn."""
 MOST_PER_SECOND = 6.0
-"""Requests that begin to be followed; a page cannot be read at a higher rate."""
+"""Requests per second that begin to be followed; viewers cannot read a page at a higher rate."""
 MOST_MOVING = 8
-"""Requests that are followed in addition since they move."""
+"""Number of requests that are followed in addition because they move."""
 KEPT = 48
-"""Followed requests that a new viewer is shown: those that began last."""
+"""Number of followed requests that a new viewer gets: the newest ones."""
 MOST_SPANS = 64
-"""Of one request: a program may call more verbs than a lane has room for."""
+"""Largest number of spans of one request: a program may call more verbs than fit into a lane."""
 LONGEST_WORDS = 200
 
 
 class Lane:
-    """One request that is followed: its ``trace`` is ``read`` up to there. ``began`` is of the clock of sequences."""
+    """One followed request: ``read`` events of its ``trace`` were taken; ``began`` is by the sequences' clock."""
 
     def __init__(self, start: LaneStart, trace: Trace, began: float) -> None:
         self.start = start
@@ -34,7 +34,7 @@ class Lane:
 
 
 class KeptLane:
-    """What a new viewer is shown of one request."""
+    """The records of one request that a new viewer gets."""
 
     def __init__(self, start: LaneStart) -> None:
         self.start = start
@@ -43,9 +43,9 @@ class KeptLane:
 
 
 class Lanes:
-    """Follows requests; ``clock`` and ``began`` of sequences are of one clock, which ``to_time`` makes times of frames.
+    """The followed requests. ``to_time`` converts times of ``clock``, which is that of sequences, to times of frames.
 
-    What happens goes to ``started``, ``spans`` and ``ended``, until :meth:`take` moves it into what is ``kept``.
+    New records are collected until :meth:`take` returns them and adds them to the records that :meth:`kept` returns.
     """
 
     def __init__(self, clock: Callable[[], float], to_time: Callable[[float], float]) -> None:
@@ -60,13 +60,13 @@ class Lanes:
         self._ended: list[LaneEnd] = []
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """Follow a request, if there is room for one more."""
+        """Follow a request if the limits allow one more."""
         if len(self._open) >= MOST_OPEN or not self._is_allowed() or trace.events:
             return
         self._follow(sequence, trace, sequence.began)
 
     def moves(self, sequence: RunningSequence) -> None:
-        """Follow a request that begins to move, if it is not yet: from its first token on if that is known."""
+        """Follow a request that begins to move, unless it is followed; from its start if this is its first move."""
         generation = sequence.generation
         if generation is None or sequence in self._open or len(self._open) >= MOST_OPEN + MOST_MOVING:
             return
@@ -89,7 +89,7 @@ class Lanes:
         return lane
 
     def ends(self, sequence: RunningSequence, ttft: float | None, tpot: float | None) -> None:
-        """A request is over; one that is not followed changes nothing."""
+        """Record the end of a request; a request that is not followed is ignored."""
         lane = self._open.pop(sequence, None)
         if lane is not None:
             self._read(lane)
@@ -97,7 +97,7 @@ class Lanes:
             self._ended.append(LaneEnd(lane.start.lane, now, sequence.ended, tokens, in_ms(ttft), in_ms(tpot)))
 
     def take(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
-        """What happened since the last time."""
+        """Return the records since the last call: starts, spans and ends."""
         for lane in self._open.values():
             self._read(lane)
         taken = self._started, self._spans, self._ended
@@ -115,7 +115,7 @@ class Lanes:
         return taken
 
     def kept(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
-        """What a new viewer is shown: all that was taken, of the last requests."""
+        """Return the records of the last requests that were taken, for a new viewer."""
         lanes = self._kept.values()
         return (
             [lane.start for lane in lanes],
@@ -124,7 +124,7 @@ class Lanes:
         )
 
     def _read(self, lane: Lane) -> None:
-        """Take in what has been added to its trace."""
+        """Take the new events of a lane's trace."""
         events = lane.trace.events
         for event in events[lane.read :]:
             self._note(lane, event)
@@ -146,7 +146,7 @@ class Lanes:
         return round(self._to_time(clock), 6)
 
     def _is_allowed(self) -> bool:
-        """A token bucket: bursts of a second's requests, and no more than that many each second."""
+        """Take one token of a bucket of :data:`MOST_PER_SECOND` tokens, filled at this rate; True if there was one."""
         now = self._clock()
         grown = self._allowance + (now - self._allowed_at) * MOST_PER_SECOND
         self._allowance, self._allowed_at = min(MOST_PER_SECOND, grown), now
@@ -157,5 +157,5 @@ class Lanes:
 
 
 def in_ms(seconds: float | None) -> float | None:
-    """Seconds in milliseconds, to a hundredth."""
+    """Convert seconds to milliseconds, rounded to a hundredth; None stays None."""
     return None if seconds is None else round(seconds * 1e3, 2)

@@ -1,8 +1,8 @@
-"""What the other workers of a router serve, put into the frames of the one whose page is open.
+"""The frames of a router's other workers, joined with those of the worker whose page is open.
 
-Each worker sends its own frames to the others that show a page, over the sockets by which they ask each other for
-traces. Lanes and moves get numbers that no other worker gives. Of engines only TTFT is joined: each worker has their
-reports.
+Each worker sends its frames to the other workers that show a page, over the sockets that also serve traces. Lanes and
+moves get numbers that no other worker uses. Of the engines' data only TTFT is joined, since each worker has the
+engines' reports itself.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tercet.router.page.records import EngineTTFT, FleetPoint, Frame, MoveShown,
 from tercet.router.page.watch import MOVES_KEPT, POINTS_KEPT
 
 APART = 10_000_000
-"""Between the numbers of two workers' lanes and moves."""
+"""Offset between the numbers of two workers' lanes and moves."""
 NAMES_INTERVAL_S = 2.0
 MOST_WAITING = 20
-"""Frames of one worker that wait for the next frame of this one; more are left out, the oldest first."""
+"""Largest number of other workers' frames that wait for this worker's next frame; beyond it the oldest is dropped."""
 _frames = msgspec.json.Decoder(Frame)
 
 
 class OtherWorkers:
-    """Follows the others from :meth:`begin` to :meth:`end`.
+    """The other workers' frames, followed from :meth:`begin` to :meth:`end`.
 
-    ``names`` are those that live, ``frames_of`` streams one's frames as JSON.
+    ``names`` returns the names of live workers, and ``frames_of`` streams the frames of one worker as JSON.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class OtherWorkers:
         return len(self._known)
 
     def begin(self) -> None:
-        """Follow the others from now on."""
+        """Start following the other workers."""
         self._tasks.spawn(self._find(), "page-workers")
 
     def end(self) -> None:
-        """Follow them no more, and forget what they said."""
+        """Stop following the other workers, and drop their frames."""
         self._tasks.cancel()
         for kept in (self._known, self._waiting, self._lanes, self._moves, self._points, self._ttfts):
             kept.clear()
@@ -83,19 +83,19 @@ class OtherWorkers:
     # ---- joining ---------------------------------------------------------------------------------------------
 
     def take(self, frame: Frame) -> None:
-        """A frame of another one, numbered; of a whole one the past of the charts is left out."""
+        """Take a numbered frame of another worker; a whole frame loses its points, the past of the charts."""
         if len(self._waiting) >= MOST_WAITING:
             self._waiting.popleft()
         self._waiting.append(replace(frame, points=()) if frame.whole else frame)
         self._ttfts += frame.ttfts
 
     def ttfts(self) -> list[EngineTTFT]:
-        """What others have seen of engines' TTFT since the last call; it counts in this worker's next frame."""
+        """Return the TTFTs that others have seen since the last call, for this worker's next frame."""
         found, self._ttfts = self._ttfts, []
         return found
 
     def join(self, own: Frame) -> Frame:
-        """This worker's frame with what others said since the last one."""
+        """Return this worker's frame, joined with the others' frames since the last call."""
         others = tuple(self._waiting)
         self._waiting.clear()
         points = [each for frame in others for each in frame.points]
@@ -112,7 +112,7 @@ class OtherWorkers:
         return joined
 
     def join_whole(self, own: Frame) -> Frame:
-        """All that this worker has, with all that is kept of others."""
+        """Return this worker's whole frame, joined with all records of others that are kept."""
         lanes = self._lanes.values()
         return replace(
             own,
@@ -139,7 +139,7 @@ class OtherWorkers:
 
 
 def numbered(frame: Frame, offset: int) -> Frame:
-    """With numbers of lanes and moves from there on, and without what all workers have."""
+    """Return a frame with ``offset`` added to its lanes' and moves' numbers, without data that every worker has."""
     return Frame(
         t=frame.t, whole=frame.whole, points=frame.points,
         lanes=[each._replace(lane=each.lane + offset) for each in frame.lanes],
@@ -150,7 +150,7 @@ def numbered(frame: Frame, offset: int) -> Frame:
 
 
 def added(own: FleetPoint, others: Sequence[FleetPoint]) -> dict[str, ProgramPoint]:
-    """What programs did in all workers; times are means of the workers' percentiles, by their requests."""
+    """Return the counts of programs in all workers; times are means of percentiles, weighted by requests."""
     found: dict[str, list[ProgramPoint]] = {}
     for point in (own, *others):
         for name, programs in point.programs.items():

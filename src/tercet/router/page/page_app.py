@@ -1,7 +1,7 @@
-"""Serves the page at ``/tercet`` and its stream, before the application that serves all else.
+"""The ASGI application for the page at ``/tercet`` and its stream, which passes other paths to the next application.
 
-The files tell nothing and are open. The stream opens to those who may call admin routes, and, without what belongs to
-other clients, to those who show a client's key.
+The files contain no data of the fleet, and need no key. The stream needs access to admin routes, or a client key; with
+a client key it leaves out ids and errors of other clients' requests.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tercet.router.page.viewers import Viewers
 ROOT = "/tercet"
 ABOUT, STREAM = "about", "stream"
 SEND_SECONDS = 20.0
-"""A viewer who takes nothing for that long is dropped; less than that, and it skips frames."""
+"""Seconds after which a viewer that reads nothing is dropped; a viewer that is only slow skips frames."""
 VIEW_HEADER = "x-tercet-view"
-ELSEWHERE = "admin routes are not served at this address, but at the router's --admin-listen"
-NOT_ADMIN = "a client's key shows the fleet; changes need the admin key"
-ASKS = "this page asks for the router's admin key, or a client's key: Authorization: Bearer KEY"
+ELSEWHERE = "this address does not serve admin routes; use the router's --admin-listen address"
+NOT_ADMIN = "a client key shows the fleet; changes require the admin key"
+ASKS = "this page requires the router's admin key or a client key: Authorization: Bearer KEY"
 
 
 class PageApp:
-    """The page before ``app``, which serves every other path.
+    """The page, before ``app``, which serves every other path.
 
-    ``clients`` are the keys of clients, ``admins`` says who may change the fleet. ``admin_apart``: admin routes are
-    served at a separate address alone.
+    ``clients`` are the client keys, and ``admins`` checks access to admin routes. ``admin_apart`` is true if only a
+    separate address serves admin routes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PageApp:
         self._admin_apart = admin_apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Serve one ASGI connection."""
         if scope["type"] != "http" or not is_of_page(path := path_of(scope)):
             await self._app(scope, receive, send)
             return
@@ -59,8 +59,8 @@ class PageApp:
 
     async def _serve(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            raise MethodNotAllowed(f"{ROOT}{path} is not for {scope['method']}; it takes GET and HEAD")
-        if not path:  # addresses in the page are relative to a folder, whatever a proxy puts before it
+            raise MethodNotAllowed(f"{ROOT}{path} does not accept the method {scope['method']}; use GET or HEAD")
+        if not path:  # links in the page are relative to a folder, so any prefix of a proxy works
             await answer(send, 307, b"", "text/plain", {"location": f"{ROOT[1:]}/"})
         elif path == f"/{ABOUT}":
             await answer(send, 200, self._about(scope), "application/json")
@@ -70,14 +70,14 @@ class PageApp:
             await send_file(scope, path.removeprefix("/"), send)
 
     def _about(self, scope: Scope) -> bytes:
-        """What the page must know before it has a key."""
+        """Return the JSON that the page needs before it has a key."""
         apart = self._is_apart(scope)
         return msgspec.json.encode(
             {"mode": "live", "tercet": __version__, "why_no_changes": ELSEWHERE if apart else ""}
         )
 
     def _is_apart(self, scope: Scope) -> bool:
-        """Whether admin routes are served at another address than the one that was asked."""
+        """True if another address than the requested one serves admin routes."""
         return self._admin_apart and not scope.get(AT_ADMIN, False)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,13 +99,13 @@ class PageApp:
             if not leaving.done():
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            return  # without an end: the server closes the connection
+            return  # the answer has no end, so the server closes the connection
         finally:
             leaving.cancel()
-            self._viewers.leave(viewer)  # a stream that was never begun does not
+            self._viewers.leave(viewer)  # a stream that never began does not do this
 
     def _admit(self, scope: Scope) -> bool:
-        """Whether an administrator asks. Raises :class:`~tercet.protocol.TercetError` for those who may see nothing."""
+        """True for admin access, False for a client key; raises :class:`~tercet.protocol.TercetError` for others."""
         shown = ShownHeaders.of_asgi(scope["headers"])
         require_no_page(shown)
         try:
@@ -121,12 +121,12 @@ class PageApp:
 
 
 def is_of_page(path: str) -> bool:
-    """Whether a path is the page's: those of admin routes, below it, are not."""
+    """True if a path belongs to the page; the admin routes below it do not."""
     below = path.startswith(f"{ROOT}/") and path != API_PREFIX and not path.startswith(f"{API_PREFIX}/")
     return path == ROOT or below
 
 
 async def _until_left(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The files of the page, as they are installed: read once, at their first use."""
+"""The installed files of the page, read once at their first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing from elsewhere, nothing in other pages, no script or style that is not in a file."""
+"""Policy of the page: no content from other hosts, not inside other pages, no inline script or style."""
 SAFETY = {
     "content-security-policy": POLICY,
     "x-frame-options": "DENY",
@@ -40,7 +40,7 @@ class PageFile(NamedTuple):
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """By the path below the page; the page itself is at the empty one."""
+    """Return the files by their path below the page; the page itself has the empty path."""
     found: dict[str, PageFile] = {}
     for path in sorted(FOLDER.rglob("*")):
         if path.suffix in TYPES:

@@ -1,4 +1,4 @@
-"""What each program did between two frames: requests, tokens, TTFT and TPOT."""
+"""Counts of each program between two frames: requests, tokens, TTFT and TPOT."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tercet.router.page.lanes import in_ms
 from tercet.router.page.records import ProgramPoint
 
 MOST_PROGRAMS = 12
-"""Programs with a separate line; clients can ask for any built-in one."""
+"""Number of programs with a separate line; clients may name any built-in program."""
 OTHER = "other"
 MOST_TIMES = 512
-"""Times of one program between two frames, of which percentiles are made; the first ones."""
+"""Largest number of times of one program between two frames that percentiles use: the first ones."""
 
 
 class ProgramCount:
@@ -24,7 +24,7 @@ class ProgramCount:
         self.tpots: list[float] = []
 
     def point(self) -> ProgramPoint:
-        """As a frame has it."""
+        """Return the counts in the form of a frame."""
         ttft, tpot = sorted(self.ttfts), sorted(self.tpots)
         return ProgramPoint(
             self.done, self.unfinished, self.tokens, percentile(ttft, 0.5), percentile(ttft, 0.9),
@@ -33,7 +33,7 @@ class ProgramCount:
 
 
 class ProgramCounts:
-    """Counts by program; ``running`` are the sequences at the start, whose tokens until then count for nothing."""
+    """Counts by program; ``running`` are the sequences at the start, whose earlier tokens are not counted."""
 
     def __init__(self, running: Iterable[RunningSequence]) -> None:
         self._tokens = {sequence: len(sequence.tokens) for sequence in running}
@@ -41,7 +41,7 @@ class ProgramCounts:
         self._names: set[str] = set()
 
     def ends(self, sequence: RunningSequence, trace: Trace) -> None:
-        """Count a request that is over."""
+        """Count a request that has ended."""
         count = self._of(trace.program)
         count.tokens += len(sequence.tokens) - self._tokens.pop(sequence, 0)
         if not sequence.ended:
@@ -53,7 +53,7 @@ class ProgramCounts:
                 times.append(value)
 
     def take(self, running: Iterable[RunningSequence]) -> dict[str, ProgramPoint]:
-        """Count what the clients of the ``running`` sequences have got; returns all since the last time."""
+        """Count the new tokens of the ``running`` sequences; return all counts since the last call."""
         before, grown = self._tokens, dict[str, int]()
         for sequence in running:  # there may be thousands
             tokens, name = len(sequence.tokens), sequence.program
@@ -75,5 +75,5 @@ class ProgramCounts:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest rank of seconds in ascending order, in milliseconds; None of none."""
+    """Return a percentile (nearest rank) of ascending seconds, in milliseconds; None without values."""
     return in_ms(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) if ordered else None

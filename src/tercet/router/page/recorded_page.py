@@ -1,4 +1,4 @@
-"""The page of one recorded run, on this machine alone."""
+"""The page of one recorded run, which only this machine may open."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RUN = "run.json"
 
 
 class RecordedPage:
-    """An ASGI application; ``result`` is the JSON of a result that has timelines."""
+    """The ASGI application of the page; ``result`` is the JSON of a run's result with timelines."""
 
     def __init__(self, result: bytes) -> None:
         self._result = result
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
         try:
@@ -33,7 +33,7 @@ class RecordedPage:
         require_own_call(ShownHeaders.of_asgi(scope["headers"]), None if client is None else client[0])
         path = scope["path"].removeprefix("/")
         if scope["method"] not in ("GET", "HEAD"):
-            raise MethodNotAllowed(f"/{path} is not for {scope['method']}; it takes GET and HEAD")
+            raise MethodNotAllowed(f"/{path} does not accept the method {scope['method']}; use GET or HEAD")
         is_head = scope["method"] == "HEAD"
         if path == "about":
             about = msgspec.json.encode({"mode": "recorded", "tercet": __version__})

@@ -1,7 +1,7 @@
-"""The records that the page draws: the same from a router's stream and from a file of a simulated run.
+"""The records that the page draws, from a router's stream or from the file of a simulated run.
 
-A :class:`Frame` has what changed since the frame before it; a ``whole`` one has everything. Times are seconds:
-Unix times of a router, virtual ones of a simulation.
+A :class:`Frame` has the changes since the previous frame; a ``whole`` frame has all data. Times are in seconds: Unix
+times of a router, virtual times of a simulation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Seat(NamedTuple):
 
 
 class Unseen(msgspec.Struct, frozen=True):
-    """Engines of one role that are too many to draw: how many, the mean KV fill (thousandths), and sums."""
+    """Engines of one role that are not drawn: their number, the mean KV usage (thousandths), and sums."""
 
     role: str
     engines: int
@@ -35,7 +35,7 @@ class Unseen(msgspec.Struct, frozen=True):
 
 
 class ProgramPoint(NamedTuple):
-    """What a program did since the point before: requests done and unfinished, tokens; medians and 90th percentiles.
+    """Counts of a program since the previous point: requests done and unfinished, tokens, medians, 90th percentiles.
 
     Times are milliseconds, None without a request.
     """
@@ -50,7 +50,7 @@ class ProgramPoint(NamedTuple):
 
 
 class FleetPoint(msgspec.Struct, frozen=True):
-    """One moment of the charts; ``seconds`` since the one before. ``running`` and ``waiting`` are sums of engines."""
+    """One point of the charts, ``seconds`` after the previous one; ``running`` and ``waiting`` are engines' sums."""
 
     t: float
     seconds: float
@@ -60,7 +60,7 @@ class FleetPoint(msgspec.Struct, frozen=True):
 
 
 class EngineTTFT(NamedTuple):
-    """An engine, and how many requests spent most of their TTFT there, with its sum in seconds."""
+    """An engine, the number of requests that spent most of their TTFT there, and the sum of TTFTs in seconds."""
 
     engine: str
     requests: int
@@ -68,7 +68,7 @@ class EngineTTFT(NamedTuple):
 
 
 class LaneStart(NamedTuple):
-    """A request that is drawn begins; ``lane`` is its number on the page, ``seq_id`` is empty for clients."""
+    """The start of a request that is drawn; ``lane`` is its number on the page, ``seq_id`` is empty for clients."""
 
     lane: int
     t: float
@@ -78,7 +78,7 @@ class LaneStart(NamedTuple):
 
 
 class LaneSpan(NamedTuple):
-    """A verb, a move, a retry or a fallback of that request, from ``begin`` to ``end``; counts are as in the trace."""
+    """A verb, a move, a retry or a fallback of a drawn request, from ``begin`` to ``end``, with the trace's counts."""
 
     lane: int
     verb: str
@@ -94,7 +94,7 @@ class LaneSpan(NamedTuple):
 
 
 class LaneEnd(NamedTuple):
-    """That request is over. ``done``: its client got all of it; times in milliseconds."""
+    """The end of a drawn request; ``done`` is true if its client got the whole answer. Latencies are in ms."""
 
     lane: int
     t: float
@@ -105,7 +105,7 @@ class LaneEnd(NamedTuple):
 
 
 class MoveShown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A move of a running sequence; the last record with its number counts. ``pause`` and ``seconds`` are seconds."""
+    """A move of a running sequence; a later record with the same number replaces it. Times are in seconds."""
 
     number: int
     t: float
@@ -131,7 +131,7 @@ class ShareShown(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is watched. ``objectives`` are milliseconds, ``returned`` says why a version of programs was given up."""
+    """The service that is shown. Objectives are in milliseconds; ``returned`` is why programs were rolled back."""
 
     model: str
     version: int
@@ -148,12 +148,12 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What changed until ``t``. ``engines`` is the whole list, whenever it changed; all rows of loads follow then.
+    """The changes until ``t``. ``engines`` is the whole list if it changed; then ``loads`` has all rows.
 
-    A row of ``loads`` has an engine's place in the last list, its KV fill (thousandths), the running and the waiting
+    A row of ``loads`` has an engine's place in the last list, its KV usage (thousandths), its running and waiting
     requests, the time of its last steps (microseconds), the sequences of this router there, the mean time to first
-    token (milliseconds) of the requests that spent most of it there, and its state: a sum of :data:`DEAD` and its like.
-    A time of 0 is not known. ``ttfts`` are for other workers alone.
+    token (milliseconds) of requests that spent most of it there, and its state: a sum of :data:`DEAD` and the other
+    states. A time of 0 means unknown. ``ttfts`` are for other workers only.
     """
 
     t: float
@@ -171,7 +171,7 @@ class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 def for_clients(frame: Frame) -> Frame:
-    """The frame without what other clients called their requests, and without words of errors."""
+    """Return the frame without ids of requests and texts of errors, which belong to other clients."""
     return msgspec.structs.replace(
         frame,
         lanes=[start._replace(seq_id="") for start in frame.lanes],
@@ -181,7 +181,7 @@ def for_clients(frame: Frame) -> Frame:
 
 
 def merged(first: Frame, second: Frame) -> Frame:
-    """One frame that does what both do, one after the other."""
+    """Return one frame with the changes of ``first`` and then ``second``."""
     if second.whole:
         return second
     rows = {} if second.engines is not None else {row[0]: row for row in first.loads}
@@ -196,11 +196,11 @@ def merged(first: Frame, second: Frame) -> Frame:
 
 
 def halved(frames: Sequence[Frame]) -> list[Frame]:
-    """Half as many frames, that end with the same picture; an odd last one stays alone."""
+    """Return half as many frames with the same result: pairs are merged, and an odd last frame stays."""
     pairs = zip(frames[::2], frames[1::2], strict=False)
     return list(chain((merged(*pair) for pair in pairs), frames[len(frames) // 2 * 2 :]))
 
 
 def encoded(frames: Iterable[Frame]) -> bytes:
-    """Frames as events of a stream."""
+    """Return frames as server-sent events."""
     return b"".join(b"data: " + msgspec.json.encode(frame) + b"\n\n" for frame in frames)

@@ -22,7 +22,7 @@ from tercet.router.shutdown import Shutdown
 def with_page(
     app: ASGIApp, state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False
 ) -> ASGIApp:
-    """``app``, and before it the page of the fleet that serves ``model``."""
+    """Return an application with the page of the fleet that serves ``model``, before ``app``."""
     service = state.service
     fleet = service.fleet
 

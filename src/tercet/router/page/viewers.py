@@ -1,4 +1,4 @@
-"""Those who watch the fleet: one producer makes each frame once for all of them, while there are any."""
+"""The viewers of the page: one producer makes each frame once for all of them, as long as there are viewers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tercet.router.page.records import Frame, encoded, for_clients
 from tercet.router.page.watch import FleetWatch
 
 INTERVAL_S, LARGE_INTERVAL_S, LARGE = 0.5, 1.0, 200
-"""Seconds between two frames, and those of fleets of more than :data:`LARGE` engines."""
+"""Seconds between two frames, also for fleets of more than :data:`LARGE` engines, and that number of engines."""
 MOST_VIEWERS = 32
 MOST_PENDING = 6
-"""Frames that wait for a slow viewer; one that has more gets a whole frame instead, once it takes any."""
+"""Largest number of frames that wait for a slow viewer; beyond it the viewer gets one whole frame when it reads."""
 
 
 class EncodedFrame:
@@ -39,16 +39,16 @@ class EncodedFrame:
 
     @cached_property
     def line(self) -> bytes:
-        """For another worker."""
+        """The frame as a line of JSON, for another worker."""
         return msgspec.json.encode(self._frame) + b"\n"
 
     def bytes_for(self, admin: bool) -> bytes:
-        """As events of a stream."""
+        """Return the frame as a server-sent event, for administrators or for clients."""
         return self._for_admins if admin else self._for_clients
 
 
 class Viewer:
-    """One page: the frames that it has not taken yet, never more than :data:`MOST_PENDING`."""
+    """One open page, with the frames that it has not read yet: at most :data:`MOST_PENDING`."""
 
     def __init__(self, admin: bool) -> None:
         self.admin = admin
@@ -58,7 +58,7 @@ class Viewer:
         self._woken = asyncio.Event()
 
     def give(self, frame: EncodedFrame) -> None:
-        """One more frame; nothing is kept for a viewer that is behind, who needs a whole one."""
+        """Add a frame; a viewer that is behind keeps none, since it needs a whole frame."""
         if len(self._pending) >= MOST_PENDING:
             self._pending.clear()
             self.is_behind = True
@@ -67,16 +67,16 @@ class Viewer:
         self._woken.set()
 
     def encoded(self, frame: EncodedFrame) -> bytes:
-        """A frame as this viewer gets it."""
+        """Return the bytes of a frame for this viewer."""
         return frame.bytes_for(self.admin)
 
     def leave(self) -> None:
-        """Its stream ends."""
+        """End the viewer's stream."""
         self.has_left = True
         self._woken.set()
 
     async def next(self, whole: Callable[[], EncodedFrame]) -> bytes | None:
-        """What to send; None at the end. The producer wakes it at every frame."""
+        """Wait for frames and return their bytes; None at the end. The producer wakes it at every frame."""
         while not self.has_left:
             await self._woken.wait()
             self._woken.clear()
@@ -94,7 +94,7 @@ class Viewer:
 
 
 class Worker(Viewer):
-    """Another worker of this router that shows a page: it gets what this one does."""
+    """Another worker of this router that shows a page, and gets this worker's frames."""
 
     def __init__(self) -> None:
         super().__init__(admin=True)
@@ -104,9 +104,10 @@ class Worker(Viewer):
 
 
 class Viewers:
-    """All viewers of this process. ``watch`` makes what they see, ``engines`` says how many engines there are.
+    """All viewers of this process. ``watch`` starts an observation, ``engines`` returns the number of engines.
 
-    ``is_over`` is asked at each frame; once it is, every stream ends. ``others`` are other workers of the router.
+    ``is_over`` is called at each frame; when it returns True, every stream ends. ``others`` are the router's other
+    workers, None if there are none.
     """
 
     def __init__(
@@ -128,20 +129,20 @@ class Viewers:
         return len(self._viewers)
 
     def enter(self, admin: bool) -> Viewer:
-        """One more, until :meth:`leave` or the end of its stream.
+        """Add a viewer, until :meth:`leave` or the end of its stream.
 
         Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.ShuttingDown`.
         """
         if self._is_over():
-            raise ShuttingDown("this router is shutting down, and shows no more")
+            raise ShuttingDown("this router is shutting down, so its page is closed")
         if len(self._viewers) >= MOST_VIEWERS:
             raise NoSpace(f"{MOST_VIEWERS} pages watch this router process already; close one of them")
         return self._enter(Viewer(admin))
 
     def enter_worker(self) -> Viewer:
-        """Another worker, as :meth:`enter` does for a page."""
+        """Add another worker as a viewer, as :meth:`enter` does for a page."""
         if self._is_over():
-            raise ShuttingDown("this router is shutting down, and shows no more")
+            raise ShuttingDown("this router is shutting down, so its page is closed")
         return self._enter(Worker())
 
     def _enter(self, viewer: Viewer) -> Viewer:
@@ -155,12 +156,12 @@ class Viewers:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """One fewer; once more changes nothing."""
+        """Remove a viewer; a second call has no effect."""
         viewer.leave()
         self._viewers.discard(viewer)
 
     async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
-        """What a viewer that has entered is sent, until it leaves."""
+        """Yield the bytes to send to a viewer that has entered, until it leaves."""
         try:
             whole = self._own_whole if isinstance(viewer, Worker) else self._current
             while (found := await viewer.next(whole)) is not None:
@@ -175,7 +176,7 @@ class Viewers:
         await self._tasks.close()
 
     def _current(self) -> EncodedFrame:
-        """All that there was at the last frame; asked for by a viewer that a frame has woken."""
+        """Return the whole state at the last frame, for a viewer that a frame has woken."""
         if self._whole is None:
             assert self._watch is not None
             whole = self._watch.whole()
@@ -187,13 +188,13 @@ class Viewers:
         return EncodedFrame(self._watch.whole())
 
     def _follow_no_more(self) -> None:
-        """Unless a page is open."""
+        """Stop following other workers, unless a page is open."""
         if self._others is not None and self._follows and all(isinstance(each, Worker) for each in self._viewers):
             self._follows = False
             self._others.end()
 
     async def _produce(self) -> None:
-        """Frames for as long as there are viewers; then nothing is observed."""
+        """Produce frames while there are viewers; the service is not observed at other times."""
         try:
             watch = self._watch = self._new_watch()
             while self._viewers and not self._is_over():
@@ -208,7 +209,7 @@ class Viewers:
                 self._follow_no_more()
                 await asyncio.sleep(LARGE_INTERVAL_S if self._engines() > LARGE else INTERVAL_S)
         finally:
-            self._is_producing = False  # before anything else may enter: the next viewer starts another one
+            self._is_producing = False  # set first, so that the next viewer starts another producer
             if self._watch is not None:
                 self._watch.close()
             self._follow_no_more()

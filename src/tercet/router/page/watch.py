@@ -1,6 +1,6 @@
-"""What a fleet does, as frames: each has what changed since the one before. No I/O, no waiting.
+"""The observation of a service as frames, each with the changes since the previous one. No I/O, no waiting.
 
-It observes the sequences of a service while a page is open, and costs nothing otherwise.
+It exists only while a page is open, so it costs nothing otherwise.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tercet.router.sequence_observers import Outcome
 from tercet.router.service import Service
 
 POINTS_KEPT = 600
-"""Moments of the charts that a new viewer is shown."""
+"""Number of points of the charts that a new viewer gets."""
 MOVES_KEPT = 60
 MOVES_PER_FRAME = 100
 
 
 class FleetWatch:
-    """Frames of a service's fleet. To be closed; the service tells it of sequences until then.
+    """Frames of a service's fleet; the caller closes it, and until then the service reports sequences to it.
 
-    ``loads`` has the engines' reports, ``epoch`` is added to the clock of the fleet, which makes times of frames.
-    ``about`` says what is watched.
+    ``loads`` has the engines' reports; ``epoch`` (seconds) is added to times of the fleet's clock to get times of
+    frames. ``about`` returns the description of the service.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class FleetWatch:
         service.moves.observer = self.moved
 
     def close(self) -> None:
-        """The service tells it nothing more."""
+        """Stop observing the service."""
         self._service.observers.remove(self)
         if self._service.moves.observer == self.moved:
             self._service.moves.observer = None
 
-    # ---- what the service tells ------------------------------------------------------------------------------
+    # ---- notices of the service ------------------------------------------------------------------------------
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """A sequence begins."""
+        """Record that a sequence begins."""
         self._lanes.begins(sequence, trace)
 
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
-        """A sequence is over."""
+        """Record that a sequence has ended."""
         self._lanes.ends(sequence, trace.ttft, trace.tpot)
         self._counts.ends(sequence, trace)
         if trace.ttft is not None and (slowest := trace.slowest_engine):
             self._ttfts.add(slowest, trace.ttft)
 
     def moved(self, move: MoveRecord) -> None:
-        """A move begins, or is over."""
+        """Record that a move begins or has ended."""
         if move.number in self._changed_moves or len(self._changed_moves) < MOVES_PER_FRAME:
             self._changed_moves[move.number] = self._shown(move)
         if move.outcome == "under_way":
@@ -87,18 +87,18 @@ class FleetWatch:
     # ---- between workers -------------------------------------------------------------------------------------
 
     def own_ttfts(self) -> list[EngineTTFT]:
-        """What this process has seen of engines' TTFT since the last call."""
+        """Return the engines' TTFTs that this process has seen since the last call."""
         return self._ttfts.take()
 
     def heard(self, ttfts: Iterable[EngineTTFT]) -> None:
-        """What other workers have seen of engines' TTFT; the next frame counts it in."""
+        """Add the engines' TTFTs that other workers have seen, for the next frame."""
         for each in ttfts:
             self._ttfts.add_of_others(each)
 
     # ---- frames ----------------------------------------------------------------------------------------------
 
     def frame(self) -> Frame:
-        """What changed since the last one."""
+        """Return the changes since the last frame."""
         now = self._clock()
         engines, loads = self._rows.look()
         point = FleetPoint(
@@ -119,7 +119,7 @@ class FleetWatch:
         )  # fmt: skip
 
     def whole(self) -> Frame:
-        """All that there was at the last frame, for a viewer who has seen none before."""
+        """Return the whole state at the last frame, for a new viewer."""
         lanes, spans, ends = self._lanes.kept()
         return Frame(
             t=round(self._time(self._last), 3), whole=True, about=self._about, engines=self._rows.seats,
@@ -137,7 +137,10 @@ class FleetWatch:
         return self._epoch + clock
 
     def _shown(self, move: MoveRecord) -> MoveShown:
-        """Its time is that of this clock: the record's own is that of a wall clock, and a simulation has none."""
+        """Return the record of a move for the page, with a time of the fleet's clock.
+
+        The move's own time is that of a wall clock, which a simulation does not have.
+        """
         began = self._move_begins.setdefault(move.number, self._clock() - move.seconds)
         if move.outcome != "under_way":
             del self._move_begins[move.number]
@@ -160,7 +163,7 @@ class FleetWatch:
 
 
 def about_service(service: Service[Any], model: str, roles: str = "fixed", why: str = "") -> About:
-    """What is watched: the programs in use, and the objectives. ``why`` says why nothing is served now."""
+    """Return the description of a service: its programs and objectives; ``why`` is the reason if it does not serve."""
     routing, wanted = service.routing, service.attainments.objectives
     plan, returned = routing.current.plan, routing.returned
     shares = tuple(ShareShown(share.label, share.program, share.weight) for share in plan.shares)

@@ -63,7 +63,7 @@ async def test_only_a_server_that_the_ca_has_signed_gets_the_token(account: Path
 
 def test_outside_of_a_pod(account: Path) -> None:
     for directory, environment in ((account, {}), (account / "nowhere", INSIDE)):
-        with pytest.raises(BadRequest, match="name a kubeconfig file"):
+        with pytest.raises(BadRequest, match="set kubeconfig to a kubeconfig file"):
             in_cluster(directory, environment)
 
 

@@ -77,7 +77,7 @@ async def test_pods_come_change_and_go(world: World, caplog: pytest.LogCaptureFi
             await world.until(lambda state: not state)
     said = [each.getMessage() for each in caplog.records]
     assert "engine_drained: d-0 is emptied, and not picked: its pod is being deleted" in said
-    pods = "the pods of models with app=engine say so"
+    pods = "reported by the pods of models with app=engine"
     assert f"engine_added: d-0 (http://10.0.0.2:8000) has the role decode: {pods}" in said
     assert f"engine_removed: p-0, what runs on it goes on: {pods}" in said
 

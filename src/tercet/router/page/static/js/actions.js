@@ -1,4 +1,4 @@
-// Changes of the fleet, by the router's admin routes: each asks first, and says what came of it.
+// Changes of the fleet by the router's admin routes: each asks for confirmation first, and then shows its result.
 
 import { $, element, setText, ms } from "./dom.js";
 import { KV, RUNNING, WAITING, STEP, HERE, TTFT } from "./state.js";
@@ -15,7 +15,7 @@ export class Actions {
     $("switch-add").addEventListener("change", () => this.addShare());
   }
 
-  // An empty `why` lets changes be made.
+  // An empty `why` allows changes.
   allow(why) {
     this.why = why;
     for (const id of ["drain", "set-role", "switch", "role"]) { $(id).disabled = Boolean(why); $(id).title = why; }
@@ -33,7 +33,7 @@ export class Actions {
     return found;
   }
 
-  // True if it was done.
+  // Returns true if the change was made.
   async change(question, ...call) {
     if (!(await asked(question))) return false;
     try { await this.call(...call); } catch (error) { this.notice(`Not changed: ${error.message}`); return false; }
@@ -108,7 +108,7 @@ export class Actions {
   }
 }
 
-// The question of a dialog; true only for its own button.
+// Asks by a dialog; returns true only for the dialog's own button.
 function asked(question) {
   setText($("confirm-what"), question);
   const dialog = $("confirm-dialog");

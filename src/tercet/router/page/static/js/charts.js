@@ -1,4 +1,4 @@
-// Charts of programs over time: a colour and a dash for each, so that neither alone has to tell them apart.
+// Charts of programs over time; each program has its own colour and its own dash, for viewers who see few colours.
 
 import { $, element, setText, prepared, color, ms, count } from "./dom.js";
 import { emptySum, addTo, timeOf } from "./state.js";
@@ -31,7 +31,7 @@ export class Charts {
     }));
   }
 
-  // `whole`: from and to of a recorded run, whose charts do not move.
+  // `whole`: start and end of a recorded run, whose charts do not scroll.
   draw(state, now, whole = null, all = state.points) {
     this.redraw = () => this.draw(state, now, whole, all);
     const [from, to] = whole ?? [now - LIVE_SECONDS, now];

@@ -1,4 +1,4 @@
-// Small helpers: elements, numbers as people read them, colours of the theme. Text is only ever set as text.
+// Small helpers: elements, readable numbers, colours of the theme. Text is never set as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -45,7 +45,7 @@ export function color(name) {
   return cachedStyle.getPropertyValue(`--${name}`).trim();
 }
 
-// A canvas of the size that it has on the screen, cleared; null while it has none.
+// Returns the context of a cleared canvas with its size on the screen; null while it has no size.
 export function prepared(canvas, height) {
   const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
   if (!width) return null;

@@ -1,4 +1,4 @@
-// The fleet map: engines by role, as cards, tiles or dots by how many there are. Each is a button that opens its engine.
+// The fleet map: engines by role as cards, tiles or dots, by their number. Each is a button that opens its engine.
 
 import { $, element, setText, heat, ms } from "./dom.js";
 import { KV, RUNNING, WAITING, STEP, TTFT } from "./state.js";
@@ -82,7 +82,7 @@ export class FleetMap {
     setText(second, `step ${ms(row[STEP] / 1000 || null)} · TTFT ${ms(row[TTFT] || null)}`);
   }
 
-  // What is drawn as the most: a round number, so that colours stay as they are while the load moves a little.
+  // The upper end of the colour scale: a round number, so that small changes of the load do not change colours.
   scale(state) {
     if (this.metric === "kv") { this.legend("0", "100%"); return 1000; }
     let most = 0;

@@ -5,7 +5,7 @@ import { $, element, setText, prepared, color, ms, bytes, count } from "./dom.js
 const ROW = 13, HEAD = 15, GAP = 7, TOP = 20, HIGHEST = 460;
 export const VERBS = [["prep", "prep_recv"], ["prefill", "prefill"], ["send", "remote_send"], ["decode", "decode"], ["move", "move"], ["wait", "between"]];
 
-// The bars of a request: what it did where, until `now`.
+// Returns the bars of a request until `now`: its verbs on each engine.
 export function barsOf(lane, now) {
   const bars = [], arrows = [], marks = [], rows = [], spans = lane.spans;
   const row = (engine) => { let at = rows.indexOf(engine); if (at < 0) at = rows.push(engine) - 1; return at; };
@@ -38,7 +38,7 @@ export function barsOf(lane, now) {
   return { rows: rows.length ? rows : [""], bars, arrows, marks };
 }
 
-// Of other workers the numbers begin at multiples of ten million.
+// Numbers of other workers' lanes begin at multiples of ten million.
 function nameOf({ lane }) { return lane < 1e7 ? String(lane) : `${lane % 1e7}·${Math.floor(lane / 1e7)}`; }
 
 function sizeOf(parts) { return HEAD + parts.rows.length * ROW + GAP; }
@@ -82,8 +82,8 @@ export class Lanes {
     canvas.setAttribute("aria-label", `Requests as lanes of time: ${shown.length} of the last ${this.seconds} seconds; arrow keys tell of one after the other`);
   }
 
-  // Where not all fit, every second one, or third and so on, is left, so that a whole life is seen: a lane that is
-  // drawn stays until it leaves the window, since its number decides.
+  // If not all lanes fit, every second or third one and so on is drawn. The lane's number decides, so a lane that is
+  // drawn stays until it leaves the window.
   chosenOf(lanes, now) {
     const sizes = new Map(lanes.map((lane) => [lane, sizeOf(barsOf(lane, now))]));
     const fits = (kept, room) => kept.reduce((sum, lane) => sum + sizes.get(lane), TOP) <= room;
@@ -93,7 +93,7 @@ export class Lanes {
     return thinned(this.every);
   }
 
-  // A window of some of the last requests' lives; as it was while it still fits, so that it does not jump.
+  // A window as long as some of the last requests; it stays unchanged while it fits, so that it does not jump.
   fitting(state) {
     const lives = [...state.lanes.values()].slice(-24).map((lane) => (lane.end?.t ?? state.t) - lane.t).sort((a, b) => a - b);
     const wanted = 1.8 * (lives[Math.floor(lives.length * 0.75)] ?? 4);
@@ -155,7 +155,7 @@ export class Lanes {
     pen.restore();
   }
 
-  // A send pushes layer by layer: one notch for each portion, fewer where they would touch.
+  // A send goes layer by layer: one notch for each portion, or fewer if they would touch.
   layers(pen, bar, a, b, line) {
     const portions = Math.min(bar.span.chunks, Math.floor((b - a) / 4));
     pen.fillStyle = color("panel");

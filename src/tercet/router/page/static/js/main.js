@@ -1,4 +1,4 @@
-// The page: frames of a router, or of a recorded run, go into one state, which is drawn in one way.
+// The page: frames of a router or of a recorded run go into one state, and the same code draws both.
 
 import { $, setText } from "./dom.js";
 import { FleetState } from "./state.js";
@@ -29,7 +29,7 @@ function status(text, is) { setText($("status"), text); $("status").dataset.is =
 
 const clock = (t) => lanes.clock(t);
 
-// Live, the right edge of the lanes runs a little behind the last frame, so that it moves evenly between two of them.
+// In a live page the right edge of the lanes is a little behind the last frame, so that it moves evenly between frames.
 function liveNow() { return Math.min(state.t, performance.now() / 1000 + offset); }
 
 function draw() {
@@ -72,7 +72,7 @@ function connect() {
 
 function allow(view) {
   if (view === "admin" && !server.why_no_changes) planner.start(); else planner.stop();
-  actions.allow(server.why_no_changes || (view === "admin" ? "" : "a client's key shows the fleet, and changes need the admin key"));
+  actions.allow(server.why_no_changes || (view === "admin" ? "" : "a client key shows the fleet; changes require the admin key"));
 }
 
 function askKey(why) {

@@ -1,11 +1,11 @@
-// What a planner proposes, and what became of it. A router without one answers null, an older one has no such route.
+// The plans of a planner, and their results. A router without a planner answers null; an older router lacks the route.
 
 import { $, element, setText, NONE } from "./dom.js";
 
 const EVERY_MS = 5000, SHOWN = 12;
 
 export class PlannerView {
-  // `call` asks the admin routes, `clock` says a time.
+  // `call` calls an admin route, `clock` formats a time.
   constructor(call, clock) { this.call = call; this.clock = clock; this.timer = null; }
 
   start() { if (this.timer === null) this.look(); }

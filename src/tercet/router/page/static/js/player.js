@@ -1,8 +1,8 @@
-// A recorded run: the same frames as a router's stream, at any moment of it.
+// A recorded run: the same frames as a router's stream, shown at any moment of the run.
 
 import { $, element, setText } from "./dom.js";
 
-// The recorded runs in a result of `tercet sim --record`; throws with what is wrong in another file.
+// Returns the recorded runs in a result of `tercet sim --record`; throws an error for another file.
 export function runsOf(result) {
   const found = Object.entries(result?.timelines ?? {}).filter(([, frames]) => frames.length);
   if (!found.length) throw new Error("this file has no recorded run; make one by tercet sim --record SECONDS --result-filename FILE");
@@ -38,13 +38,13 @@ export class Player {
     this.at = -1; this.seek(Number(new URLSearchParams(location.hash.slice(1)).get("t") ?? busy));
   }
 
-  // Frames are replayed from the beginning when time goes back: they say only what changed.
+  // Frames are replayed from the beginning when time goes back, since they contain only changes.
   seek(t) {
     this.now = Math.min(this.end, Math.max(this.begin, t));
     if (this.at < 0 || this.frames[this.at].t > this.now) { this.state.clear(); this.at = -1; }
     while (this.at + 1 < this.frames.length && this.frames[this.at + 1].t <= this.now) this.state.apply(this.frames[++this.at]);
     if (this.at < 0) this.state.apply(this.frames[this.at = 0]);
-    // Lanes end between frames: what the next one says of this moment is known already.
+    // A lane may end between two frames, so the next frame's records of this moment are used already.
     $("time").value = this.now;
     setText($("clock"), `${this.now.toFixed(1)} of ${this.end.toFixed(1)} s`);
     this.onDraw();

@@ -1,4 +1,4 @@
-// What is known of the fleet: frames go in, nothing is drawn here. A frame has what changed since the one before it.
+// The state of the fleet, built from frames; nothing is drawn here. A frame has the changes since the previous one.
 
 export const DEAD = 1, DRAINING = 2, STOPPING = 4, REFUSED = 8, SILENT = 16;
 export const KV = 0, RUNNING = 1, WAITING = 2, STEP = 3, HERE = 4, TTFT = 5, STATE = 6;
@@ -38,7 +38,7 @@ export class FleetState {
       for (const key of kept.keys()) { if (kept.size <= most) break; kept.delete(key); }
   }
 
-  // Of an engine, what a person wants to know first.
+  // Returns the most important state of an engine.
   stateOf(index) {
     const state = this.rows[index][STATE];
     if (state & DEAD) return "dead";
@@ -48,7 +48,7 @@ export class FleetState {
     return state & SILENT ? "no report" : "";
   }
 
-  // Sums of the last `seconds`: requests, tokens and times, of all programs and by program.
+  // Returns sums of the last `seconds` (requests, tokens and times), for all programs and by program.
   recent(seconds) {
     const since = this.t - seconds, all = emptySum(), programs = new Map();
     for (let i = this.points.length - 1; i >= 0 && this.points[i].t > since; i--) {
@@ -70,5 +70,5 @@ export function addTo(sum, [done, unfinished, tokens, ...times]) {
   times.forEach((value, i) => { if (value !== null) { sum.times[i][0] += value * done; sum.times[i][1] += done; } });
 }
 
-// Percentiles of short times, weighted by their requests: near to those of the whole, and cheap.
+// Means of short intervals' percentiles, weighted by requests: close to the true percentiles, and cheap.
 export const timeOf = (sum, i) => (sum.times[i][1] ? sum.times[i][0] / sum.times[i][1] : null);

@@ -1,4 +1,4 @@
-// The router's stream, read by fetch: an EventSource could not send a key. It begins again after every end.
+// The router's stream, read by fetch, since an EventSource cannot send a key. It reconnects after every end.
 
 const LONGEST_PAUSE_MS = 10000, SILENCE_MS = 15000;
 

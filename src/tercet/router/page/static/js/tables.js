@@ -1,4 +1,4 @@
-// What is said in words and numbers: the fleet now, its slowest engines, programs and moves.
+// The tables and texts: the present fleet, its slowest engines, programs and moves.
 
 import { $, element, setText, ms, count, bytes, NONE } from "./dom.js";
 import { DEAD, DRAINING, STOPPING, REFUSED, KV, RUNNING, WAITING, STEP, TTFT, STATE, timeOf } from "./state.js";
