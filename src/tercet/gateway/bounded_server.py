@@ -78,7 +78,7 @@ class BoundedHandler(web.RequestHandler):
         return 0 if self._payload is None else self._payload.total_bytes
 
     def is_held(self) -> bool:
-        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
+        """True if this server has stopped reading, or still answers an earlier request of the connection."""
         return (
             self._reading_paused or self._buffer_paused or (self._current_request is not None and self._payload is None)
         )

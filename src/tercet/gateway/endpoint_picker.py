@@ -136,7 +136,7 @@ class EndpointPicker:
     def _prefilling(
         self, request: Request, decode: Member, cached: int, names: Collection[str] | None
     ) -> Member | None:
-        """The engine that prefills for ``decode``, which has ``cached`` tokens; None if it does not pay."""
+        """Return the engine that prefills for ``decode``, which has ``cached`` tokens; None if it does not pay."""
         costs = self._costs
         rule = costs.rule_for(decode) if costs is not None and costs.knows_enough else None
         try:
@@ -148,7 +148,7 @@ class EndpointPicker:
         return member if member is not decode else None
 
     def _adapter_of(self, call: OpenAICall) -> str | None:
-        """The LoRA adapter that the model's name stands for, if the fleet has one of that name."""
+        """Return the LoRA adapter that the model's name stands for, if the fleet has one of that name."""
         return call.body.model if call.body.model in self._fleet.adapters else None
 
     # ---- who may be picked -----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class EndpointPicker:
 
 
 def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Room:
-    """The room by the scheduling file's limits, or else the configuration's."""
+    """Return the room by the scheduling file's limits, or else the configuration's."""
     told = fleet.scheduling.saturation
     if isinstance(told, ConcurrencyLimit):
         return RoomByConcurrency(fleet, told)
@@ -217,7 +217,7 @@ def address_of(url: str) -> str:
 
 
 def _is_named(address: str, among: Collection[str]) -> bool:
-    """Whether an address is among them; one without a port stands for all its ports."""
+    """True if an address is among them; one without a port stands for all its ports."""
     if address in among:
         return True
     host = address.rpartition(":")[0]

@@ -86,7 +86,7 @@ class Exchange:
 
     @property
     def awaits_pieces(self) -> bool:
-        """Whether the body has not ended, and arrives in pieces."""
+        """True if the body has not ended, and arrives in pieces."""
         return self._headers is not None and self._mode == _DUPLEX and not (self._is_whole or self._at_headers)
 
     # ---- what Envoy says -------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Exchange:
 
 
 def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
-    """The reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
+    """Return the reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -248,7 +248,7 @@ def _piece(content: bytes, last: bool) -> BodyResponse:
 
 
 def headers_of(message: ProcessingRequest) -> dict[str, str]:
-    """The request's headers; values of a repeated header are joined by commas."""
+    """Return the request's headers; values of a repeated header are joined by commas."""
     found: dict[str, str] = {}
     for header in message.request_headers.headers.headers:
         name, value = header.key.lower(), header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -257,7 +257,7 @@ def headers_of(message: ProcessingRequest) -> dict[str, str]:
 
 
 def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
-    """The endpoints that the proxy allows, given as a list, joined by commas, or both; None if not given.
+    """Return the endpoints that the proxy allows, given as a list, joined by commas, or both; None if not given.
 
     Empty if the metadata has an unexpected type: ignoring a restriction that cannot be parsed could route outside of
     it.
@@ -270,7 +270,7 @@ def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
 
 
 def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[str] | None:
-    """A string or a list of strings in the metadata; empty for another type, None if missing."""
+    """Return a string or a list of strings in the metadata; empty for another type, None if missing."""
     known = message.metadata_context.filter_metadata
     if namespace not in known:
         return None

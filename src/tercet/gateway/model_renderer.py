@@ -32,7 +32,7 @@ class CannotRender(Exception):
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """A checkpoint's tokenizer; raises :class:`~tercet.protocol.BadRequest` if it has none."""
+    """Return a checkpoint's tokenizer; raises :class:`~tercet.protocol.BadRequest` if it has none."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise BadRequest(f"render-model: {directory} has no tokenizer.json", "render-model")
@@ -85,7 +85,7 @@ class ModelRenderer:
             self._rendering -= 1
 
     def _written(self, call: OpenAICall) -> tuple[str, bool]:
-        """The prompt as the engine's serving layer would write it, and whether special tokens are added."""
+        """Return the prompt as the engine's serving layer would write it, and whether special tokens are added."""
         body = call.body
         if body.messages is not None:
             return self._chat([_flat(message) for message in body.messages], call), False
@@ -112,7 +112,7 @@ class ModelRenderer:
 
 
 def _flat(message: object) -> Mapping[str, Any]:
-    """A message whose content is text, as chat templates need it."""
+    """Return a message whose content is text, as chat templates need it."""
     if not isinstance(message, Mapping):
         raise CannotRender("a message that is not a mapping")
     fields = dict(cast("Mapping[str, Any]", message))
@@ -126,14 +126,14 @@ def _flat(message: object) -> Mapping[str, Any]:
 
 
 def _token(declared: object) -> str:
-    """A special token in a configuration: a string, or a mapping with its content."""
+    """Return a special token in a configuration: a string, or a mapping with its content."""
     if isinstance(declared, Mapping):
         declared = cast("Mapping[str, object]", declared).get("content")
     return declared if isinstance(declared, str) else ""
 
 
 def _template_of(directory: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
-    """The checkpoint's chat template, in the environment that such templates expect."""
+    """Return the checkpoint's chat template, in the environment that such templates expect."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.is_file() else config.get("chat_template")
     if not isinstance(source, str):

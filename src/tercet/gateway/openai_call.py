@@ -82,12 +82,12 @@ class OpenAICall(msgspec.Struct, frozen=True):
 
     @property
     def generates(self) -> bool:
-        """Whether an engine has to compute something for it."""
+        """True if an engine has to compute something for it."""
         return self.path in GENERATING
 
     @property
     def may_split(self) -> bool:
-        """Whether an engine lets another one prefill its prompt when it is asked to."""
+        """True if an engine lets another one prefill its prompt when it is asked to."""
         return self.path.startswith(PREFILLED_BELOW)
 
     @property
@@ -102,7 +102,7 @@ class OpenAICall(msgspec.Struct, frozen=True):
         return self._header(OBJECTIVE_HEADERS)
 
     def fairness_id(self, others: Sequence[str] = ()) -> str:
-        """The flow of the request, for turns between waiting requests; empty without one.
+        """Return the flow of the request, for turns between waiting requests; empty without one.
 
         ``others`` are headers that name it if the usual ones do not.
         """
@@ -137,7 +137,7 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
 
 
 def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -> OpenAICall:
-    """A call in another form: its engine checks it, and its text stands for its prompt."""
+    """Return a call in another form: its engine checks it, and its text stands for its prompt."""
     try:
         said = msgspec.json.decode(text, type=_OtherBody)
     except UNREADABLE:
@@ -164,7 +164,7 @@ def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -
 
 
 def _with_system(messages: Any, system: Any) -> Any:
-    """The messages, with the system prompt that Anthropic's API has in a separate field."""
+    """Return the messages, with the system prompt that Anthropic's API has in a separate field."""
     if not system or not isinstance(messages, list):
         return messages
     return [{"role": "system", "content": system}, *cast("list[Any]", messages)]
@@ -179,7 +179,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
-    """A call whose body, of ``size`` bytes, is too long to parse."""
+    """Return a call whose body, of ``size`` bytes, is too long to parse."""
     opening, missing = list[bytes](), MOST_READ
     for chunk in chunks:
         if missing <= 0:
@@ -190,5 +190,5 @@ def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) 
 
 
 def asked_path(headers: Mapping[str, str]) -> str:
-    """The requested path: decoded, and without its query."""
+    """Return the requested path: decoded, and without its query."""
     return path_of(headers.get(":path", ""))

@@ -103,7 +103,7 @@ class PickerMetrics:
         self._queued.set(queued)
 
     def _counted_as(self, model: str) -> _OfModel:
-        """A cache of counters: looking them up costs more than counting."""
+        """Return a cache of counters: looking them up costs more than counting."""
         found = self._models.get(model)
         if found is None:
             known = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL

@@ -77,7 +77,7 @@ class ProxiedAnswer:
 
 
 def is_stream(response: OriginAnswer) -> bool:
-    """Whether it is a stream of readable events; it has no length, so a last event can be added."""
+    """True if it is a stream of readable events; it has no length, so a last event can be added."""
     kind = first(response.fields, b"content-type") or ""
     if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
         return False

@@ -25,7 +25,7 @@ class Renderer(Protocol):
     """Makes tokens of calls. Must not wait for anything else, nor block other requests for more than moments."""
 
     async def tokens(self, call: OpenAICall) -> Tokens:
-        """The prompt's tokens, or about as many stand-ins; none if the call has no prompt."""
+        """Return the prompt's tokens, or about as many stand-ins; none if the call has no prompt."""
         ...
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class ByCharacters:
 
 
 def estimated(call: OpenAICall) -> Tokens:
-    """A call's token ids if it has them, else stand-ins for its text."""
+    """Return a call's token ids if it has them, else stand-ins for its text."""
     if call.opening:
         return stand_ins(call.opening, call.size)
     body = call.body
@@ -64,7 +64,7 @@ def stand_ins(data: bytes, size: int | None = None) -> Tokens:
 
 
 def token_ids(given: object) -> Tokens | None:
-    """A prompt given as token ids; None if it is not."""
+    """Return a prompt given as token ids; None if it is not."""
     if not isinstance(given, list) or not given or type(cast("list[Any]", given)[0]) is not int:
         return None
     items = cast("list[Any]", given)
@@ -76,7 +76,7 @@ def token_ids(given: object) -> Tokens | None:
 
 
 def plain_text(call: OpenAICall) -> str:
-    """A call's text, in order."""
+    """Return a call's text, in order."""
     body = call.body
     if body.messages is not None:
         return "\n".join(_texts(body.messages))

@@ -15,7 +15,7 @@ class RequestBodies:
         self._held = BodiesHeld(LARGEST_AT_ONCE * most)
 
     def announced(self, http: ClientCall) -> int | None:
-        """The length that a request announces, None if it announces none.
+        """Return the length that a request announces, None if it announces none.
 
         Raises :class:`~tercet.protocol.RequestTooLarge`.
         """

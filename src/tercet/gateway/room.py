@@ -21,11 +21,11 @@ class Room(Protocol):
     """Room for further requests."""
 
     def left(self) -> int:
-        """Number of further requests; any positive number means room, and without engines it is large."""
+        """Return the number of further requests; any positive number means room, and without engines it is large."""
         ...
 
     def may_have_come(self, name: str) -> bool:
-        """Whether there may be room now, after a report of this engine."""
+        """True if there may be room now, after a report of this engine."""
         ...
 
 
@@ -80,7 +80,7 @@ class RoomByConcurrency:
         return sum(member.in_flight_tokens for member in able) / (len(able) * self.limit.max_token_concurrency)
 
     def _used(self, able: list[Member]) -> float:
-        """The used share, averaged over engines; for each engine the larger one of both counts."""
+        """Return the used share, averaged over engines; for each engine the larger one of both counts."""
         limit = self.limit
         shares = [
             max(member.in_flight / limit.max_concurrency, member.in_flight_tokens / limit.max_token_concurrency)

@@ -83,7 +83,7 @@ class SegmentTokenizer:
     # ---- tokenizing ------------------------------------------------------------------------------------------
 
     async def _encoded(self, segments: Sequence[Segment]) -> Sequence[Tokens | None]:
-        """Tokens of the segments; None for segments without time now."""
+        """Return tokens of the segments; None for segments without time now."""
         characters = sum(len(text) for text, _ in segments)
         if characters <= AT_ONCE:
             return self._remembered(segments, self._encode(segments))
@@ -143,7 +143,7 @@ class SegmentTokenizer:
         return made
 
     def _shared(self, ids: Sequence[int]) -> Tokens:
-        """The same numbers, as the shared objects."""
+        """Return the same numbers, as the shared objects."""
         if len(ids) < 2 or max(ids) >= len(self._ids):
             return tuple(ids)
         return itemgetter(*ids)(self._ids)
@@ -172,7 +172,7 @@ def _segment_end(text: str, start: int) -> int:
 
 
 def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Tokens:
-    """The tokens up to the first unknown segment, and stand-ins for the rest."""
+    """Return the tokens up to the first unknown segment, and stand-ins for the rest."""
     tokens: list[int] = []
     for place, found in enumerate(known):
         if found is None:

@@ -32,13 +32,13 @@ class ServedCertificate:
             raise BadRequest(f"tls-cert: {certificate} and {key} cannot be used: {error}", "tls-cert") from error
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server's port; gRPC calls back in its threads, where None means no change."""
+        """Return the credentials of a gRPC server's port; gRPC calls back in its threads, where None means no change."""
         import grpc
 
         return grpc.dynamic_ssl_server_credentials(self._pair(), self._renewed_pair, False)  # pyright: ignore[reportArgumentType]
 
     def context(self) -> ssl.SSLContext:
-        """TLS context of any other server."""
+        """Return TLS context of any other server."""
         door = self._read()
         door.sni_callback = self._shown  # called at every handshake, with or without a server name
         return door
@@ -51,7 +51,7 @@ class ServedCertificate:
         connection.context = self._context
 
     def _renewed(self) -> bool:
-        """Whether another pair must be shown from now on."""
+        """True if another pair must be shown from now on."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:

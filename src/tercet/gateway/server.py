@@ -134,7 +134,7 @@ def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig)
 
 
 def scheduling_of(config: PickerConfig) -> Scheduling:
-    """The scheduling of the file, or the built-in one.
+    """Return the scheduling of the file, or the built-in one.
 
     Raises :class:`~tercet.protocol.BadRequest` for a missing profile.
     """
@@ -148,7 +148,7 @@ def scheduling_of(config: PickerConfig) -> Scheduling:
 
 
 def renderer_of(config: PickerConfig) -> Renderer:
-    """Renderer by the configured model, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the renderer by the configured model, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
     if config.render_model is None:
         return ByCharacters()
     return ModelRenderer(Path(config.render_model).expanduser(), config.render_budget, config.render_cache_bytes)
@@ -232,7 +232,7 @@ async def _say(told: health.HealthServicer, names: Sequence[str], status: int) -
 
 
 def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.aio.Server | None:
-    """Health service on a separate port without TLS, which kubelets cannot use; None if it is not configured."""
+    """Return health service on a separate port without TLS, which kubelets cannot use; None if it is not configured."""
     if config.grpc_health_port is None:
         return None
     server = grpc.aio.server(options=CONNECTIONS)

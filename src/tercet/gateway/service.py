@@ -116,7 +116,7 @@ class _Pace:
             message = await (self._piece(exchange, kept) if exchange.awaits_pieces else anext(self._messages, None))
 
     async def _piece(self, exchange: Exchange, kept: HeldBody) -> ProcessingRequest | None:
-        """The next message while a body arrives."""
+        """Return the next message while a body arrives."""
         clock = asyncio.get_running_loop().time
         coming = asyncio.ensure_future(anext(self._messages, None))
         try:

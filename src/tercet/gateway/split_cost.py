@@ -33,7 +33,7 @@ class SplitCost:
 
     @property
     def knows_enough(self) -> bool:
-        """Whether enough prefills were observed."""
+        """True if enough prefills were observed."""
         return self.learned >= ENOUGH_PREFILLS
 
     def reported(self, name: str, load: EngineLoad) -> None:
@@ -55,7 +55,7 @@ class SplitCost:
         return SplitRule(self, decode)
 
     def pays(self, request: Request, prefill: str, decode: Member, cached: int) -> bool:
-        """Whether the engine ``prefill`` should prefill for ``decode``, which has ``cached`` tokens."""
+        """True if the engine ``prefill`` should prefill for ``decode``, which has ``cached`` tokens."""
         wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), Targets())
         there, here = self._candidate(self._fleet.member(prefill), 0), self._candidate(decode, cached)
         return pair_pays(there, here, wanted, LEAST_GAIN)

@@ -1,4 +1,4 @@
-"""The start's part of the registry: hooks that run while a vLLM server starts."""
+"""The registry's part for the start: hooks that run while a vLLM server starts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PATH = "/v1/traces"
 
 
 def are_spans_wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the variables ask for spans. Raises :class:`~tercet.protocol.BadRequest` for what is not there."""
+    """True if the variables ask for spans. Raises :class:`~tercet.protocol.BadRequest` for what is not there."""
     if environment.get(DISABLED, "").strip().lower() == "true":
         return False
     wanted = environment.get(EXPORTER, "").strip().lower()

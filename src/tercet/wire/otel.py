@@ -104,7 +104,8 @@ def _context(place: SpanContext, is_remote: bool = False) -> OtelContext:
 
 
 def exporter_of(protocol: str) -> SpanExporter:
-    """The OTLP exporter of a protocol, as the variables set it up; raises ``ImportError`` without its package."""
+    """Return the OTLP exporter of a protocol, as the variables set it up; raises ``ImportError`` without its package.
+    """
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
 

@@ -125,7 +125,7 @@ class ModelProxy:
         await http.answer(200, msgspec.json.encode({"object": "list", "data": self._routes.listed()}), JSON)
 
     def _model_in(self, body: bytes) -> str:
-        """The model that a body names, or the only one. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the model that a body names, or the only one. Raises :class:`~tercet.protocol.BadRequest`."""
         found = read_json(in_utf8(body)) if body else {}
         model = cast("Mapping[str, Any]", found).get("model") if isinstance(found, dict) else None
         if model is not None and not isinstance(model, str):

@@ -30,7 +30,7 @@ class WeightedRouter:
     failures: int = 0
 
     def serves(self, model: str) -> bool:
-        """Whether it has listed this name."""
+        """True if it has listed this name."""
         return self.models is not None and model in self.models
 
 
@@ -41,7 +41,7 @@ class ModelRoutes:
     backends: Sequence[WeightedRouter] = field(default_factory=list[WeightedRouter])
 
     def choose(self, model: str, draw: float, but: Collection[WeightedRouter] = ()) -> WeightedRouter:
-        """The router for a request of ``model``: of those with a weight that answer, by ``draw`` in ``[0, 1)``.
+        """Return the router for a request of ``model``: of those with a weight that answer, by ``draw`` in ``[0, 1)``.
 
         Routers in ``but`` are left out. Raises :class:`~tercet.protocol.UnknownModel` for a name that no router serves,
         and :class:`~tercet.protocol.EngineUnreachable` if those that do cannot be asked now.
@@ -62,9 +62,10 @@ class ModelRoutes:
         return able[-1]
 
     def only_model(self) -> str:
-        """The name for a request that names no model. Raises :class:`~tercet.protocol.BadRequest` unless it is clear.
+        """Return the name for a request that names no model.
 
-        As vLLM, which then takes its model: a router lists that one first.
+        Raises :class:`~tercet.protocol.BadRequest` unless it is clear. As vLLM, which then takes its model: a router
+        lists that one first.
         """
         first = {next(iter(each.models)) for each in self.backends if each.models}
         if len(first) == 1:
@@ -78,7 +79,7 @@ class ModelRoutes:
         return sorted({name for each in self.backends for name in each.models or ()})
 
     def listed(self) -> list[Any]:
-        """The entries of ``/v1/models``: each name once, of the router with the largest weight that answers."""
+        """Return the entries of ``/v1/models``: each name once, of the router with the largest weight that answers."""
         found = dict[str, Any]()
         for each in sorted(self.backends, key=lambda each: -each.weight):
             if each.answers and each.weight > 0:

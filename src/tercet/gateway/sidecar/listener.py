@@ -51,11 +51,11 @@ class ClientCall:
         self._connection = connection
 
     def header(self, name: str) -> str | None:
-        """The first value of the header with this lower-case name; None without one."""
+        """Return the first value of the header with this lower-case name; None without one."""
         return first(self.fields, name.encode())
 
     def headers(self, name: str) -> list[str]:
-        """All values of that header."""
+        """Return all values of that header."""
         return [value.decode("latin-1") for value in values(self.fields, name.encode())]
 
     @property
@@ -287,7 +287,7 @@ _ABSOLUTE = re.compile(
 
 
 def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
-    """The path and the host for the engine, from a target in any of HTTP's forms.
+    """Return the path and the host for the engine, from a target in any of HTTP's forms.
 
     Raises :class:`~tercet.wire.client.passing.NotReadable` for an invalid target, and for tunnels.
     """

@@ -19,7 +19,7 @@ class Opening:
         self._events = EventSplitter()
 
     def came_to(self, chunk: bytes) -> Literal["nothing", "tokens", "failure"]:
-        """The outcome so far, including this chunk."""
+        """Return the outcome so far, including this chunk."""
         self.held += chunk
         for event in self._events.split(chunk):
             if data_of(event) is None:

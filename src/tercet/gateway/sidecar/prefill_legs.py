@@ -160,7 +160,7 @@ class TercetLeg:
                 return
 
     async def _tokens(self, call: SplitCall) -> tuple[int, ...]:
-        """The prompt's tokens, as the decode engine makes them. Raises :class:`~tercet.protocol.TercetError`."""
+        """Return the prompt's tokens, as the decode engine makes them. Raises :class:`~tercet.protocol.TercetError`."""
         fields = call.fields
         if call.path == COMPLETIONS and isinstance(fields.get("prompt"), list):
             return tuple(fields["prompt"])

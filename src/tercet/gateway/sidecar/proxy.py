@@ -57,7 +57,7 @@ LONGEST_ID = 64
 
 
 def _verb_of(http: ClientCall) -> str:
-    """The path relative to the verbs' prefix."""
+    """Return the path relative to the verbs' prefix."""
     return http.path.partition(API_PREFIX)[2]
 
 
@@ -252,7 +252,7 @@ class Proxy:
     async def _opened(
         self, http: ClientCall, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
     ) -> tuple[OriginAnswer, bytes]:
-        """The engine's answer with KV of another engine, and the part with its first tokens."""
+        """Return the engine's answer with KV of another engine, and the part with its first tokens."""
         response = await self._asked(http, prepared.body, stack)
         try:
             return response, await _opening(response, waiting)
@@ -295,12 +295,12 @@ class Proxy:
         return response
 
     def _proof(self, http: ClientCall, digest: str) -> Fields:
-        """The proof of a call that was proved here, for the engine."""
+        """Return the proof of a call that was proved here, for the engine."""
         proved = self._prover.headers(http.method.decode("latin-1"), _verb_of(http), digest)
         return [(name.encode(), value.encode("latin-1")) for name, value in proved.items()]
 
     def _is_met(self, response: OriginAnswer) -> bool:
-        """Whether the engine has sent a challenge that can be answered now."""
+        """True if the engine has sent a challenge that can be answered now."""
         asked = values(response.fields, CHALLENGE_HEADER.encode())
         return self._prover.meets([value.decode("latin-1") for value in asked])
 
@@ -341,7 +341,7 @@ class _Waiting:
 
 
 async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
-    """The answer of an engine that fetches KV, up to its first tokens; empty if it is not a stream.
+    """Return the answer of an engine that fetches KV, up to its first tokens; empty if it is not a stream.
 
     Raises :class:`~tercet.protocol.TercetError` if the engine could not fetch the KV, which it reports in an event of a
     stream.
@@ -360,7 +360,10 @@ async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
 
 
 async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
-    """The next part of the engine's answer; empty at the end. Raises :class:`~tercet.protocol.EngineUnreachable`."""
+    """Return the next part of the engine's answer; empty at the end.
+
+    Raises :class:`~tercet.protocol.EngineUnreachable`.
+    """
     waiting.since = time.monotonic()
     try:
         return await response.part()
@@ -371,17 +374,17 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause of an error that does not tell it itself, in words."""
+    """Return the cause of an error that does not tell it itself, in words."""
     return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
 
 
 def _may_be_json(http: ClientCall) -> bool:
-    """Whether vLLM may read the body as JSON: it does so without a content type, too."""
+    """True if vLLM may read the body as JSON: it does so without a content type, too."""
     return http.has_body and "json" in (http.header("content-type") or "json").lower()
 
 
 def _has_params(fields: Mapping[str, Any]) -> bool:
-    """Whether a body has the parameters anywhere: vLLM takes some from ``sampling_params`` or ``vllm_xargs``."""
+    """True if a body has the parameters anywhere: vLLM takes some from ``sampling_params`` or ``vllm_xargs``."""
     left: list[Mapping[str, Any]] = [fields]
     while left:
         for name, value in left.pop().items():

@@ -146,7 +146,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
 
 
 def _shown(config: SidecarConfig) -> SSLContext | None:
-    """The TLS context for clients; None without TLS."""
+    """Return the TLS context for clients; None without TLS."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     return ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()

@@ -63,7 +63,7 @@ class SplitCall:
                 raise BadRequest(f"{what}: cannot be prefilled elsewhere")
 
     def text(self, name: str) -> str | None:
-        """The field of that name: a text or None.
+        """Return the field of that name: a text or None.
 
         Raises :class:`~tercet.protocol.BadRequest` for another type: the engine explains it to its client.
         """
@@ -73,7 +73,7 @@ class SplitCall:
         raise BadRequest(f"{name}: is not text, and cannot be prefilled elsewhere", name)
 
     def first_leg(self) -> bytes:
-        """The body of the prefill request: the same request, for one token and without a stream."""
+        """Return the body of the prefill request: the same request, for one token and without a stream."""
         fields = {name: value for name, value in self.fields.items() if name not in OF_THE_ANSWER}
         keep = {
             "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -82,7 +82,7 @@ class SplitCall:
         return msgspec.json.encode({**fields, **LIMITS[self.path], "stream": False, KV_PARAMS: keep})
 
     def to_tokenize(self) -> Mapping[str, Any]:
-        """Body of the request to vLLM's ``/tokenize`` for the prompt's tokens.
+        """Return the body of the request to vLLM's ``/tokenize`` for the prompt's tokens.
 
         Raises :class:`~tercet.protocol.BadRequest` for a prompt that is more than text.
         """
@@ -98,7 +98,7 @@ class SplitCall:
 
 
 def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages that vLLM makes of a request to ``/v1/responses``.
+    """Return the messages that vLLM makes of a request to ``/v1/responses``.
 
     Raises :class:`~tercet.protocol.BadRequest` unless the input is text messages only.
     """

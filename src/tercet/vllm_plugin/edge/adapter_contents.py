@@ -37,7 +37,7 @@ class Contents:
 
     @property
     def are_there(self) -> bool:
-        """Whether the files are still those that were read."""
+        """True if the files are still those that were read."""
         return _stamp(self.stamp) == self.stamp
 
     def spellings(self, path: str) -> Iterator[str]:
@@ -70,7 +70,7 @@ def read_contents(path: str) -> Contents:
 
 
 def _stamp(of: Stamp) -> Stamp:
-    """The present files of a stamp; a missing file has none."""
+    """Return the present files of a stamp; a missing file has none."""
     found: list[tuple[str, int, int, int]] = []
     for file, *_ in of:
         try:

@@ -48,12 +48,12 @@ class Adapter(msgspec.Struct, frozen=True):
     is_3d: bool = False
 
     def to_vllm(self) -> LoRARequest:
-        """vLLM's record of the adapter: KV gets the same names with either."""
+        """Return vLLM's record of the adapter: KV gets the same names with either."""
         return LoRARequest(self.name, self.number, self.path, is_3d_lora_weight=self.is_3d)
 
 
 def digest_of(adapter: Adapter | None) -> str:
-    """Digest that identifies an adapter's KV; empty for the base model."""
+    """Return the digest that identifies an adapter's KV; empty for the base model."""
     return "" if adapter is None else adapter.digest
 
 
@@ -127,7 +127,7 @@ class Adapters:
         return await load(request.model_copy(update={"lora_path": spelled}), base_model_name)
 
     def _still_there(self, known: LoRARequest, found: Contents) -> bool:
-        """Whether the contents ``found`` at an adapter's path are those that it was loaded from."""
+        """True if the contents ``found`` at an adapter's path are those that it was loaded from."""
         key = known.lora_name, known.lora_path
         met = self._met.get(key)
         if met is None or met.digest != found.digest:
@@ -136,7 +136,7 @@ class Adapters:
         return True
 
     def _spelled(self, name: str, path: str, found: Contents) -> str:
-        """The path by which vLLM names KV of these contents only."""
+        """Return the path by which vLLM names KV of these contents only."""
         named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
         spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
         if met is not None:
@@ -145,7 +145,7 @@ class Adapters:
         return spelled
 
     def _path_of(self, known: LoRARequest) -> str:
-        """An adapter's path, in the caller's spelling."""
+        """Return an adapter's path, in the caller's spelling."""
         return self._given.get(known.lora_path, known.lora_path)
 
     def _require_unused(self, name: str) -> None:
@@ -238,7 +238,7 @@ class Adapters:
         _require_done(await self._models().unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
 
     def load_of(self, processor: Any) -> AdapterLoad | None:
-        """The adapters in use now, as known to vLLM's ``OutputProcessor``; None if the engine serves none."""
+        """Return the adapters in use now, as known to vLLM's ``OutputProcessor``; None if the engine serves none."""
         if not self.most:
             return None
         used = sorted(processor.lora_states.requests.items())
@@ -258,7 +258,7 @@ class Adapters:
         return Adapter(name, request.lora_int_id, path, contents.digest, request.is_3d_lora_weight)
 
     async def _contents(self, request: LoRARequest) -> Contents:
-        """The contents when an adapter of this name was first met at its path, which may be now."""
+        """Return the contents when an adapter of this name was first met at its path, which may be now."""
         key = request.lora_name, request.lora_path
         if key not in self._met:
             async with self._reading:

@@ -50,7 +50,7 @@ class TableShape(msgspec.Struct, frozen=True):
         return (HEAD + self.rows * (ROW_HEAD + self.row_blocks)) * WORD_BYTES
 
     def row(self, number: int) -> int:
-        """The index of a row's first word."""
+        """Return the index of a row's first word."""
         return HEAD + number * (ROW_HEAD + self.row_blocks)
 
 
@@ -140,7 +140,7 @@ class BlockTableReader:
         self._words, self._shape = words, shape
 
     def find_all(self, owner: int) -> list[Residence] | None:
-        """Places of a sequence's KV, by group of layers; None if the table does not have all in one epoch."""
+        """Return the places of a sequence's KV, by group of layers; None if the table does not have all in one epoch."""
         found = list[Residence]()
         for group in range(self._shape.groups):
             one = self.find(row_owner(owner, group, self._shape))
@@ -150,7 +150,7 @@ class BlockTableReader:
         return found
 
     def find(self, owner: int) -> Residence | None:
-        """The content of an owner's row; None if there is none, or it cannot be read now."""
+        """Return the content of an owner's row; None if there is none, or it cannot be read now."""
         words = self._words
         for _ in range(TRIES):
             version = words[VERSION]
@@ -173,7 +173,7 @@ class BlockTableReader:
 
 
 def row_owner(sequence: int, group: int, shape: TableShape) -> int:
-    """The owner in the row of a sequence's group."""
+    """Return the owner in the row of a sequence's group."""
     return sequence * shape.groups + group
 
 

@@ -40,7 +40,7 @@ class Bypass:
         raise EngineError("the engine's core does not answer, and has not published the place of these tokens' KV")
 
     def _pushes(self, found: list[Residence], params: SendParams) -> list[Push] | None:
-        """A push for each group with requested KV; None if some of it is missing."""
+        """Return a push for each group with requested KV; None if some of it is missing."""
         base, until, pushes = params.base // self._block_size, -(-params.end // self._block_size), list[Push]()
         for group, each in enumerate(found):
             first = params.first_block(group, self._block_size)
@@ -52,7 +52,7 @@ class Bypass:
         return pushes
 
     def _word(self, epoch: int) -> int:
-        """One of the epoch's words, each of which is used for one send."""
+        """Return one of the epoch's words, each of which is used for one send."""
         if epoch != self._epoch:
             self._epoch, self._used = epoch, 0
         if self._used == CORE_WORDS:

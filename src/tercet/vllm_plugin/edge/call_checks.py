@@ -78,7 +78,7 @@ class ModelLimits:
 
 
 def limits_of(client: AsyncLLM) -> ModelLimits:
-    """The limits of the engine behind ``client``."""
+    """Return the limits of the engine behind ``client``."""
     model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
     changing = lora is not None and lora.enable_tower_connector_lora
     most = most_features_of(client.renderer)

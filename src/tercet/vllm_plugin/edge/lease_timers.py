@@ -80,15 +80,15 @@ class LeaseTimers:
         return len(self._leases)
 
     def holds(self, seq_id: str) -> bool:
-        """Whether the sequence has a lease."""
+        """True if the sequence has a lease."""
         return seq_id in self._of_seq
 
     def has(self, lease: str) -> bool:
-        """Whether the lease exists; only its authorised users know its name."""
+        """True if the lease exists; only its authorised users know its name."""
         return lease in self._leases
 
     def adapters(self) -> list[str]:
-        """The names of the adapters of all leases."""
+        """Return the names of the adapters of all leases."""
         return [held.prompt.adapter.name for held in self._leases.values() if held.prompt.adapter is not None]
 
     async def reserve(self, seq_id: str, prompt: KeyedPrompt, ttl: float, notify: str) -> EdgeLease:

@@ -171,7 +171,7 @@ class _Part:
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def asked_anew(self) -> asyncio.Future[None]:
-        """Future of the answer to a poll that is still to be sent."""
+        """Return the future of the answer to a poll that is still to be sent."""
         self._wanted.set()
         return self._next
 

@@ -182,7 +182,7 @@ def _vllms_errors_as_ours() -> Generator[None]:
 
 
 def _as_ours(error: Exception) -> TercetError:
-    """An error of vLLM's as ours: another engine can serve the request, if the request is not wrong.
+    """Return an error of vLLM's as ours: another engine can serve the request, if the request is not wrong.
 
     From 0.33 on vLLM ends a request with the error that it has, such as that of a paused engine or of a wrong grammar.
     """
@@ -229,14 +229,14 @@ class DecodingSequence:
         return time.monotonic() - self._logged.began
 
     def begins_with(self, prompt: KeyedPrompt) -> bool:
-        """Whether KV of its first tokens is KV of this prompt."""
+        """True if KV of its first tokens is KV of this prompt."""
         known, tokens, end = self.tokens, prompt.tokens, len(prompt.tokens)
         # The last token distinguishes most sequences.
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
         return alike and not prompt.difference(self.request.prompt) and known[:end] == tokens
 
     def told(self, output: Output) -> Output:
-        """The output for callers."""
+        """Return the output for callers."""
         self.tokens += output.token_ids
         if output.finished:
             self._status = int(HTTPStatus.OK)

@@ -102,7 +102,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _prefilled(said: str) -> Prefilled | None:
-    """The content of a sidecar's header; None for another one."""
+    """Return the content of a sidecar's header; None for another one."""
     lease, _, cached = said.partition(" ")
     return Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
 

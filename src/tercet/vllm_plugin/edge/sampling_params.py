@@ -30,7 +30,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``given`` about the reasoning, in ``AsyncLLM``'s form.
+    """Return the part of ``given`` about the reasoning, in ``AsyncLLM``'s form.
 
     Raises :class:`~tercet.protocol.BadRequest`.
     """
@@ -42,7 +42,7 @@ def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min_tokens_done: int) -> SamplingParams:
-    """vLLM's ``SamplingParams`` for a request whose tokens are streamed by Tercet.
+    """Return vLLM's ``SamplingParams`` for a request whose tokens are streamed by Tercet.
 
     ``min_tokens_done`` output tokens exist already. Raises :class:`~tercet.protocol.BadRequest` naming the field.
     """
@@ -90,7 +90,7 @@ def _field(parameter: str | None) -> str:
 
 
 def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters for a sender that samples one token.
+    """Return the same parameters for a sender that samples one token.
 
     ``min_tokens`` of one masks the end of sequence for the first token, as a larger one does.
     """

@@ -46,7 +46,7 @@ class SequenceTable:
         return [each for each in self._sequences.values() if each.begins_with(prompt)]
 
     async def reports(self) -> list[SequenceReport]:
-        """Every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
+        """Return every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
         if self._sequences:
             if self._asking is None or self._asking.done():
                 self._asking = self._tasks.spawn(self._ask_core())
@@ -79,6 +79,6 @@ class SequenceTable:
 
 
 def _ours(request_id: str) -> str:
-    """Our id of the request: vLLM appends a dash and random characters."""
+    """Return our id of the request: vLLM appends a dash and random characters."""
     prefix, _, rest = request_id.partition("-")
     return f"{prefix}-{rest.partition('-')[0]}"

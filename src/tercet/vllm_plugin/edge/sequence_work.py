@@ -19,7 +19,7 @@ class SequenceWork:
         return len(self._stops)
 
     def generates(self, seq_id: str) -> bool:
-        """Whether the sequence generates here, or is about to."""
+        """True if the sequence generates here, or is about to."""
         return (seq_id, None) in self._stops
 
     def begin(self, seq_id: str, stop: Callable[[], object]) -> None:

@@ -33,7 +33,7 @@ class StatusReport:
         self._kv_events = None if events is None else KVEvents(**events, epoch=incarnation)
 
     async def now(self) -> EngineStatus:
-        """Present load and holdings; those last known if the core is stuck."""
+        """Return the present load and holdings; those last known if the core is stuck."""
         await self._probe.news()
         return EngineStatus(
             engine=self._name,

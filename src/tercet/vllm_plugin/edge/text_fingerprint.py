@@ -31,7 +31,7 @@ TRIED = (
 
 
 def text_fingerprint(tokenizer: Any) -> TextFingerprint:
-    """Fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
+    """Return the fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
     try:
         digest = hashlib.sha256()
         for part in _of_tokenizer(tokenizer):
@@ -55,7 +55,7 @@ def _of_tokenizer(tokenizer: Any) -> Iterator[bytes]:
 
 
 def _merges(said: str) -> list[list[str]]:
-    """The pairs that become one token, in order; files have them as pairs, and older ones as texts."""
+    """Return the pairs that become one token, in order; files have them as pairs, and older ones as texts."""
     model = msgspec.json.decode(said).get("model", {})
     pairs: list[Any] = model.get("merges") or []
     return [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]

@@ -96,7 +96,7 @@ class EngineVerbs:
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
-        """The verbs of the engine behind ``client``; raises ``EngineError`` without the connector.
+        """Return the verbs of the engine behind ``client``; raises ``EngineError`` without the connector.
 
         ``secret`` is the fleet's; empty if it has none. A call has ``longest`` bytes at most.
         """
@@ -159,15 +159,15 @@ class EngineVerbs:
     # ---- what the engine reports -------------------------------------------------------------------------------
 
     def model_of(self, call: Call) -> str:
-        """The name of what serves a call: that of its LoRA adapter, or the model's."""
+        """Return the name of what serves a call: that of its LoRA adapter, or the model's."""
         return self._reader.model_of(call)
 
     async def status(self) -> EngineStatus:
-        """This engine's present load and holdings; those last known if the core is stuck."""
+        """Return this engine's present load and holdings; those last known if the core is stuck."""
         return await self._status.now()
 
     async def sequences(self) -> list[SequenceReport]:
-        """The sequences that this engine generates; the core's last answer, if it is stuck."""
+        """Return the sequences that this engine generates; the core's last answer, if it is stuck."""
         return await self._generated.reports()
 
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
@@ -185,6 +185,6 @@ class EngineVerbs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it runs, sends and holds nothing, including requests of vLLM's own API; or cannot any more."""
+        """True if it runs, sends and holds nothing, including requests of vLLM's own API; or cannot any more."""
         running = self._client.output_processor.get_num_unfinished_requests()
         return self._client.errored or not (running or len(self._work) or len(self.leases))

@@ -28,21 +28,21 @@ from tercet.transport.bounded_sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET
 
 ORIGIN = "kv_connector_extra_config: "
-# A message of the token stream to an engine has 64 MiB at most, and images are a third longer in JSON.
+# A message of the token stream to an engine has at most 64 MiB, and images are a third longer in JSON.
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
 MAX_PORT = 65535
 MAX_CPUS = 8192  # the kernel's largest build setting
-# With one port given, the ranks of this machine use the next ones; this many are tried.
+# If one port is given, the ranks of this machine use the next ones; this is the number of ports that are tried.
 PORTS_TRIED = 64
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 
 class PluginSettings(Settings, frozen=True, rename=lambda name: name):
-    """Settings of one engine's Tercet plugin; those of the transport in the form of its users.
+    """Settings of one engine's Tercet plugin; those of the transport are in the form that users write.
 
-    Cores share the path to memory: ``agent_cpus`` that do not compute, and a ``receive_limit``, keep decode steps even
-    while KV arrives.
+    Cores share the path to memory. Give ``agent_cpus`` CPUs that do not compute, and set a ``receive_limit``, to keep
+    decode steps fast while KV arrives.
     """
 
     lease_ttl: Annotated[Seconds, Setting("Seconds after which an unused reservation ends.", unit="seconds")] = 60.0
@@ -111,15 +111,15 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def device_transport(self) -> str:
-        """The transport for KV on a device that is read directly."""
+        """The transport for KV on a device that the agent reads directly."""
         return self.transport if self.kv_memory == "auto" else "tcp"
 
     def is_staged(self, device: str) -> bool:
-        """Whether KV on a device of this type is reached through buffers."""
+        """True if KV on a device of this type is accessed through buffers."""
         return self.kv_memory == "staged" or device != "cpu"
 
     def cpus(self) -> frozenset[int]:
-        """``agent_cpus`` as numbers; none means all that the engine may use."""
+        """Return the numbers of ``agent_cpus``; empty means all CPUs that the engine may use."""
         found: set[int] = set()
         for item in filter(None, self.agent_cpus.split(",")):
             first, dash, last = item.strip().partition("-")
@@ -140,7 +140,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return key_of(self.secret, "secret") or key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
 
     def allowed_prefillers(self) -> AllowedPrefillers:
-        """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the engines that a header may name for prefill. Raises :class:`~tercet.protocol.BadRequest`."""
         if self.prefill_hosts:
             return AllowedPrefillers(self.prefill_hosts, "prefill_hosts")
         return AllowedPrefillers(os.environ.get(PREFILL_HOSTS_VARIABLE, ""), PREFILL_HOSTS_VARIABLE)
@@ -151,7 +151,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
 
     def require_secret_beyond_loopback(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` if other machines could push KV, or read it, without a secret."""
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines could push or read KV without a secret."""
         if self.fleet_secret:
             return
         for host in _hosts(self.host):
@@ -159,9 +159,9 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
                 raise _wrong("host", self.host, f"other machines can reach {host}, so {SET_A_SECRET}")
 
     def inner_host(self, machines: int) -> str:
-        """Where the processes of one engine reach each other.
+        """Return the address at which the processes of one engine reach each other.
 
-        Raises :class:`~tercet.protocol.BadRequest` for an engine on several ``machines`` whose address only one knows.
+        Raises :class:`~tercet.protocol.BadRequest` for an engine on several ``machines`` with a loopback address.
         """
         first = _hosts(self.host)[0]
         if machines == 1:
@@ -171,7 +171,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return first
 
     def transport_settings(self) -> TransportSettings:
-        """These settings in the transport's form."""
+        """Return these settings in the transport's form."""
         hosts, ports = _hosts(self.host), _ports(self.port)
         return TransportSettings(
             self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9

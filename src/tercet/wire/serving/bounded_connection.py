@@ -109,7 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- what is refused -------------------------------------------------------------------------------------
 
     def is_held(self) -> bool:
-        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
+        """True if this server has stopped reading, or still answers an earlier request of the connection."""
         cycle: Any = self.cycle
         answers = cycle is not None and not cycle.response_complete
         return self.flow.read_paused or (answers and self._part == "head")

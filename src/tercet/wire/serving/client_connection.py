@@ -72,7 +72,7 @@ class ClientConnection:
 
     @property
     def is_full(self) -> bool:
-        """Whether more waits for the client than allowed."""
+        """True if more waits for the client than allowed."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
     def require_reader(self) -> None:

@@ -42,7 +42,7 @@ LONGEST_TEXT = 1000
 
 
 def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
-    """Headers of an error answer."""
+    """Return the headers of an error answer."""
     headers = [(b"content-type", JSON)]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
@@ -54,7 +54,7 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
 
 
 def breach_error(breach: Breach) -> TercetError:
-    """The error for a client whose connection is closed because of this breach."""
+    """Return the error for a client whose connection is closed because of this breach."""
     return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
 
 
@@ -72,7 +72,7 @@ def fault_of(error: BaseException) -> TercetError:
 
 
 def last_answer(error: TercetError, path: str = "") -> bytes:
-    """An error as the last answer on a client's HTTP/1.1 connection, with head and body."""
+    """Return an error as the last answer on a client's HTTP/1.1 connection, with head and body."""
     body = error_body(path, error)
     lines = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
@@ -84,7 +84,7 @@ def last_answer(error: TercetError, path: str = "") -> bytes:
 
 
 def with_named_code(body: bytes) -> bytes:
-    """An error of vLLM's with its status' name as code, such as ``bad_request``; other bodies unchanged."""
+    """Return an error of vLLM's with its status' name as code, such as ``bad_request``; other bodies unchanged."""
     error = _object(body).get("error")
     said = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
     if "message" not in said or not isinstance(code := said.get("code"), int):
@@ -93,7 +93,7 @@ def with_named_code(body: bytes) -> bytes:
 
 
 def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """vLLM's error with all fields of OpenAI's form."""
+    """Return vLLM's error with all fields of OpenAI's form."""
     param, code = said.get("param"), said.get("code")
     if not isinstance(code, str):
         code = _name_of(code if isinstance(code, int) else status, param)
@@ -208,7 +208,7 @@ class ErrorSend:
         return b"".join(self._event(event) if ERROR_MARK in event else event for event in found)
 
     def _event(self, event: bytes) -> bytes:
-        """An error in our words, or with OpenAI's code; any other event unchanged."""
+        """Return an error in our words, or with OpenAI's code; any other event unchanged."""
         said = object_of(event)
         error, failed = said.get("error"), self._context.failed
         if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
@@ -221,7 +221,7 @@ class ErrorSend:
 
 
 def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
-    """vLLM's converter reports what it could not convert, which is the error of the underlying chat answer."""
+    """Return vLLM's converter reports what it could not convert, which is the error of the underlying chat answer."""
     if context.failed is not None:
         return last_events(context.path, context.failed)
     inner = context.stream_error or said
@@ -232,7 +232,7 @@ def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
 
 
 def _said(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
-    """The error object of a body, in OpenAI's form; None if it has none, or it is from an unknown source."""
+    """Return the error object of a body, in OpenAI's form; None if it has none, or it is from an unknown source."""
     if not body:
         return None
     if kind.startswith(TEXT):

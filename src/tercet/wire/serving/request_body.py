@@ -12,7 +12,7 @@ from tercet.protocol import RequestTooLarge
 async def read_whole(
     receive: Receive, announced: str, limit: int, taker: str, kept: Callable[[int], object] = lambda _: None
 ) -> bytes | None:
-    """The body of an ASGI request; None if its client leaves before its end.
+    """Return the body of an ASGI request; None if its client leaves before its end.
 
     ``announced`` is its ``content-length``, or empty. Raises :class:`~tercet.protocol.RequestTooLarge` for more than
     ``limit`` bytes, the limit of the ``taker``. ``kept`` is called with every piece's size, and may raise.

@@ -34,7 +34,7 @@ class Preparation(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether others of the client may have theirs."""
+        """True if others of the client may have theirs."""
         ...
 
     def end(self) -> None:
@@ -51,7 +51,7 @@ class FastStream(Protocol):
 
     @property
     def calls_tool(self) -> bool:
-        """Whether what was streamed calls a tool."""
+        """True if what was streamed calls a tool."""
         ...
 
 
@@ -134,7 +134,7 @@ _current: ContextVar[RequestContext | None] = ContextVar("tercet_request", defau
 
 
 def current() -> RequestContext:
-    """The context of the HTTP request being served; an empty one outside of any."""
+    """Return the context of the HTTP request being served; an empty one outside of any."""
     return _current.get() or RequestContext()
 
 

@@ -21,7 +21,7 @@ ASKS_FOR_A_KEY = (
 
 
 def callers_of(args: Namespace, secret: str) -> Callers:
-    """The keys for the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
+    """Return the keys for the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
 
     Raises :class:`~tercet.protocol.BadRequest` if there is none, and other machines can reach the server.
     """
@@ -51,7 +51,7 @@ def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches a server that listens on ``host``; None is any address."""
+    """True if only this machine reaches a server that listens on ``host``; None is any address."""
     if not host:
         return False
     try:

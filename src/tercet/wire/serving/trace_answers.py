@@ -19,7 +19,7 @@ _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": Fals
 
 
 def wants_trace(headers: Mapping[str, str]) -> bool:
-    """Whether a client wants it. Raises :class:`~tercet.protocol.BadRequest` for a header with another value."""
+    """True if a client wants it. Raises :class:`~tercet.protocol.BadRequest` for a header with another value."""
     said = headers.get(TRACE_HEADER, "false").strip().lower()
     if said not in _MEANS:
         raise BadRequest(f"{TRACE_HEADER}: {said!r} is neither true nor false", TRACE_HEADER)

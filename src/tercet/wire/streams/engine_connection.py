@@ -53,7 +53,7 @@ class EngineConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether tokens can arrive."""
+        """True if tokens can arrive."""
         return self._transport is not None
 
     @contextmanager

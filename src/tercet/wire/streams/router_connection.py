@@ -87,7 +87,7 @@ class SequenceSender:
 
     @property
     def open(self) -> bool:
-        """Whether the router still wants outputs."""
+        """True if the router still wants outputs."""
         return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class RouterConnection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the router has accepted the connection, and has not disconnected since."""
+        """True if the router has accepted the connection, and has not disconnected since."""
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
@@ -297,7 +297,7 @@ class RouterConnection(asyncio.Protocol):
 
 
 def failure_of(error: Exception) -> TercetError:
-    """The error that a router gets for a failed sequence; unexpected errors are also logged."""
+    """Return the error that a router gets for a failed sequence; unexpected errors are also logged."""
     if isinstance(error, TercetError):
         return error
     logger.error("a sequence failed", exc_info=error)

@@ -68,7 +68,7 @@ class StreamListener:
         on_load: Callable[[EngineLoad], None],
         on_proposal: Callable[[MoveProposal], None] = lambda _: None,
     ) -> EngineConnection:
-        """The connection of one more engine, which may arrive until :meth:`forget`."""
+        """Return the connection of one more engine, which may arrive until :meth:`forget`."""
         connection = EngineConnection(engine, self._numbers, on_load, on_proposal)
         self._connections[connection.key] = connection
         return connection
@@ -171,7 +171,7 @@ class _Arrival(asyncio.Protocol):
 
 
 async def _local_host(url: str) -> str:
-    """The address of this machine from which ``url`` is reached."""
+    """Return the address of this machine from which ``url`` is reached."""
     loop = asyncio.get_running_loop()
     try:
         parts = urlsplit(url)

@@ -63,7 +63,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_last(self) -> bool:
-        """Whether its sequence ends here."""
+        """True if its sequence ends here."""
         details = self.details
         return details is not None and (details.finish_reason is not None or details.error is not None)
 
@@ -156,5 +156,5 @@ def frame_of(message: OutputBatch | StreamHello | StreamCommand) -> bytes:
 
 
 def fits(frame: bytes) -> bool:
-    """Whether the other side accepts the frame."""
+    """True if the other side accepts the frame."""
     return len(frame) <= LENGTH_BYTES + LONGEST_FRAME

@@ -23,23 +23,24 @@ NO_TRAILERS = frozenset(
 
 
 def values(fields: Fields, name: bytes) -> list[bytes]:
-    """Values of all fields with that lower-case name."""
+    """Return the values of all fields with that lower-case name."""
     return [value for each, value in fields if each.lower() == name]
 
 
 def first(fields: Fields, name: bytes) -> str | None:
-    """The first value, one character per byte; None without one."""
+    """Return the first value, one character per byte; None without one."""
     return next((value.decode("latin-1") for each, value in fields if each.lower() == name), None)
 
 
 def end_to_end(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
-    """Fields that are passed on: not those for the next hop, named by ``Connection``, of framing, or in ``but``."""
+    """Return fields that are passed on: not those for the next hop, named by ``Connection``, of framing, or in ``but``.
+    """
     dropped = HOP_BY_HOP | FRAMING | _named_by_connection(fields) | set(but)
     return [(name, value) for name, value in fields if name.lower() not in dropped]
 
 
 def passed_on(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
-    """The same, with the framing fields in their place, for a message whose body is passed on as it arrives."""
+    """Return the same, with the framing fields in their place, for a message whose body is passed on as it arrives."""
     dropped = (HOP_BY_HOP | _named_by_connection(fields) | set(but)) - FRAMING
     found, seen = list[tuple[bytes, bytes]](), set[bytes]()
     for name, value in fields:
@@ -62,5 +63,5 @@ def _named_by_connection(fields: Fields) -> set[bytes]:
 
 
 def is_encoded(fields: Fields) -> bool:
-    """Whether the content is compressed, or encoded otherwise."""
+    """True if the content is compressed, or encoded otherwise."""
     return any(value.strip().lower() not in (b"", b"identity") for value in values(fields, b"content-encoding"))

@@ -176,12 +176,12 @@ class Connection:
 
 
 def raw_fields(event: h11.Request | h11.Response | h11.InformationalResponse) -> list[tuple[bytes, bytes]]:
-    """The fields of a head, with names as they were written."""
+    """Return the fields of a head, with names as they were written."""
     return _raw(event.headers)
 
 
 def framing(fields: Fields) -> list[tuple[bytes, bytes]]:
-    """Framing of a message with these fields when it is passed on: chunked, or with its length."""
+    """Return the framing of a message with these fields when it is passed on: chunked, or with its length."""
     if values(fields, b"transfer-encoding"):
         return [(b"Transfer-Encoding", b"chunked")]
     return [(b"Content-Length", value) for value in values(fields, b"content-length")[:1]]
