@@ -110,7 +110,9 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: other processes have mapped the cache. vLLM calls this from 0.33 on, before it loads anything.
+        """Return False: other processes have mapped the cache.
+
+        vLLM calls this from 0.33 on, before it loads anything.
         """
         return False
 

@@ -92,8 +92,7 @@ def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModal
 
 
 def most_features_of(renderer: Any) -> dict[str, int]:
-    """Return the largest number of features of each kind in a prompt, from vLLM's ``renderer``; empty for a text model.
-    """
+    """Return the largest number of features of each kind in a prompt, from vLLM's ``renderer``; empty for text."""
     processor = renderer.mm_processor
     return {} if processor is None else dict(processor.info.allowed_mm_limits)
 

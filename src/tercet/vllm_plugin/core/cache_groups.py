@@ -85,8 +85,7 @@ def _require_movable_state(spec: MambaSpec) -> None:
 
 
 def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:
-    """Return the groups for layouts, with the number of their ``layers``; empty if all layers look back at all tokens.
-    """
+    """Return the groups for layouts, with the number of their ``layers``; empty if all look back at all tokens."""
     groups = [_described(each.kv_cache_spec, count) for each, count in zip(config.kv_cache_groups, layers, strict=True)]
     return tuple(groups) if len(groups) > 1 or any(group.window for group in groups) else ()
 

@@ -268,7 +268,7 @@ def _publish_now(core: EngineCore) -> None:
         scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
 
-# ---- calls of the methods------------------------------------------------------------------------------------
+# ---- calls of the methods ----------------------------------------------------------------------------------------
 
 
 def add_core_methods() -> None:

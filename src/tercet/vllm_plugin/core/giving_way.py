@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def give_way(scheduler: Scheduler, planned: SchedulerOutput) -> int:
-    """Take blocks from waiting requests if the ``planned`` step computes nothing; return the number of these requests.
-    """
+    """Take blocks from waiting requests if the ``planned`` step computes nothing; return their number."""
     if planned.total_num_scheduled_tokens or scheduler.running or len(scheduler.kv_holding_waiting) < 2:
         return 0
     first, *others = scheduler.kv_holding_waiting

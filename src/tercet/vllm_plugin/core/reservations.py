@@ -46,8 +46,7 @@ class Held:
 
 
 class Reservations:
-    """All leases of this engine. ``max_blocks`` limits the blocks that they pin together: leases cannot be preempted.
-    """
+    """All leases of this engine, which together pin at most ``max_blocks``: leases cannot be preempted."""
 
     def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler

@@ -62,8 +62,7 @@ class SchedulerSide:
             self.tables.publish()
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended. vLLM frees its blocks; blocks that are being sent stay pinned by the send.
-        """
+        """Forget a request that has ended. vLLM frees its blocks; a send keeps its own blocks pinned."""
         self.resumed.forget(request_id)
         if self.tables is not None:
             self.tables.forget(request_id)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sending:
-    """One send. In each group, blocks below ``next_block`` (an index into the group's block table) have been planned.
-    """
+    """One send. In each group, blocks below ``next_block`` (an index into its block table) have been planned."""
 
     params: SendParams
     next_block: list[int]

@@ -75,8 +75,7 @@ def _registered(planes: LayerPlanes, handles: DeviceHandles, transport: str) -> 
 
 
 def _shared(storage: Any) -> tuple[Any, ...]:
-    """Return the arguments that ``UntypedStorage._new_shared_cuda`` takes in another process after the device's number.
-    """
+    """Return the arguments of ``UntypedStorage._new_shared_cuda`` in another process, without the device's number."""
     try:
         _, *found, _event_to_wait_for = storage._share_cuda_()
     except RuntimeError as error:
