@@ -6,7 +6,7 @@ from typing import Literal
 
 from tercet.protocol.sse import EventSplitter, data_of, object_of
 
-# Events of a response before the engine has computed anything, and its failure events.
+# The events of a response before the engine has computed anything, and its failure events.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")
 _FAILED = ("error", "response.failed")
 

@@ -1,4 +1,4 @@
-"""Reads bodies of HTTP requests up to a limit, so that no client can make a server keep more."""
+"""A reader of HTTP requests' bodies with a limit, so that no client can make a server keep more."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ async def read_whole(
             more = message.get("more_body", False)
         return b"".join(chunks)
     finally:
-        # What is raised refers to this call, and may outlive it by far.
+        # An exception refers to this frame, and may outlive it by far.
         chunks.clear()
         message = nothing

@@ -38,7 +38,7 @@ def test_an_unknown_name_is_one_only_once_all_have_said_what_they_serve() -> Non
 
 def test_without_a_name_there_must_be_one_model() -> None:
     assert ModelRoutes([backend("u", "a", "alias"), backend("v", "a")]).only_model() == "a"
-    with pytest.raises(BadRequest, match="there are several: a, b"):
+    with pytest.raises(BadRequest, match="choose one of a, b"):
         ModelRoutes([backend("u", "a"), backend("v", "b")]).only_model()
 
 

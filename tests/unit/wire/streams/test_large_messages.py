@@ -70,7 +70,7 @@ async def test_an_output_that_no_message_holds_ends_its_own_sequence() -> None:
             other.sender.send(Output((8,)))
             sender.send(large(1000))
             sender.send(Output((6,)))  # nobody gets a token that does not follow the one before
-            with pytest.raises(BadRequest, match="ask for fewer log probabilities") as caught:
+            with pytest.raises(BadRequest, match="request fewer log probabilities") as caught:
                 await anext(outputs)
             assert caught.value.param == "sampling_params"
             await asyncio.wait_for(stopped.wait(), 10)
