@@ -57,7 +57,7 @@ class PickerMetrics:
             buckets=DECISION_SECONDS, registry=own,
         )  # fmt: skip
         self._hits = Histogram(
-            "inference_extension_prefix_indexer_hit_ratio", "Share of the prompt believed to be on the decode engine.",
+            "inference_extension_prefix_indexer_hit_ratio", "Estimated share of the prompt on the decode engine.",
             buckets=RATIOS, registry=own,
         )  # fmt: skip
         self._disaggregated = Counter(

@@ -29,7 +29,7 @@ class RequestBodies:
         """Read the body.
 
         Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together
-        exceed their limit, and what :meth:`~tercet.gateway.sidecar.listener.ClientCall.parts` raises.
+        exceed their limit, and the errors of :meth:`~tercet.gateway.sidecar.listener.ClientCall.parts`.
         """
         self.announced(http)
         await http.expected()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tercet.protocol import BadRequest
 
 if TYPE_CHECKING:
-    import grpc  # a picker's: a sidecar runs without it
+    import grpc  # only pickers need it
 
 logger = logging.getLogger("tercet.gateway")
 

@@ -278,7 +278,7 @@ ENGINE_HOOKS = (
         name="prefilled requests",
         what="A request of the engine's own API that names engines to prefill waits, before it is given to the core, "
         "until its KV has arrived, and then decodes with it",
-        why="Behind a gateway no router calls start_generate, and all features of vLLM's API stay vLLM's",
+        why="Behind a gateway no router calls start_generate, and all features of vLLM's API stay available",
         until="a KV connector may hold a request back and name its blocks",
         replaces=("AsyncMPClient.add_request_async",),
         relies_on=(

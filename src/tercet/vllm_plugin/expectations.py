@@ -41,7 +41,7 @@ class _Targeted:
         try:
             found = resolve(self.target)
         except Exception as error:  # importing an unknown version may fail in any way
-            return f"{self.target} is not there ({type(error).__name__}: {error})"
+            return f"{self.target} does not exist ({type(error).__name__}: {error})"
         try:
             return self._missing_in(found)
         except Exception as error:  # such as a class instead of a function, or code without a source
@@ -68,7 +68,7 @@ class Takes(_Targeted):
             return f"{self.target} cannot be called"
         known = _parameters(found)
         missing = [name for name in self.names if name not in known]
-        return f"{self.target} takes no {', '.join(missing)}" if missing else ""
+        return f"{self.target} has no parameter {', '.join(missing)}" if missing else ""
 
 
 class Says(_Targeted):
@@ -79,7 +79,7 @@ class Says(_Targeted):
         for name in self.names:
             _, there, rest = rest.partition(_squeezed(name))
             if not there:
-                return f"{self.target} does not say `{name}` where it is expected"
+                return f"{self.target} does not contain `{name}` where it is expected"
         return ""
 
 

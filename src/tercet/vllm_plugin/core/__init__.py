@@ -1,4 +1,4 @@
 """Code that runs in an engine's core, next to vLLM's scheduler: reservations, and the KV to send in each step.
 
-``keyed_prompt`` does not import vLLM: it is a record of tokens and their key, which API server and core exchange.
+Without an import of vLLM: ``keyed_prompt``, a record of tokens and their key, which API server and core exchange.
 """

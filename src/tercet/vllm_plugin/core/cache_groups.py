@@ -81,7 +81,7 @@ def _require_movable_state(spec: MambaSpec) -> None:
             "moves only one: start the engine without --speculative-config"
         )
     if ZEROED_BY_BLOCK.is_here:
-        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on")
+        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on: install it")
 
 
 def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:

@@ -50,7 +50,7 @@ def require_beginning(backend: Any, grammar: Any) -> None:
     mask = backend.allocate_token_bitmask(1)
     grammar.fill_bitmask(mask, 0)
     if not mask.any():
-        raise ValueError("no text has this structure")
+        raise ValueError("no text matches this structure")
 
 
 def within(compiling: Future[Any], seconds: float, check: Callable[[Any], None] = lambda _: None) -> Future[Any]:
@@ -59,7 +59,7 @@ def within(compiling: Future[Any], seconds: float, check: Callable[[Any], None] 
     It fails with ``TimeoutError`` after ``seconds``, and with the error that ``check`` raises for the result.
     """
     bounded: Future[Any] = Future()
-    timer = threading.Timer(seconds, lambda: _fail(bounded, TimeoutError(f"a grammar took more than {seconds:g} s")))
+    timer = threading.Timer(seconds, lambda: _fail(bounded, TimeoutError(f"compiling took more than {seconds:g} s")))
     timer.daemon = True
 
     def compiled(done: Future[Any]) -> None:
@@ -70,7 +70,7 @@ def within(compiling: Future[Any], seconds: float, check: Callable[[Any], None] 
         except Exception as error:
             _fail(bounded, error)
         else:
-            with suppress(InvalidStateError):  # its time was over
+            with suppress(InvalidStateError):  # the timeout came first
                 bounded.set_result(found)
 
     timer.start()

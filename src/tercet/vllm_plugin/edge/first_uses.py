@@ -59,7 +59,7 @@ async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> 
             await _practise(GRAMMAR, client, token)
         finally:
             await core.call(core_methods.forget_grammar_backend)
-    logger.info("practised slow first uses in %.1f s", time.monotonic() - began)
+    logger.info("ran the slow first uses in %.1f s", time.monotonic() - began)
 
 
 async def _practise(use: FirstUse, client: AsyncLLM, token: str) -> None:

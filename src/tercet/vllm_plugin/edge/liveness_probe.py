@@ -183,7 +183,7 @@ class _Part:
             try:
                 self.answer = await self._question()
                 self._clock.answered(self.name)
-            except TercetError as error:  # an error also is an answer
+            except TercetError as error:  # an error is also an answer
                 self._clock.answered(self.name)
                 logger.debug("the engine's %s: %s", self.name, error)
             except Exception as error:  # vLLM raises this for a core that has ended

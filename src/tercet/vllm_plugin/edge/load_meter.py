@@ -50,7 +50,7 @@ class LoadMeter:
 
     @contextmanager
     def computed_elsewhere(self, tokens: int) -> Generator[None]:
-        """Count ``tokens`` of a waiting prompt as computed by another engine while entered."""
+        """Count ``tokens`` of a waiting prompt as computed by another engine in this context."""
         self._elsewhere += tokens
         try:
             yield

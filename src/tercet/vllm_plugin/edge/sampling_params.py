@@ -81,7 +81,7 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
 
 def _array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
-        raise TypeError(f"{kind.__name__} cannot be given here")
+        raise TypeError(f"a value of type {kind.__name__} is not accepted")
     return np.array(value, dtype=np.int64)
 
 

@@ -1,5 +1,5 @@
 """The start of an engine's processes: one import, checks with remedies before weights are loaded, settings, quiet logs.
 
-These modules do not import vLLM, since they run before it is imported, or replace the objects that they are given:
+Without an import of vLLM, since they run before it is imported, or replace the objects that they are given:
 ``leak_reports``, ``log_noise``, ``patching``, ``plugin_settings``, ``refusals``, ``server``, ``standby``.
 """

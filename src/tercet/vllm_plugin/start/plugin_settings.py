@@ -46,22 +46,20 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     """
 
     lease_ttl: Annotated[Seconds, Setting("Seconds after which an unused reservation ends.", unit="seconds")] = 60.0
-    reserve_wait: Annotated[
-        Seconds, Setting("Seconds that a reservation waits for blocks, after earlier ones.", unit="seconds")
-    ] = 1.0
+    reserve_wait: Annotated[Seconds, Setting("Seconds that a reservation waits for blocks.", unit="seconds")] = 1.0
     max_lease_share: Annotated[
         Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
     ] = 0.8
-    transport: Annotated[str, Setting("Transport of KV: auto, or one that is required.")] = AUTO
+    transport: Annotated[str, Setting("Transport of KV: auto, or the name of a required one.")] = AUTO
     kv_memory: Annotated[
         Literal["auto", "staged"],
-        Setting("Access to KV: auto, directly if possible; staged, through buffers in host memory only."),
+        Setting("Access to KV: auto (directly if possible) or staged (only through buffers in host memory)."),
     ] = "auto"
     host: Annotated[
         str,
-        Setting("IP addresses that the KV transport listens on, separated by commas; streams are spread over them."),
+        Setting("IP addresses on which the KV transport listens, separated by commas; streams are spread over them."),
     ] = LOOPBACK
-    port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ones.")] = "0"
+    port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ports.")] = "0"
     streams: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_STREAMS)],
         Setting("Connections per peer, for transports that use connections."),
@@ -89,7 +87,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     max_request_bytes: Annotated[
         AtLeastOne,
         Setting(
-            "Largest body of a verb, in bytes, tensors of images included; a larger one is refused with 413.",
+            "Largest body of a verb, in bytes, including tensors of images; a larger one is refused with 413.",
             unit="bytes",
             default="128 MiB",
         ),

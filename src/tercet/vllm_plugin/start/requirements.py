@@ -57,7 +57,7 @@ def require_prefill_behind_kv(config: VllmConfig) -> None:
     if config.model_config.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
         raise UnsupportedVLLM(
             "on this CPU vLLM cannot compute tokens of an MLA model after existing KV (it has turned "
-            "chunked prefill and prefix caching off), so it could not continue from received KV. Serve it with vLLM"
+            "chunked prefill and prefix caching off), so it could not continue from received KV: use plain vLLM"
         )
 
 

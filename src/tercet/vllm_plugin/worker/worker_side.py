@@ -91,7 +91,7 @@ class WorkerSide:
 
     def end_step(self) -> None:
         """End the sends whose last block this step computed."""
-        self._layers += 1  # a step that runs as one graph calls no layer's hook, but also is progress
+        self._layers += 1  # a step that runs as one graph calls no layer's hook, but is also progress
         self._tell_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
             self._agent.tell(StepEnds(tuple(self._step.finish)))

@@ -260,7 +260,7 @@ class HttpEngine:
                     stream.put(self._output_of(data))
                     await stream.until_asked()
             except (aiohttp.ClientError, HttpProcessingError, EventTooLong, TimeoutError, OSError) as error:
-                raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
+                raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
             if not stream.over:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
@@ -404,7 +404,7 @@ class HttpEngine:
         try:
             body = await read_answer(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
+            raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
         if response.status >= 400:
             raise _error_of(response.status, body)
         return self._understood(body, kind)

@@ -66,7 +66,7 @@ def fault_of(error: BaseException) -> TercetError:
     seen: list[BaseException] = [error]
     for each in seen:
         if isinstance(each, UnicodeEncodeError):
-            return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
+            return BadRequest(f"the request {NO_TEXT}, in JSON inside one of its strings")
         causes = [each.__cause__, each.__context__]
         if isinstance(each, BaseExceptionGroup):
             causes += cast("BaseExceptionGroup[BaseException]", each).exceptions

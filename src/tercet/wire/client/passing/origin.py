@@ -93,7 +93,7 @@ class Origin:
         """Return the server's answer as soon as its head has arrived, perhaps before the whole ``body`` was sent.
 
         ``fields`` define the body's framing. Raises :class:`NotConnected`, :class:`BrokeOff`,
-        :class:`~tercet.wire.client.passing.NotReadable` and :class:`OSError`, and what ``body`` raises.
+        :class:`~tercet.wire.client.passing.NotReadable` and :class:`OSError`, and the errors of ``body``.
         """
         request = h11.Request(method=method, target=self._prefix + target, headers=list(fields))
         may_repeat = method in REPEATABLE and (body is None or isinstance(body, bytes))
