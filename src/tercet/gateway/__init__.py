@@ -1,7 +1,7 @@
-"""For traffic that Envoy carries: an endpoint picker that Envoy calls for each request (external processing, gRPC).
+"""An endpoint picker for traffic that Envoy carries: Envoy calls it for each request (external processing, gRPC).
 
 :mod:`.exchange` implements the protocol without I/O, :mod:`.endpoint_picker` decides with the fleet's state and
-scheduling plugins, :mod:`.rendering` makes a prompt's tokens for it, :mod:`.server` puts ``tercet epp`` together.
+scheduling plugins, :mod:`.rendering` makes a prompt's tokens for it, :mod:`.server` assembles ``tercet epp``.
 """
 
 from tercet.settings import PickerConfig

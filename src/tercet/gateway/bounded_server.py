@@ -1,7 +1,7 @@
 """aiohttp's server with limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts.
 
-Relies on aiohttp's ``RequestHandler``: it feeds its parser in ``data_received``, and keeps the parsed requests that
-have not begun in ``_messages``, their number so far in ``_request_count``, and the running one in ``_current_request``.
+Relies on aiohttp's ``RequestHandler``: it feeds its parser in ``data_received``; it keeps the parsed requests that have
+not begun in ``_messages``, their number so far in ``_request_count``, and the running one in ``_current_request``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tercet.protocol.error_forms import error_body
 from tercet.wire.serving.error_answers import breach_error, last_answer
 
 KEEPALIVE_SECONDS = 75.0
-"""Idle time of a connection between two requests; proxies keep theirs for a minute."""
+"""Idle time of a connection between two requests, in seconds; proxies keep theirs for a minute."""
 LAST_SECONDS = 2.0
-"""Time for a refused client to read the error; what it sends in that time is dropped."""
+"""Seconds for a refused client to read the error; data that it sends in that time is dropped."""
 # Bytes of a header in addition to its name and value: ": " and the line end.
 BESIDE = 4
 
 
 class BoundedHandler(web.RequestHandler):
-    """Refuses heads that are too long or too slow, bodies that are too slow, and connections without a request."""
+    """A connection's handler that refuses long or slow heads, slow bodies, and connections without a request."""
 
     __slots__ = ("_ending", "_incoming", "_payload", "_refused")
 
@@ -37,19 +37,19 @@ class BoundedHandler(web.RequestHandler):
         self._ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Overrides aiohttp's method."""
+        """Start the deadlines of the connection. Overrides aiohttp's method."""
         super().connection_made(transport)
         self._incoming = Incoming(self, deadlines_of_connections())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Overrides aiohttp's method."""
+        """Stop the deadlines of the connection. Overrides aiohttp's method."""
         self._forget()
         if self._ending is not None:
             self._ending.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Overrides aiohttp's method, and checks the limits."""
+        """Parse received bytes, and check the limits. Overrides aiohttp's method."""
         incoming = self._incoming
         if incoming is None or not data:
             if not self._refused:
@@ -78,7 +78,7 @@ class BoundedHandler(web.RequestHandler):
         return 0 if self._payload is None else self._payload.total_bytes
 
     def is_held(self) -> bool:
-        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
+        """True if this server has stopped reading, or still answers an earlier request of the connection."""
         return (
             self._reading_paused or self._buffer_paused or (self._current_request is not None and self._payload is None)
         )
@@ -96,9 +96,9 @@ class BoundedHandler(web.RequestHandler):
             return
         transport.write(last_answer(breach_error(breach)))
         if request is not None:
-            transport.close()  # its handler is cancelled with the connection
+            transport.close()  # the handler is cancelled with the connection
             return
-        # Closed at once with unread bytes, the connection would be reset, and the answer lost.
+        # If the connection were closed with unread bytes, it would be reset, and the answer would be lost.
         if transport.can_write_eof():
             transport.write_eof()
         self._ending = self._loop.call_later(LAST_SECONDS, transport.abort)
@@ -115,7 +115,7 @@ class _BoundedServer(web.Server):
 
 
 class BoundedRunner(web.AppRunner):
-    """Runs an application whose connections have limits; ``kwargs`` are those of :class:`aiohttp.web.AppRunner`."""
+    """A runner of an application whose connections have limits; ``kwargs`` are those of aiohttp's ``AppRunner``."""
 
     def __init__(self, app: web.Application, **kwargs: Any) -> None:
         app.middlewares.insert(0, _require_short_head)
@@ -134,7 +134,7 @@ class BoundedRunner(web.AppRunner):
 
 @web.middleware
 async def _require_short_head(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Limit the size of a whole head; aiohttp limits the size of a line and the number of lines."""
+    """Limit the size of a whole head; aiohttp limits only the size of a line and the number of lines."""
     size = len(request.path_qs) + sum(len(name) + len(value) + BESIDE for name, value in request.raw_headers)
     if size <= LONGEST_HEAD:
         return await handler(request)

@@ -1,4 +1,4 @@
-"""The decision of ``tercet epp``: which engines serve a request, by the router's plugins and state."""
+"""The decision of ``tercet epp``: the engines that serve a request, by the router's plugins and state."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Destination: ``decode`` addresses (``host:port``) in the order to try them, and a prefill engine or None."""
+    """The destination: ``decode`` addresses (``host:port``) in the order to try them, and a prefill engine or empty."""
 
     decode: Sequence[str]
     prefill: str = ""
 
 
 class EndpointPicker:
-    """Decides for one fleet. ``objectives`` are priorities by name; ``clock`` is monotonic, in seconds."""
+    """The picker of one fleet. ``objectives`` are priorities by name; ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class EndpointPicker:
         self._addresses: dict[str, str] = {}
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
-        """Set the priorities of objectives; those that the configuration names keep theirs."""
+        """Set the priorities of objectives; those in the configuration keep theirs."""
         self.objectives = {**priorities, **self._told_priorities}
 
     def close(self, error: TercetError) -> None:
@@ -77,11 +77,11 @@ class EndpointPicker:
         self._gate.close(error)
 
     async def pick(self, call: OpenAICall, among: Collection[str] | None = None) -> Endpoints:
-        """Pick the endpoints of a call; ``among`` are the addresses that may be picked, all if not given.
+        """Pick the endpoints of a call; ``among`` are the addresses that may be picked, None for all.
 
         Waits while no engine has room. Raises :class:`~tercet.protocol.EngineUnreachable` or
-        :class:`~tercet.protocol.RoleUnavailable` if no engine can serve it, :class:`~tercet.protocol.Saturated` if the
-        fleet is at its limits.
+        :class:`~tercet.protocol.RoleUnavailable` if no engine can serve the call, :class:`~tercet.protocol.Saturated`
+        if the fleet is at its limits.
         """
         if not call.generates:
             return self._choose(call, (), among)
@@ -99,7 +99,7 @@ class EndpointPicker:
             return self._choose(call, prompt, among, rendering)
 
     def _priority(self, call: OpenAICall) -> tuple[int, bool]:
-        """Priority (lower is admitted first), and whether the request is dropped instead of waiting."""
+        """Return the priority (lower is admitted first), and whether the request is dropped instead of waiting."""
         objective = call.objective
         importance = self.objectives.get(objective, 0) if objective is not None else 0
         return call.body.priority - importance, importance < 0
@@ -109,7 +109,7 @@ class EndpointPicker:
     def _choose(
         self, call: OpenAICall, prompt: Tokens, among: Collection[str] | None, rendering: float = 0.0
     ) -> Endpoints:
-        """Pick; making the ``prompt`` took ``rendering`` seconds."""
+        """Pick now; making the ``prompt`` took ``rendering`` seconds."""
         began = time.perf_counter() - rendering
         names = self._named(among)
         request = _request(call, prompt, self._adapter_of(call))
@@ -136,7 +136,7 @@ class EndpointPicker:
     def _prefilling(
         self, request: Request, decode: Member, cached: int, names: Collection[str] | None
     ) -> Member | None:
-        """The engine that prefills for ``decode``, which has ``cached`` tokens; None if it does not pay."""
+        """Return the engine that prefills for ``decode``, which has ``cached`` tokens; None if a split does not pay."""
         costs = self._costs
         rule = costs.rule_for(decode) if costs is not None and costs.knows_enough else None
         try:
@@ -148,10 +148,10 @@ class EndpointPicker:
         return member if member is not decode else None
 
     def _adapter_of(self, call: OpenAICall) -> str | None:
-        """The LoRA adapter that the model's name stands for, if the fleet has one of that name."""
+        """Return the LoRA adapter that the call names as its model; None if the fleet has no such adapter."""
         return call.body.model if call.body.model in self._fleet.adapters else None
 
-    # ---- who may be picked -----------------------------------------------------------------------------------
+    # ---- candidates ------------------------------------------------------------------------------------------
 
     def _require_candidates(self, among: Collection[str] | None) -> None:
         """Raise :class:`~tercet.protocol.EngineUnreachable` if no candidate exists, so that waiting would not help."""
@@ -166,7 +166,7 @@ class EndpointPicker:
         wanted = frozenset(among)
         names = {member.name for member in self._fleet.members if _is_named(self._address(member), wanted)}
         if not names:
-            raise EngineUnreachable("none of the endpoints that this request may go to is an engine of this fleet")
+            raise EngineUnreachable("no endpoint that is allowed for this request is an engine of this fleet")
         return names
 
     def _address(self, member: Member) -> str:
@@ -176,7 +176,7 @@ class EndpointPicker:
         return address
 
     def _heard(self, name: str, load: EngineLoad) -> None:
-        """Admit waiting requests if an engine that reported has room."""
+        """Admit waiting requests if an engine that has reported has room."""
         if self._costs is not None:
             self._costs.reported(name, load)
         if self._room.may_have_come(name):
@@ -184,7 +184,7 @@ class EndpointPicker:
 
 
 def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Room:
-    """The room by the scheduling file's limits, or else the configuration's."""
+    """Return the room by the limits of the scheduling file; without them, by the configuration's limits."""
     told = fleet.scheduling.saturation
     if isinstance(told, ConcurrencyLimit):
         return RoomByConcurrency(fleet, told)
@@ -209,7 +209,7 @@ def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:
 
 
 def address_of(url: str) -> str:
-    """``host:port`` of an engine's URL, the form of Envoy's endpoints."""
+    """Return ``host:port`` of an engine's URL, the form of Envoy's endpoints."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -217,7 +217,7 @@ def address_of(url: str) -> str:
 
 
 def _is_named(address: str, among: Collection[str]) -> bool:
-    """Whether an address is among them; one without a port stands for all its ports."""
+    """True if ``address`` is in ``among``; an entry without a port stands for all ports of its host."""
     if address in among:
         return True
     host = address.rpartition(":")[0]

@@ -1,10 +1,10 @@
 """One HTTP request as Envoy sends it by external processing, and the replies: a state machine without I/O.
 
-Envoy's first message tells how it sends bodies. With ``FULL_DUPLEX_STREAMED`` there is no reply before the body's end;
-then the headers' reply is sent, with the endpoints, and the body goes back unchanged. With ``BUFFERED`` the headers are
-replied to at once and the endpoints come with the body's reply. If no body is shown before the headers must continue
+Envoy's first message says how it sends bodies. With ``FULL_DUPLEX_STREAMED`` there is no reply before the body's end;
+then the headers' reply is sent, with the endpoints, and the body goes back unchanged. With ``BUFFERED`` the headers get
+a reply at once, and the endpoints come with the body's reply. If no body is shown before the headers must continue
 (``NONE``, ``STREAMED``), the headers alone decide. Engines' answers are not changed. A proxy that only observes
-(``observability_mode``) routes its request by itself, and expects no reply: nothing is picked.
+(``observability_mode``) routes its request by itself and expects no reply: no endpoint is picked.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
 DROPPED = "x-llm-d-request-dropped-reason"
 LONGEST_CHUNK = 62_000
-"""Bytes of body in one reply: Envoy refuses messages of more than 64 KiB."""
+"""Most bytes of body in one reply: Envoy refuses messages of more than 64 KiB."""
 _OVERWRITE = HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _DUPLEX, _BUFFERED = BodySendMode.FULL_DUPLEX_STREAMED, (BodySendMode.BUFFERED, BodySendMode.BUFFERED_PARTIAL)
 
 
 class ExchangeBroken(Exception):
-    """Messages that a correct proxy does not send, or not in this order."""
+    """An error for messages that a correct proxy does not send, or does not send in this order."""
 
 
 class Exchange:
     """The messages of one request, of whose body at most ``max_bytes`` are accepted.
 
     After :meth:`receive`, ``call`` is the call that needs endpoints, or None; ``candidates`` are the addresses that may
-    be picked, None for all. Once the answer begins, ``served_in`` is the index of the endpoint that served it.
+    be picked, None for all. Once the answer begins, ``served_in`` is the index of the endpoint that served it; None for
+    another endpoint.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -81,18 +82,18 @@ class Exchange:
 
     @property
     def holds(self) -> int:
-        """Bytes of the body that are kept to be sent back."""
+        """Number of bytes of the body that are kept to be sent back."""
         return self._size if self._chunks else 0
 
     @property
     def awaits_pieces(self) -> bool:
-        """Whether the body has not ended, and arrives in pieces."""
+        """True if the body arrives in pieces and has not ended."""
         return self._headers is not None and self._mode == _DUPLEX and not (self._is_whole or self._at_headers)
 
-    # ---- what Envoy says -------------------------------------------------------------------------------------
+    # ---- messages from Envoy ---------------------------------------------------------------------------------
 
     def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Return the replies to send at once."""
+        """Handle a message; return the replies to send at once."""
         if message.observability_mode:
             return ()
         if self._mode is None:
@@ -161,7 +162,7 @@ class Exchange:
         return [ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse()))]
 
     def _response_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Not requested; Envoy waits for a reply if configured so, and the body stays unchanged."""
+        """Reply to an answer's body, unchanged; Envoy sends it only if it is configured so, and waits for a reply."""
         if self._answer_mode == _DUPLEX:
             body = message.response_body
             return list(_streamed("response_body", [body.body], body.end_of_stream))
@@ -171,14 +172,14 @@ class Exchange:
         return [ProcessingResponse(response_trailers=TrailersResponse())]
 
     def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes, the largest size accepted")
+        return RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes, the largest accepted size")
 
-    # ---- what it is told -------------------------------------------------------------------------------------
+    # ---- results of the picker -------------------------------------------------------------------------------
 
     def picked(self, endpoints: Endpoints) -> Iterable[ProcessingResponse]:
-        """Yield the replies that send the call to these endpoints, one by one."""
+        """Return the replies that send the call to these endpoints, to be sent one by one."""
         self._endpoints, self.call = endpoints, None
-        chunks, self._chunks = self._chunks, []  # the stream lasts until an engine answers, and no longer needs them
+        chunks, self._chunks = self._chunks, []  # the stream lasts until an engine answers, and need not keep them
         common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
         metadata = Struct()
         metadata.get_or_create_struct(METADATA)[DESTINATION] = ",".join(endpoints.decode)
@@ -200,7 +201,7 @@ class Exchange:
 
 
 def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
-    """The reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
+    """Return the reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -232,7 +233,7 @@ def _set(headers: Mapping[str, str]) -> Sequence[HeaderValueOption]:
 
 
 def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:
-    """A body in pieces that Envoy accepts; the last one is marked as the end if the body ``ends``."""
+    """Yield a body in pieces that Envoy accepts; the last one is marked as the end if the body ``ends``."""
     places = [(chunk, start) for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)] or [(b"", 0)]
     for number, (chunk, start) in enumerate(places, 1):
         piece = _piece(chunk[start : start + LONGEST_CHUNK], ends and number == len(places))
@@ -248,7 +249,7 @@ def _piece(content: bytes, last: bool) -> BodyResponse:
 
 
 def headers_of(message: ProcessingRequest) -> dict[str, str]:
-    """The request's headers; values of a repeated header are joined by commas."""
+    """Return the request's headers; values of a repeated header are joined by commas."""
     found: dict[str, str] = {}
     for header in message.request_headers.headers.headers:
         name, value = header.key.lower(), header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -257,10 +258,10 @@ def headers_of(message: ProcessingRequest) -> dict[str, str]:
 
 
 def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
-    """The endpoints that the proxy allows, given as a list, joined by commas, or both; None if not given.
+    """Return the endpoints that the proxy allows, given as a list, joined by commas, or both; None if it gives none.
 
-    Empty if the metadata has an unexpected type: ignoring a restriction that cannot be parsed could route outside of
-    it.
+    Empty if the metadata has an unexpected type: if a restriction that cannot be parsed were ignored, the request could
+    be routed to an engine that it forbids.
     """
     given = _metadata(message, SUBSET_METADATA, SUBSET)
     if given is None:
@@ -270,7 +271,7 @@ def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
 
 
 def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[str] | None:
-    """A string or a list of strings in the metadata; empty for another type, None if missing."""
+    """Return a string or a list of strings in the metadata; empty for another type, None if it is missing."""
     known = message.metadata_context.filter_metadata
     if namespace not in known:
         return None

@@ -1,4 +1,4 @@
-"""A prompt's tokens as its engine would make them: by the checkpoint's chat template and tokenizer."""
+"""The tokens of a prompt as its engine would make them: by the checkpoint's chat template and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tercet.protocol import BadRequest
 
 logger = logging.getLogger("tercet.gateway")
 MANY_MESSAGES = 64
-"""With more messages, a thread fills in the template, while other requests are served."""
+"""Number of messages above which a thread fills in the template, while other requests are served."""
 MOST_RENDERING = 8
-"""Most prompts in that thread or waiting for it; further prompts are estimated."""
+"""Most prompts in that thread, including those that wait for it; further prompts are estimated."""
 LONGEST_REASON = 300
 
 
 class CannotRender(Exception):
-    """This call's prompt has parts that cannot be rendered here."""
+    """An error for a call whose prompt has parts that cannot be rendered here."""
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """A checkpoint's tokenizer; raises :class:`~tercet.protocol.BadRequest` if it has none."""
+    """Return a checkpoint's tokenizer file. Raises :class:`~tercet.protocol.BadRequest` if it does not exist."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise BadRequest(f"render-model: {directory} has no tokenizer.json", "render-model")
@@ -40,9 +40,9 @@ def tokenizer_file(directory: Path) -> Path:
 
 
 class ModelRenderer:
-    """Tokens by the tokenizer and the chat template of a checkpoint in ``directory``.
+    """A renderer that uses the tokenizer and the chat template of a checkpoint in ``directory``.
 
-    ``budget`` and ``most_bytes`` as for :class:`~tercet.gateway.segments.SegmentTokenizer`. A prompt that cannot be
+    ``budget`` and ``most_bytes`` are as for :class:`~tercet.gateway.segments.SegmentTokenizer`. A prompt that cannot be
     rendered (pictures, failing templates and tokenizers) gets stand-ins as a whole. Raises
     :class:`~tercet.protocol.BadRequest` if there is no tokenizer.
     """
@@ -57,7 +57,7 @@ class ModelRenderer:
         self._told: set[str] = set()
 
     def close(self) -> None:
-        """Close the tokenizer; there will be no more calls."""
+        """Close the tokenizer; no more calls may follow."""
         self.segments.close()
 
     async def tokens(self, call: OpenAICall) -> Tokens:
@@ -67,12 +67,12 @@ class ModelRenderer:
             return await self.segments.tokens(*await self._text_of(call))
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a template may raise anything, and a tokenizer's panics are not Exceptions
+        except BaseException as error:  # a template may raise any error, and a tokenizer's panics are not Exceptions
             self._say_once(str(error) or type(error).__name__)
             return estimated(call)
 
     async def _text_of(self, call: OpenAICall) -> tuple[str, bool]:
-        """As :meth:`_written`, in a thread if it may take long."""
+        """Return the result of :meth:`_written`, from a thread if it may take long."""
         many = call.body.messages if call.body.messages is not None else call.body.input
         if many is None or isinstance(many, str) or len(many) <= MANY_MESSAGES:
             return self._written(call)
@@ -85,7 +85,7 @@ class ModelRenderer:
             self._rendering -= 1
 
     def _written(self, call: OpenAICall) -> tuple[str, bool]:
-        """The prompt as the engine's serving layer would write it, and whether special tokens are added."""
+        """Return the prompt as the engine's serving layer would write it, and whether special tokens are added."""
         body = call.body
         if body.messages is not None:
             return self._chat([_flat(message) for message in body.messages], call), False
@@ -108,11 +108,11 @@ class ModelRenderer:
         why = why[:LONGEST_REASON]
         if why not in self._told and len(self._told) < 100:
             self._told.add(why)
-            logger.warning("rendering: by characters instead: %s", why)
+            logger.warning("a prompt cannot be rendered, so its tokens are estimated from characters: %s", why)
 
 
 def _flat(message: object) -> Mapping[str, Any]:
-    """A message whose content is text, as chat templates need it."""
+    """Return a message whose content is text, as chat templates need it."""
     if not isinstance(message, Mapping):
         raise CannotRender("a message that is not a mapping")
     fields = dict(cast("Mapping[str, Any]", message))
@@ -126,14 +126,14 @@ def _flat(message: object) -> Mapping[str, Any]:
 
 
 def _token(declared: object) -> str:
-    """A special token in a configuration: a string, or a mapping with its content."""
+    """Return a special token of a configuration, in which it is a string, or a mapping with its content."""
     if isinstance(declared, Mapping):
         declared = cast("Mapping[str, object]", declared).get("content")
     return declared if isinstance(declared, str) else ""
 
 
 def _template_of(directory: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
-    """The checkpoint's chat template, in the environment that such templates expect."""
+    """Return the checkpoint's chat template, in the environment that such templates expect; None without one."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.is_file() else config.get("chat_template")
     if not isinstance(source, str):

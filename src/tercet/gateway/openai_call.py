@@ -16,13 +16,13 @@ from tercet.protocol.wire import field_of
 MOST_READ = 1024 * 1024
 """Largest body, in bytes, that is parsed; the beginning of a longer one stands for its prompt.
 
-Parsing delays others.
+Parsing delays other requests.
 """
 MOST_NESTED = 20_000
-"""Most lists and objects in a body that is parsed: each takes a hundred times as long as a letter."""
+"""Most lists and objects in a body that is parsed: parsing one takes a hundred times as long as parsing a letter."""
 Text = str | Sequence[Any] | None
 READ_STRICTLY = frozenset({COMPLETIONS, CHAT, RESPONSES})
-"""Routes whose bodies have the fields of :class:`OpenAIBody`; bodies of others are read as far as possible."""
+"""Routes whose bodies have the fields of :class:`OpenAIBody`; bodies of other routes are read as far as possible."""
 OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_HEADERS = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
 
@@ -46,7 +46,7 @@ class OpenAIBody(msgspec.Struct, frozen=True):
 
 
 class _OtherBody(msgspec.Struct, frozen=True):
-    """Possible fields in bodies of other routes; only an engine knows which are valid."""
+    """The possible fields in bodies of other routes; only an engine knows which are valid."""
 
     model: Any = None
     prompt: Any = None
@@ -63,7 +63,7 @@ class _OtherBody(msgspec.Struct, frozen=True):
 
 NOTHING = OpenAIBody()
 _kinds: Mapping[str, Any] = {each.name: each.type for each in msgspec.structs.fields(OpenAIBody)}
-# An escape that may be half of a surrogate pair.
+# This is an escape that may be half of a surrogate pair.
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _decode = msgspec.json.Decoder(OpenAIBody, strict=False).decode
 
@@ -82,29 +82,29 @@ class OpenAICall(msgspec.Struct, frozen=True):
 
     @property
     def generates(self) -> bool:
-        """Whether an engine has to compute something for it."""
+        """True if an engine has to compute something for the call."""
         return self.path in GENERATING
 
     @property
     def may_split(self) -> bool:
-        """Whether an engine lets another one prefill its prompt when it is asked to."""
+        """True if an engine lets another engine prefill the call's prompt when the request names one."""
         return self.path.startswith(PREFILLED_BELOW)
 
     @property
     def max_tokens(self) -> int | None:
-        """The limit of output tokens."""
+        """The limit of output tokens; None without one."""
         body = self.body
         return body.max_tokens or body.max_completion_tokens or body.max_output_tokens
 
     @property
     def objective(self) -> str | None:
-        """The name of the request's objective, which has a priority."""
+        """The name of the request's objective, which has a priority; None without one."""
         return self._header(OBJECTIVE_HEADERS)
 
     def fairness_id(self, others: Sequence[str] = ()) -> str:
-        """The flow of the request, for turns between waiting requests; empty without one.
+        """Return the flow of the request, for turns between waiting requests; empty without one.
 
-        ``others`` are headers that name it if the usual ones do not.
+        ``others`` are headers that name the flow if the usual headers do not.
         """
         return self._header((*FAIRNESS_HEADERS, *others)) or ""
 
@@ -113,7 +113,7 @@ class OpenAICall(msgspec.Struct, frozen=True):
 
 
 def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
-    """Return the call; ``body`` is None if it is not shown.
+    """Return the call; ``body`` is None if the proxy does not show it.
 
     Raises :class:`~tercet.protocol.BadRequest` for a body that no engine would accept.
     """
@@ -137,7 +137,7 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
 
 
 def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -> OpenAICall:
-    """A call in another form: its engine checks it, and its text stands for its prompt."""
+    """Return a call in another form: its engine checks it, and its text stands for its prompt."""
     try:
         said = msgspec.json.decode(text, type=_OtherBody)
     except UNREADABLE:
@@ -164,7 +164,7 @@ def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -
 
 
 def _with_system(messages: Any, system: Any) -> Any:
-    """The messages, with the system prompt that Anthropic's API has in a separate field."""
+    """Return the messages, with the system prompt that Anthropic's API has in a separate field."""
     if not system or not isinstance(messages, list):
         return messages
     return [{"role": "system", "content": system}, *cast("list[Any]", messages)]
@@ -179,7 +179,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:
-    """A call whose body, of ``size`` bytes, is too long to parse."""
+    """Return a call whose body, of ``size`` bytes, is too long to parse."""
     opening, missing = list[bytes](), MOST_READ
     for chunk in chunks:
         if missing <= 0:
@@ -190,5 +190,5 @@ def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) 
 
 
 def asked_path(headers: Mapping[str, str]) -> str:
-    """The requested path: decoded, and without its query."""
+    """Return the requested path: decoded, and without its query."""
     return path_of(headers.get(":path", ""))

@@ -1,4 +1,4 @@
-"""Metrics of an endpoint picker, with names of llm-d and the Gateway API Inference Extension where they exist."""
+"""The metrics of an endpoint picker, with names of llm-d and the Gateway API Inference Extension where they exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MOST_MODELS, LONGEST_MODEL = 64, 256
-"""Clients choose the model names in their requests: most names that are counted, and most characters of one."""
+"""Most model names that are counted, and most characters of a name: clients choose the names in their requests."""
 OTHER_MODELS = "other"
 
 
@@ -34,13 +34,13 @@ class _OfModel:
 
 
 class PickerMetrics:
-    """Counters of decisions; ``registry`` is shown at ``/metrics``. Times are in seconds."""
+    """The counters of decisions; ``registry`` is shown at ``/metrics``. Times are in seconds."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = own = CollectorRegistry() if registry is None else registry
         model = ["model_name"]
         self._models: dict[str, _OfModel] = {}
-        self._requests = Counter("inference_objective_request", "Requests that were picked for.", model, registry=own)
+        self._requests = Counter("inference_objective_request", "Requests that got endpoints.", model, registry=own)
         self._errors = Counter(
             "inference_objective_request_error", "Requests that were refused, by HTTP status.", ["error_code"],
             registry=own,
@@ -53,33 +53,33 @@ class PickerMetrics:
             registry=own,
         )  # fmt: skip
         self._decision = Histogram(
-            "inference_extension_scheduler_e2e_duration_seconds", "From a whole request to its endpoints.",
+            "inference_extension_scheduler_e2e_duration_seconds", "Seconds from a whole request to its endpoints.",
             buckets=DECISION_SECONDS, registry=own,
         )  # fmt: skip
         self._hits = Histogram(
-            "inference_extension_prefix_indexer_hit_ratio", "Share of the prompt believed to be on the decode engine.",
+            "inference_extension_prefix_indexer_hit_ratio", "Estimated share of the prompt on the decode engine.",
             buckets=RATIOS, registry=own,
         )  # fmt: skip
         self._disaggregated = Counter(
             "llm_d_inference_scheduler_disagg_decision", "Decisions by kind.", ["model_name", "decision_type"],
             registry=own,
         )  # fmt: skip
-        self.refused = Counter("tercet_requests_refused", "Requests that never came in.", ["reason"], registry=own)
+        self.refused = Counter("tercet_requests_refused", "Requests that were not admitted.", ["reason"], registry=own)
         self.waited = Histogram(
-            "inference_extension_flow_control_request_queue_duration_seconds", "How long requests waited, if they did.",
+            "inference_extension_flow_control_request_queue_duration_seconds", "Seconds that waiting requests waited.",
             buckets=SECONDS, registry=own,
         )  # fmt: skip
         self._queued = Gauge(
             "inference_extension_flow_control_queue_size", "Requests that wait for room.", registry=own
         )
         self._served = Counter(
-            "tercet_picker_served", "Answers that began, by which of the endpoints served them.", ["endpoint"],
+            "tercet_picker_served", "Answers that began, by the endpoint that served them.", ["endpoint"],
             registry=own,
         )  # fmt: skip
-        self.streams = Gauge("tercet_picker_streams", "Requests that Envoy shows at the moment.", registry=own)
+        self.streams = Gauge("tercet_picker_streams", "Requests that Envoy shows now.", registry=own)
 
     def decided(self, call: OpenAICall, tokens: int, cached: int, split: bool, seconds: float) -> None:
-        """A request has its endpoints."""
+        """Count a request that has its endpoints."""
         counted = self._counted_as(call.body.model or "")
         counted.requests.inc()
         self._decision.observe(seconds)
@@ -91,11 +91,11 @@ class PickerMetrics:
             (counted.split if split else counted.whole).inc()
 
     def failed(self, status: int) -> None:
-        """A request was refused."""
+        """Count a refused request, by HTTP status."""
         self._errors.labels(str(status)).inc()
 
     def served(self, place: int | None) -> None:
-        """An answer began: from the endpoint at that index of the list, or from another one."""
+        """Count an answer that began: from the endpoint at index ``place`` of the list, or from another one."""
         self._served.labels("other" if place is None else "first" if place == 0 else "fallback").inc()
 
     def admission(self, in_flight: int, queued: int) -> None:
@@ -103,7 +103,7 @@ class PickerMetrics:
         self._queued.set(queued)
 
     def _counted_as(self, model: str) -> _OfModel:
-        """A cache of counters: looking them up costs more than counting."""
+        """Return a model's counters, from a cache: looking them up costs more than counting."""
         found = self._models.get(model)
         if found is None:
             known = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL
@@ -122,7 +122,7 @@ class PickerMetrics:
 
 
 class PoolCollector(Collector):
-    """Engines' reports, averaged over the pool ``name``; collected when metrics are read."""
+    """A collector of engines' reports, averaged over the pool ``name``; it collects when metrics are read."""
 
     def __init__(self, fleet: EngineFleet, name: str) -> None:
         self._fleet = fleet

@@ -1,8 +1,9 @@
 """The messages of Envoy's external processing that the picker reads and writes, and those of gRPC health.
 
-Envoy's are declared here: xds-protos, the package with all of them, overwrites files of opentelemetry-proto and of
-googleapis-common-protos with older ones, so that spans cannot be exported. The wire has numbers of fields, and neither
-names of messages nor packages; fields that are not named here are skipped. A test compares all with xds-protos.
+Envoy's messages are declared here: xds-protos, the package with all of them, overwrites files of opentelemetry-proto
+and of googleapis-common-protos with older ones, so that spans cannot be exported. The wire format has numbers of
+fields, but no names of messages or packages; fields that are not named here are skipped. A test compares all
+declarations with xds-protos.
 """
 
 # ruff: noqa: D101  (classes that are made from a table say nothing more than the table does)
@@ -85,7 +86,7 @@ MESSAGES: Mapping[str, str] = {
         oneof response ImmediateResponse immediate_response = 7; Struct dynamic_metadata = 8;
         """,
 }
-"""Fields by message, in the words of ``.proto`` files, but that each member of a oneof names it; keys are strings."""
+"""Fields by message, as in ``.proto`` files, except that each member of a oneof names the oneof; keys are strings."""
 _FIELD = re.compile(r"(?:(repeated|map|oneof (\w+)) )?(\w+) (\w+) = (\d+);")
 _SCALARS = {
     "string": FieldDescriptorProto.TYPE_STRING,
@@ -96,7 +97,7 @@ _SCALARS = {
 
 
 class BodySendMode(IntEnum):
-    """How Envoy sends bodies, by ``ProtocolConfiguration``."""
+    """The ways in which Envoy sends bodies, by ``ProtocolConfiguration``."""
 
     NONE = 0
     STREAMED = 1
@@ -106,7 +107,7 @@ class BodySendMode(IntEnum):
 
 
 class HeaderAppendAction(IntEnum):
-    """What becomes of a header that is there already."""
+    """The actions for a header that exists already."""
 
     OVERWRITE_IF_EXISTS_OR_ADD = 2
 

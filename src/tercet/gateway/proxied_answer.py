@@ -42,20 +42,20 @@ class ProxiedAnswer:
         await self._send({"type": "http.response.start", "status": upstream.status, "headers": headers})
 
     async def write(self, chunk: bytes) -> None:
-        """Pass on what the server sent."""
+        """Pass on a part of the server's body."""
         passed = chunk if self._events is None else b"".join(self._events.split(chunk))
         if passed:
             self._last = passed
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})
 
     async def end(self, trailers: Fields) -> None:
-        """End the answer, which is complete."""
+        """End a complete answer."""
         rest = b"" if self._events is None else self._events.rest()
         self._trailers = trailers
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def fail(self, error: TercetError, asks: Fields = ()) -> None:
-        """Send an error, or end with it; an answer that has begun and is not a stream is cut off."""
+        """Send an error as the answer, or at the end of a stream; cut off any other answer that has begun."""
         if not self._http.began:
             await self._http.answer(error.status, error_body(self._http.path, error), JSON, asks)
             return
@@ -77,7 +77,7 @@ class ProxiedAnswer:
 
 
 def is_stream(response: OriginAnswer) -> bool:
-    """Whether it is a stream of readable events; it has no length, so a last event can be added."""
+    """True if the answer is a stream of readable events without a length, so that a last event can be added."""
     kind = first(response.fields, b"content-type") or ""
     if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
         return False

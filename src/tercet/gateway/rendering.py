@@ -1,7 +1,7 @@
-"""A prompt's tokens without an engine: an estimate by characters here, the model's tokens in :mod:`.model_renderer`.
+"""Tokens of a prompt without an engine: estimates by characters here, the model's tokens in :mod:`.model_renderer`.
 
-The result names blocks of a prefix index, and tells how long a prompt is; nothing is generated from it. So an error
-only costs a worse pick.
+The tokens name blocks of a prefix index, and give the length of a prompt; they are not used to generate. An error
+therefore only costs a worse pick.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from tercet.gateway.openai_call import OpenAICall
 
 CHARACTERS_PER_TOKEN = 4
 MOST_TOLD, MOST_TOKENS = 131_072, 262_144
-"""Tokens of a prompt that are distinguished, and tokens that are counted: the rest costs nothing."""
+"""Most tokens of a prompt that are distinguished, and most that are counted."""
 MOST_PARTS = 4096
 """Most messages and parts of messages that are read for an estimate."""
 Tokens = tuple[int, ...]
 
 
 class Renderer(Protocol):
-    """Makes tokens of calls. Must not wait for anything else, nor block other requests for more than moments."""
+    """A maker of calls' tokens. It must not wait for anything else, nor block other requests for more than moments."""
 
     async def tokens(self, call: OpenAICall) -> Tokens:
-        """The prompt's tokens, or about as many stand-ins; none if the call has no prompt."""
+        """Return the prompt's tokens, or about as many stand-ins; empty if the call has no prompt."""
         ...
 
     def close(self) -> None:
-        """Release resources; there will be no more calls."""
+        """Release resources; no more calls may follow."""
         ...
 
 
 class ByCharacters:
-    """Each four bytes of text are a token, whose number they are: equal prompts are equal, and lengths are about right.
+    """A renderer without a model: each four bytes of text are a token, and its number.
 
-    Such tokens match nothing that engines report, only prompts that were routed before.
+    Equal prompts have equal tokens, and lengths are about right. Such tokens match nothing that engines report, only
+    prompts that were routed before.
     """
 
     async def tokens(self, call: OpenAICall) -> Tokens:
         return estimated(call)
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there are no resources to release."""
 
 
 def estimated(call: OpenAICall) -> Tokens:
-    """A call's token ids if it has them, else stand-ins for its text."""
+    """Return a call's token ids if it has them; otherwise stand-ins for its text."""
     if call.opening:
         return stand_ins(call.opening, call.size)
     body = call.body
@@ -57,14 +58,14 @@ def estimated(call: OpenAICall) -> Tokens:
 
 
 def stand_ins(data: bytes, size: int | None = None) -> Tokens:
-    """Numbers for a text without known tokens; ``data`` is its beginning if it has ``size`` bytes."""
+    """Return stand-ins for the tokens of a text; ``data`` is its beginning if the text has ``size`` bytes."""
     told = min(len(data) // CHARACTERS_PER_TOKEN, MOST_TOLD)
     counted = min((len(data) if size is None else size) // CHARACTERS_PER_TOKEN, MOST_TOKENS)
     return unpack_from(f"<{told}I", data) + (0,) * (counted - told)
 
 
 def token_ids(given: object) -> Tokens | None:
-    """A prompt given as token ids; None if it is not."""
+    """Return the tokens of a prompt that is given as token ids; None for another prompt."""
     if not isinstance(given, list) or not given or type(cast("list[Any]", given)[0]) is not int:
         return None
     items = cast("list[Any]", given)
@@ -76,7 +77,7 @@ def token_ids(given: object) -> Tokens | None:
 
 
 def plain_text(call: OpenAICall) -> str:
-    """A call's text, in order."""
+    """Return a call's text, in order."""
     body = call.body
     if body.messages is not None:
         return "\n".join(_texts(body.messages))
@@ -85,7 +86,7 @@ def plain_text(call: OpenAICall) -> str:
 
 
 def _texts(content: object) -> Iterator[str]:
-    """The strings in nested strings, parts, messages and lists of these; other types are ignored."""
+    """Yield the strings in nested strings, parts, messages and lists of these; other types are ignored."""
     left, stack = MOST_PARTS, [content]
     while stack and left:
         left -= 1

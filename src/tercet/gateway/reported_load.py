@@ -1,4 +1,4 @@
-"""Load of each engine for a picker that does not see answers end: reports, plus recent picks."""
+"""The load of each engine for a picker that does not see answers end: reports, plus recent picks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN_ROOM = 2**31
 
 @dataclass
 class _Recent:
-    """Recent picks of one engine that its reports may lack, with times and prompt tokens; and its last report."""
+    """The recent picks of one engine that its reports may lack, with times and prompt tokens; and its last report."""
 
     picks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
     requests: int = 0
@@ -28,11 +28,11 @@ class _Recent:
 
 
 class ReportedLoad:
-    """Sets the counts of the fleet's members: ``in_flight`` is what an engine reports plus recent picks.
+    """The counts of the fleet's members: ``in_flight`` is the number that an engine reports plus recent picks.
 
-    So several pickers that share nothing see each other's requests in the engines' reports. ``on_news`` is called with
-    an engine's name and report after each report. ``until_counted`` is the number of seconds from a pick until reports
-    include it.
+    Several pickers that share nothing thereby see each other's requests in the engines' reports. ``on_news`` is called
+    with an engine's name and report after each report. ``until_counted`` is the number of seconds from a pick until
+    reports include it.
     """
 
     def __init__(self, fleet: EngineFleet, clock: Callable[[], float], until_counted: float = UNTIL_COUNTED) -> None:
@@ -53,7 +53,7 @@ class ReportedLoad:
         """Record an engine's load report."""
         try:
             member = self._fleet.member(name)
-        except UnknownEngine:  # it has just left
+        except UnknownEngine:  # the engine has just left
             self._recent.pop(name, None)
             return
         recent = self._recent_of(name)
@@ -79,7 +79,7 @@ class ReportedLoad:
             member.in_flight, member.in_flight_tokens = requests, tokens
 
     def room(self, name: str, max_waiting: int, max_kv_usage: float) -> int:
-        """How many more requests may wait on an engine; none while its KV cache is used above the limit."""
+        """Return how many more requests may wait on an engine; 0 while its KV cache is used above the limit."""
         recent = self._recent.get(name)
         if recent is None or recent.waiting is None:
             return UNKNOWN_ROOM

@@ -1,4 +1,4 @@
-"""Bodies of requests that a proxy reads whole: each of a limited size, and all together within a limit."""
+"""Bodies of requests that a proxy reads whole: each has a limited size, and all together have a limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RequestBodies:
         self._held = BodiesHeld(LARGEST_AT_ONCE * most)
 
     def announced(self, http: ClientCall) -> int | None:
-        """The length that a request announces, None if it announces none.
+        """Return the length in bytes that a request announces; None if it announces none.
 
         Raises :class:`~tercet.protocol.RequestTooLarge`.
         """
@@ -29,7 +29,7 @@ class RequestBodies:
         """Read the body.
 
         Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together
-        exceed their limit, and what :meth:`~tercet.gateway.sidecar.listener.ClientCall.parts` raises.
+        exceed their limit, and the errors of :meth:`~tercet.gateway.sidecar.listener.ClientCall.parts`.
         """
         self.announced(http)
         await http.expected()

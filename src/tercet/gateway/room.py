@@ -1,7 +1,7 @@
-"""How many more requests engines have room for, by their reports and the picks since then.
+"""The number of further requests for which engines have room, by their reports and the picks since then.
 
-By each engine's queue and KV cache, or by the work of all engines together, as in llm-d's ``utilization-detector`` and
-``concurrency-detector``.
+It is computed from each engine's queue and KV cache, or from the work of all engines together, as in llm-d's
+``utilization-detector`` and ``concurrency-detector``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class Room(Protocol):
     """Room for further requests."""
 
     def left(self) -> int:
-        """Number of further requests; any positive number means room, and without engines it is large."""
+        """Return the number of further requests; any positive number means room, and without engines it is large."""
         ...
 
     def may_have_come(self, name: str) -> bool:
-        """Whether there may be room now, after a report of this engine."""
+        """True if there may be room now, after a report of this engine."""
         ...
 
 
 @dataclass(frozen=True)
 class RoomByUtilization:
-    """Each decode engine has room while it is below the thresholds of ``limit``."""
+    """Room by utilization: each decode engine has room while it is below the thresholds of ``limit``."""
 
     fleet: EngineFleet
     load: ReportedLoad
     limit: Saturation
 
     def left(self) -> int:
-        """Counting stops at a number that is enough for all slots."""
+        """Return the number of further requests, up to a number that is enough for all slots."""
         room, nobody = 0, True
         for member in self.fleet.open:
             if member.reachable and member.role != "prefill":
@@ -46,7 +46,7 @@ class RoomByUtilization:
                 room += self._on(member.name)
                 if room >= ENOUGH_ROOM:
                     return room
-        # without an engine, the pick raises the error, or takes one of another role
+        # without an engine, the pick raises the error, or picks an engine of another role
         return UNKNOWN_ROOM if nobody else room
 
     def may_have_come(self, name: str) -> bool:
@@ -58,7 +58,7 @@ class RoomByUtilization:
 
 @dataclass(frozen=True)
 class RoomByConcurrency:
-    """All engines that answer have room together, by what each may run by ``limit``."""
+    """Room by concurrency: the engines that answer have room together, by the work that ``limit`` allows for each."""
 
     fleet: EngineFleet
     limit: ConcurrencyLimit
@@ -71,7 +71,7 @@ class RoomByConcurrency:
         if limit.concurrency_mode == "requests":
             return max(0, len(able) * limit.max_concurrency - sum(member.in_flight for member in able))
         used = self._tokens_used(able) if limit.concurrency_mode == "tokens" else self._used(able)
-        return ENOUGH_ROOM if used < 1 else 0  # how long the next requests are is not known
+        return ENOUGH_ROOM if used < 1 else 0  # the length of the next requests is unknown
 
     def may_have_come(self, name: str) -> bool:
         return True
@@ -80,7 +80,7 @@ class RoomByConcurrency:
         return sum(member.in_flight_tokens for member in able) / (len(able) * self.limit.max_token_concurrency)
 
     def _used(self, able: list[Member]) -> float:
-        """The used share, averaged over engines; for each engine the larger one of both counts."""
+        """Return the used share, averaged over engines; for each engine the larger of both shares counts."""
         limit = self.limit
         shares = [
             max(member.in_flight / limit.max_concurrency, member.in_flight_tokens / limit.max_token_concurrency)

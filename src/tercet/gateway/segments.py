@@ -1,4 +1,4 @@
-"""Tokenizes text in segments that are cached, so that only the new part of a conversation costs time."""
+"""A tokenizer that caches segments of text, so that only the new part of a conversation costs time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tercet.gateway.rendering import Tokens, stand_ins
 
 logger = logging.getLogger("tercet.gateway")
 SEGMENT = 2048
-"""Characters that are tokenized, and cached, together."""
+"""Number of characters that are tokenized, and cached, together."""
 AT_ONCE = 2 * SEGMENT
-"""New characters that are tokenized at once; a thread tokenizes more, while other requests are served."""
+"""Most new characters that are tokenized at once; a thread tokenizes more, while other requests are served."""
 MOST_PENDING = 64 * SEGMENT
-"""Characters that may wait for the thread; beyond that, prompts are estimated."""
+"""Most characters that may wait for the thread; beyond that, prompts are estimated."""
 MOST_UNLEARNED = 2048 * SEGMENT
-"""Characters that wait to be tokenized later; the oldest are dropped first."""
+"""Most characters that wait to be tokenized later; the oldest are dropped first."""
 LEARNED_TOGETHER = 2
 PAUSE_SECONDS = 0.002
 COSTS = 320
@@ -34,9 +34,9 @@ Segment = tuple[str, bool]
 
 
 class SegmentTokenizer:
-    """Tokens of texts, about ``budget`` new characters of each at once; the rest gets stand-ins until later.
+    """A tokenizer that handles about ``budget`` new characters of a text at once; the rest gets stand-ins for now.
 
-    Segments take at most ``most_bytes`` bytes; the least recently used are dropped first.
+    Segments use at most ``most_bytes`` bytes; the least recently used are dropped first.
     """
 
     def __init__(self, tokenizer: Tokenizer, budget: int, most_bytes: int) -> None:
@@ -83,7 +83,7 @@ class SegmentTokenizer:
     # ---- tokenizing ------------------------------------------------------------------------------------------
 
     async def _encoded(self, segments: Sequence[Segment]) -> Sequence[Tokens | None]:
-        """Tokens of the segments; None for segments without time now."""
+        """Return the tokens of the segments; None for segments for which there is no time now."""
         characters = sum(len(text) for text, _ in segments)
         if characters <= AT_ONCE:
             return self._remembered(segments, self._encode(segments))
@@ -98,7 +98,7 @@ class SegmentTokenizer:
             self._pending -= characters
 
     def _encode(self, segments: Sequence[Segment]) -> list[list[int]]:
-        # A batch, even of one: only for batches does the tokenizer let other threads run.
+        # Even one text is encoded as a batch: only for batches does the tokenizer let other threads run.
         texts = [text for text, special in segments if not special]
         plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False) if texts else ())
         return [
@@ -121,7 +121,7 @@ class SegmentTokenizer:
             if missing:
                 try:
                     self._remembered(missing, await loop.run_in_executor(self._patient, self._encode, missing))
-                except Exception:  # a tokenizer may raise anything; all that wait get the error, and are estimated
+                except Exception:  # a tokenizer may raise any error; all waiting prompts get it, and are estimated
                     logger.exception("a part of a prompt cannot be tokenized")
 
     # ---- remembering -----------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class SegmentTokenizer:
         return made
 
     def _shared(self, ids: Sequence[int]) -> Tokens:
-        """The same numbers, as the shared objects."""
+        """Return the same numbers, as the shared objects."""
         if len(ids) < 2 or max(ids) >= len(self._ids):
             return tuple(ids)
         return itemgetter(*ids)(self._ids)
@@ -163,7 +163,10 @@ def _segments(text: str, add_special_tokens: bool) -> Iterator[Segment]:
 
 
 def _segment_end(text: str, start: int) -> int:
-    """End of a segment: before its last blank, where tokenizers cut anyway. It depends on the text before only."""
+    """Return the end of a segment: before its last blank, where tokenizers cut anyway.
+
+    It depends only on the text before it.
+    """
     end = start + SEGMENT
     if end >= len(text):
         return len(text)
@@ -172,7 +175,7 @@ def _segment_end(text: str, start: int) -> int:
 
 
 def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Tokens:
-    """The tokens up to the first unknown segment, and stand-ins for the rest."""
+    """Return the tokens up to the first unknown segment, and stand-ins for the rest."""
     tokens: list[int] = []
     for place, found in enumerate(known):
         if found is None:

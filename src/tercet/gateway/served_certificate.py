@@ -1,4 +1,4 @@
-"""The certificate of a picker or a sidecar, reloaded when its files change."""
+"""The certificate of a picker or a sidecar, which is reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tercet.protocol import BadRequest
 
 if TYPE_CHECKING:
-    import grpc  # a picker's: a sidecar runs without it
+    import grpc  # only pickers need it
 
 logger = logging.getLogger("tercet.gateway")
 
@@ -19,7 +19,7 @@ class ServedCertificate:
     """A certificate and its key, in files that their issuer replaces before they expire.
 
     The files are checked at each handshake. A pair that cannot be used, such as a new certificate with the old key, is
-    ignored until it changes: connections get the last valid pair. For one server at a time. Raises
+    ignored until it changes: connections get the last valid pair. Use one object for each server. Raises
     :class:`~tercet.protocol.BadRequest` if the first pair cannot be used.
     """
 
@@ -32,13 +32,16 @@ class ServedCertificate:
             raise BadRequest(f"tls-cert: {certificate} and {key} cannot be used: {error}", "tls-cert") from error
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server's port; gRPC calls back in its threads, where None means no change."""
+        """Return the credentials of a gRPC server's port.
+
+        gRPC calls back in its threads, where None means no change.
+        """
         import grpc
 
         return grpc.dynamic_ssl_server_credentials(self._pair(), self._renewed_pair, False)  # pyright: ignore[reportArgumentType]
 
     def context(self) -> ssl.SSLContext:
-        """TLS context of any other server."""
+        """Return the TLS context of any other server."""
         door = self._read()
         door.sni_callback = self._shown  # called at every handshake, with or without a server name
         return door
@@ -51,7 +54,7 @@ class ServedCertificate:
         connection.context = self._context
 
     def _renewed(self) -> bool:
-        """Whether another pair must be shown from now on."""
+        """True if another pair must be used from now on."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:
@@ -76,7 +79,7 @@ class ServedCertificate:
         return grpc.ssl_server_certificate_configuration([(key.read_bytes(), certificate.read_bytes())])
 
     def _read(self) -> ssl.SSLContext:
-        """Load the pair; also checks it for gRPC, which accepts any files and fails at handshakes."""
+        """Load the pair; this also checks it for gRPC, which accepts any files and fails at handshakes."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self._files, password="")
         return context

@@ -1,4 +1,4 @@
-"""Puts ``tercet epp`` together: the fleet, the picker, its gRPC services, and its metrics."""
+"""The assembly of ``tercet epp``: the fleet, the picker, its gRPC services, and its metrics."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.gateway")
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")
-# A message with a buffered body also has headers and metadata, of at most this size.
+# Most bytes of the headers and metadata of a message that also has a buffered body.
 BESIDE_BODY = 1024 * 1024
 CONNECTIONS = [
     ("grpc.so_reuseport", 0),
@@ -54,15 +54,15 @@ CONNECTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
-"""A proxy's connection stays open while the proxy answers pings; a connection that never speaks gRPC is closed."""
+"""Options of gRPC connections: one stays open while the proxy answers pings; one that never uses gRPC is closed."""
 READINGS_UNTIL_STALE = 5
 READY_SECONDS = 10.0
-"""Without an answer of any engine, seconds until the picker is ready: by then it knows what it can know."""
+"""Seconds until the picker reports ready if no engine answers."""
 POLL_INTERVAL_S = 0.1
 SWITCH_SECONDS = 0.001
-"""How long requests wait for a thread that prepares another request's prompt in Python."""
+"""Seconds that requests wait for a thread that prepares another request's prompt in Python."""
 LAST_SECONDS = 1.0
-"""Time for streams that are open at the end; after it Envoy treats them as failures of the picker."""
+"""Seconds for streams that are open at the end; after that Envoy treats them as failures of the picker."""
 
 
 def serve(config: PickerConfig) -> None:
@@ -70,7 +70,7 @@ def serve(config: PickerConfig) -> None:
     import uvloop
 
     log_to_stderr(config.log_level, config.log_format)
-    # A segment is tokenized by one thread at that thread's priority, and not by one thread per core.
+    # One thread tokenizes a segment, at its own priority; otherwise the tokenizer would use one thread per core.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(20_000, 50, 50)  # requests make thousands of objects, few of them in cycles
@@ -99,7 +99,7 @@ def require_usable(config: PickerConfig) -> None:
 
 @asynccontextmanager
 async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
-    """Follow the engines while entered; they are picked once they have answered."""
+    """Follow the engines in this context; they are picked once they have answered."""
     fleet = EngineFleet(
         (),
         scheduling=scheduling_of(config),
@@ -126,7 +126,7 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
 
 
 def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig) -> Connect:
-    """How engines' loads arrive: as reports, or by scraping."""
+    """Return the connector of engines: their loads arrive as reports, or by scraping."""
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     if config.load_from == "metrics":
         return scraping(fleet, config.metrics_interval_s, config.kv_events_port, tls)
@@ -134,7 +134,7 @@ def _connect(fleet: EngineFleet, listener: StreamListener, config: PickerConfig)
 
 
 def scheduling_of(config: PickerConfig) -> Scheduling:
-    """The scheduling of the file, or the built-in one.
+    """Return the scheduling of the file, or the built-in one.
 
     Raises :class:`~tercet.protocol.BadRequest` for a missing profile.
     """
@@ -148,7 +148,10 @@ def scheduling_of(config: PickerConfig) -> Scheduling:
 
 
 def renderer_of(config: PickerConfig) -> Renderer:
-    """Renderer by the configured model, or by characters. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the renderer of the configured model, or one by characters.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
     if config.render_model is None:
         return ByCharacters()
     return ModelRenderer(Path(config.render_model).expanduser(), config.render_budget, config.render_cache_bytes)
@@ -165,7 +168,7 @@ class PickerServer:
     _starting: asyncio.Task[None]
 
     async def drain(self, seconds: float, hurried: asyncio.Event) -> None:
-        """Report not ready for ``seconds`` or until ``hurried``, so that Envoy uses other pickers; picks continue."""
+        """Report not ready for ``seconds`` or until ``hurried``, so that Envoy uses other pickers; continue to pick."""
         self._starting.cancel()
         await _say(self._health, READY_NAMES, HealthCheckResponse.NOT_SERVING)
         try:
@@ -178,7 +181,7 @@ class PickerServer:
 
 @asynccontextmanager
 async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[PickerServer]:
-    """Serve while entered. Raises :class:`~tercet.protocol.BadRequest` for a port in use."""
+    """Serve in this context. Raises :class:`~tercet.protocol.BadRequest` for a port in use."""
     metrics = PickerMetrics()
     metrics.registry.register(PoolCollector(fleet, config.pool))
     metrics.registry.register(EngineCollector(fleet))
@@ -216,10 +219,10 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
 
 
 async def _until_ready(fleet: EngineFleet, told: health.HealthServicer) -> None:
-    """Report ready once an engine has answered, or after a while: then 503 answers tell that none does."""
+    """Report ready once an engine has answered, or after a timeout: then 503 answers show that no engine answers."""
     try:
         async with asyncio.timeout(READY_SECONDS):
-            while not fleet.health.answers:  # noqa: ASYNC110 - told by several ways, and only this once of interest
+            while not fleet.health.answers:  # noqa: ASYNC110 - several events may set it, and it is awaited only once
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         logger.warning("no engine has answered within %g s; requests get 503 until one does", READY_SECONDS)
@@ -232,7 +235,7 @@ async def _say(told: health.HealthServicer, names: Sequence[str], status: int) -
 
 
 def _health_server(told: health.HealthServicer, config: PickerConfig) -> grpc.aio.Server | None:
-    """Health service on a separate port without TLS, which kubelets cannot use; None if it is not configured."""
+    """Return a health server on a separate port without TLS, since kubelets cannot use TLS; None if not configured."""
     if config.grpc_health_port is None:
         return None
     server = grpc.aio.server(options=CONNECTIONS)

@@ -36,7 +36,7 @@ class EndpointPickerService:
         self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a gRPC server needs to serve it."""
+        """Return the handler that a gRPC server needs for this service."""
         process = grpc.stream_stream_rpc_method_handler(
             self.process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
         )
@@ -66,12 +66,12 @@ class EndpointPickerService:
             self._metrics.failed(error.status)
             yield refusal(error, exchange.path)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no headers came within {SECONDS:g} s")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no headers arrived within {SECONDS:g} s")
         except (ExchangeBroken, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
             raise
-        except Exception:  # a user's plugin may raise anything: other requests continue
+        except Exception:  # a user's plugin may raise any error: other requests continue
             with lines_of_request("" if exchange.call is None else exchange.call.headers.get(REQUEST_ID_HEADER, "")):
                 logger.exception("picking for a request failed")
             self._metrics.failed(EngineError.status)
@@ -97,7 +97,7 @@ class EndpointPickerService:
 
 
 class _Pace:
-    """The messages of one stream: the first one must come soon, and a buffered body at a minimum rate."""
+    """The messages of one stream: the first one must arrive in time, and a buffered body at a minimum rate."""
 
     def __init__(self, messages: AsyncIterator[ProcessingRequest]) -> None:
         self._messages = messages
@@ -107,7 +107,7 @@ class _Pace:
     async def messages(self, exchange: Exchange, kept: HeldBody) -> AsyncGenerator[ProcessingRequest]:
         """Yield messages.
 
-        Raises ``TimeoutError`` if none comes, and :class:`~tercet.protocol.TercetError` for a body.
+        Raises ``TimeoutError`` if none arrives, and :class:`~tercet.protocol.TercetError` for a slow body.
         """
         async with asyncio.timeout(SECONDS):
             message = await anext(self._messages, None)
@@ -116,7 +116,7 @@ class _Pace:
             message = await (self._piece(exchange, kept) if exchange.awaits_pieces else anext(self._messages, None))
 
     async def _piece(self, exchange: Exchange, kept: HeldBody) -> ProcessingRequest | None:
-        """The next message while a body arrives."""
+        """Return the next message while a body arrives; None at the stream's end."""
         clock = asyncio.get_running_loop().time
         coming = asyncio.ensure_future(anext(self._messages, None))
         try:

@@ -6,8 +6,8 @@ vLLM loads three modules here by name, through flags and entry points:
 - :mod:`.register`, a general plugin, in every process that vLLM starts;
 - :mod:`.endpoint`, an endpoint plugin, in the API server: the verbs over HTTP.
 
-An engine's processes have a package each: :mod:`.edge`, the API server, with the verbs; :mod:`.core`, next to the
-scheduler; :mod:`.worker`, with the KV cache. :mod:`.start` is how they start. :mod:`.frontend` and :mod:`.fast_path`
-are a router's: vLLM's OpenAI layer over a client that runs programs. The registry has two sides, :mod:`.engine_hooks`
-with :mod:`.start_hooks`, and :mod:`.frontend_hooks`.
+Each of an engine's processes has a package: :mod:`.edge` for the API server, with the verbs; :mod:`.core` for the
+scheduler's process; :mod:`.worker` for the processes with the KV cache. :mod:`.start` contains their start.
+:mod:`.frontend` and :mod:`.fast_path` belong to a router: vLLM's OpenAI layer over a client that runs programs. The
+registry has two sides, :mod:`.engine_hooks` with :mod:`.start_hooks`, and :mod:`.frontend_hooks`.
 """

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class TercetConnector(KVConnectorBase_V1, SupportsHMA):
-    """One engine's connector, in either role; only workers have a worker's half."""
+    """One engine's connector, for the scheduler's process or for a worker, by ``role``."""
 
     _worker: WorkerSide
 
@@ -66,8 +66,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             if vllm_config.lora_config is not None and current_platform.is_cpu():
                 leave_the_base_model_alone()
             self._worker = WorkerSide(engine_rank(), self.settings, self.inner_host)
-            # Then a layer's hook runs once for each part of a batch, and only the last call means that the layer is
-            # done.
+            # With ubatching, a layer's hook runs once for each part of a batch, and only the last call means that the
+            # layer is done.
             self._in_parts = vllm_config.parallel_config.use_ubatching
 
     # ---- worker ----------------------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(planes, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """This rank's endpoints."""
+        """Return this rank's endpoints."""
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
+        """Begin a step with its orders."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._worker.begin_step(connector_metadata)
@@ -94,28 +94,31 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """One layer's KV is complete for this step."""
+        """Report that one layer's KV is complete for this step."""
         if not self._in_parts:
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """All layers are complete; nothing waits here, since blocks stay pinned until they are acknowledged."""
+        """End the step: all layers are complete. Waits for nothing: blocks stay pinned until they are acknowledged."""
         self._worker.end_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing is loaded: peers write directly into reserved blocks."""
+        """Load nothing: peers write directly into reserved blocks."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See :meth:`start_load_kv`."""
+        """Wait for nothing: see :meth:`start_load_kv`."""
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: other processes have mapped the cache. vLLM calls this from 0.33 on, before it loads anything."""
+        """Return False: other processes have mapped the cache.
+
+        vLLM calls this from 0.33 on, before it loads anything.
+        """
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: layer hooks do not run inside a full CUDA graph; its KV is announced at the end of the step."""
+        """Return False: a full CUDA graph runs no layer hooks, so its KV is announced at the end of the step."""
         return False
 
     # ---- scheduler -------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self.handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
 
     def attach(self, scheduler: Scheduler) -> SchedulerSide:
-        """The scheduler's half, which the first call attaches."""
+        """Return the scheduler's half; the first call creates it."""
         if self._scheduler is None:
             if not self.handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
@@ -138,7 +141,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def on_new_request(self, request: VLLMRequest) -> None:
-        """A request arrived; those that bear this engine's token belong to Tercet."""
+        """Begin a new request if it has this engine's token, and so belongs to Tercet."""
         params = params_of(request.kv_transfer_params, self.token)
         if params is not None and self._scheduler is not None:
             self._scheduler.begin(request, params)
@@ -148,13 +151,13 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return StepMetadata() if self._scheduler is None else self._scheduler.plan(scheduler_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """A step has ended, and no client has its tokens yet. Tercet adds no events."""
+        """Record that a step has ended, before any client has its tokens. Tercet adds no events."""
         if self._scheduler is not None:
             self._scheduler.stepped()
         return ()
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """vLLM frees the blocks as usual."""
+        """Forget a request; vLLM frees its blocks as usual."""
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         return False, None
@@ -162,24 +165,24 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: VLLMRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See :meth:`request_finished`."""
+        """Forget a request: see :meth:`request_finished`."""
         return self.request_finished(request, block_ids[0])
 
     def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Nothing is fetched: KV that a peer pushed is attached to the request when it arrives.
+        """Return 0 tokens to fetch: KV that a peer pushed is attached to the request when it arrives.
 
-        ``None`` for a request that has to wait for its turn; vLLM calls again in the next step.
+        Return None for a request that has to wait for its turn; vLLM calls again in the next step.
         """
         if self._scheduler is not None and self._scheduler.queue.holds_back(request):
             return None, False
         return 0, False
 
     def update_state_after_alloc(self, request: VLLMRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Nothing to record."""
+        """Record nothing."""
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A preempted sender recomputes; blocks already planned stay pinned, so nothing is lost."""
+        """False: a preempted sender recomputes, and planned blocks stay pinned, so nothing is lost."""
         return False
 
     def shutdown(self) -> None:

@@ -1,8 +1,9 @@
-"""What differs between the supported versions of vLLM. All else in this package is the same for each of them.
+"""Differences between the supported versions of vLLM. All other code of this package is the same for each version.
 
-A vLLM has a difference as long as it lacks the change that ``ended_by`` describes. Its code is read for it, as for the
-registry of hooks, so that builds between two versions are told apart, too. ``last`` is the last minor version that has
-the difference. When that one is no longer supported, a test fails, and the difference and its branch are deleted.
+A version of vLLM has a difference as long as it lacks the change that ``ended_by`` describes. The test reads vLLM's
+code, as the registry of hooks does, so it also works for builds between two versions. ``last`` is the last minor
+version that has the difference. When that version is no longer supported, a test fails, and the difference and its
+branch are deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FORMER_CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 
 @dataclass(frozen=True)
 class Difference:
-    """What older versions do, up to ``last``, until a change that can be seen in vLLM's code."""
+    """A behaviour of older versions, up to ``last``, until a change that is visible in vLLM's code."""
 
     what: str
     last: str
@@ -34,7 +35,7 @@ class Difference:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether the installed vLLM has it."""
+        """True if the installed vLLM has this difference."""
         return bool(self.ended_by.unmet())
 
 
@@ -51,12 +52,12 @@ SYSTEM_BALANCES = Difference(
     ended_by=Takes("vllm.entrypoints.launchers.launcher:serve_http", "peer_loads"),
 )
 OFFSETS_OF_SENT_TEXT = Difference(
-    "a streamed completion's text offsets are those of what was sent, not of its tokens",
+    "a streamed completion's text offsets refer to the sent text, not to its tokens",
     last="0.31",
     ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "next_text_offsets[i] = logprobs.text_offset[-1]"),
 )
 ZEROED_BY_BLOCK = Difference(
-    "blocks are kept from being zeroed one by one, and one flag tells of mixed precisions and of states",
+    "blocks are excluded from zeroing one by one, and one flag stands for mixed precisions and for states",
     last="0.31",
     ended_by=Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "skip_zeroing_group_ids"),
 )
@@ -67,7 +68,7 @@ DRAWS_FOR_THE_VOCABULARY = Difference(
 )
 
 ENDS_OF_AGENTS_APIS = Difference(
-    "streams of Messages and Responses end without their calls' completeness, and without the items that were streamed",
+    "streams of Messages and Responses do not report at their end whether calls are complete, nor the streamed items",
     last="0.31",
     ended_by=Takes("vllm.entrypoints.anthropic.serving:_to_anthropic_stop_reason", "tool_complete"),
 )
@@ -85,7 +86,7 @@ CHUNKS_WITHOUT_TRANSFER = Difference(
     ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "weight_versions=", "kv_transfer_params="),
 )
 SILENT_ENDS = Difference(
-    "a choice that ends without any token has no chunk, so that its client is not told its finish reason",
+    "a choice that ends without a token has no chunk, so its client does not get its finish reason",
     last="0.32",
     ended_by=Says(f"{COMPLETIONS}.completion_stream_generator", "not previous_num_tokens[i] and finish_reason is None"),
 )
@@ -112,16 +113,16 @@ DIFFERENCES = (
 )  # fmt: skip
 
 
-# ---- what they amount to -------------------------------------------------------------------------------------
+# ---- their consequences --------------------------------------------------------------------------------------
 
 
 def cli_args() -> ModuleType:
-    """vLLM's module of a server's options."""
+    """Return vLLM's module with a server's options."""
     return importlib.import_module(FORMER_CLI_ARGS if OPTIONS_OF_LAUNCHERS.is_here else CLI_ARGS)
 
 
 def structured_outputs_config(engine_args: Any) -> Any:
-    """The structured outputs' config of an engine's arguments, with the parsers' options."""
+    """Return the structured outputs' config of an engine's arguments, with the parsers' options."""
     if not PARSERS_LEFT_OUT.is_here:
         return engine_args.create_structured_outputs_config()
     config = engine_args.structured_outputs_config
@@ -133,12 +134,15 @@ def structured_outputs_config(engine_args: Any) -> Any:
 
 
 def has_mixed_precision(config: Any) -> bool:
-    """Whether a KV cache's groups have several precisions; ``config`` is one without states where they share a flag."""
+    """True if a KV cache's groups have several precisions.
+
+    Before 0.32, ``config`` must have no states: they share the flag.
+    """
     return bool(config.needs_kv_cache_zeroing if ZEROED_BY_BLOCK.is_here else config.has_mixed_precision_kv_cache)
 
 
 def keeps_tool_calls(serving: Any, request: Any) -> bool:
-    """Whether a chat stream has the tool calls that its parser finds."""
+    """True if a chat stream has the tool calls that its parser finds."""
     if UNASKED_CALLS.is_here:
         return True
     keeps = importlib.import_module(MESSAGE_ASSEMBLY).keeps_tool_calls
@@ -146,7 +150,10 @@ def keeps_tool_calls(serving: Any, request: Any) -> bool:
 
 
 def closed_items(processor: Any, finish_reason: str | None) -> Any:
-    """vLLM's events that close a response's open item; ``finish_reason`` is that of the response, None before."""
+    """Return vLLM's events that close a response's open item.
+
+    ``finish_reason`` is the response's; None before its end.
+    """
     if CUT_ITEMS_COMPLETED.is_here:
         return processor.close_current()
     status_of = importlib.import_module("vllm.entrypoints.openai.responses.utils").response_item_status
@@ -154,7 +161,7 @@ def closed_items(processor: Any, finish_reason: str | None) -> Any:
 
 
 def last_response_event(response: Any) -> Any:
-    """vLLM's last event of a stream of the Responses API, which has the whole response."""
+    """Return vLLM's last event of a stream of the Responses API, which has the whole response."""
     protocol = importlib.import_module(RESPONSE_PROTOCOL)
     given = {"sequence_number": -1, "response": response}
     if not CUT_ITEMS_COMPLETED.is_here and response.status == "incomplete":

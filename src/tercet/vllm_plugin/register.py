@@ -8,7 +8,7 @@ import logging
 def register() -> None:
     """Install Tercet's hooks; they do nothing unless the engine runs with ``TercetConnector``.
 
-    With an unsupported vLLM it only warns, so that plain serving still works there; the connector then refuses to
+    With an unsupported vLLM, only log a warning, so that plain serving still works; the connector then refuses to
     start.
     """
     import vllm.envs

@@ -1,4 +1,4 @@
-"""The start's part of the registry: hooks that run while a vLLM server starts."""
+"""The registry's part for the start: hooks that run while a vLLM server starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_HOOKS = (
     Hook(
         name="loading stages",
         what="A worker's methods that load, profile and warm up log a line before they run",
-        why="Users who wait for an engine see its stage, and what is slow",
+        why="Users who wait for an engine see its stage, and which stage is slow",
         until="vLLM reports the progress of loading",
         replaces=("WorkerBase.__init__", *(f"WorkerBase.{method}" for method in OF_WORKERS)),
         relies_on=(
@@ -35,7 +35,7 @@ START_HOOKS = (
     Hook(
         name="one import",
         what="On a CPU, core and worker are forked in advance from the process that has imported vLLM, "
-        "and models are inspected there; OpenMP's environment, as vLLM makes it for its worker, is there at the start",
+        "and models are inspected there; OpenMP's variables, which vLLM sets for its worker, are set from the start",
         why="Three imports of torch and vLLM, one after the other, take most of an engine's start",
         until="vLLM forks its processes from one that has imported it, on CPUs, too",
         replaces=("engine.utils.get_mp_context", "multiproc_executor.get_mp_context", "registry._run_in_subprocess"),

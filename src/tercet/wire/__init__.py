@@ -1,1 +1,1 @@
-"""Both ends of connections between routers, engines and pickers: clients, token streams, parts of ASGI servers."""
+"""Both ends of the connections between routers, engines and pickers: clients, token streams, parts of ASGI servers."""

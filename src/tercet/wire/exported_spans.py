@@ -1,6 +1,6 @@
-"""Whether a process exports spans, and where to, by OpenTelemetry's standard variables; without them nothing is done.
+"""Export of a process's spans, by OpenTelemetry's standard variables; without them nothing is exported.
 
-OpenTelemetry is imported where they ask for it, and nowhere else.
+OpenTelemetry is imported only if the variables ask for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATH = "/v1/traces"
 
 
 def are_spans_wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the variables ask for spans. Raises :class:`~tercet.protocol.BadRequest` for what is not there."""
+    """True if the variables ask for spans. Raises :class:`~tercet.protocol.BadRequest` for an unsupported exporter."""
     if environment.get(DISABLED, "").strip().lower() == "true":
         return False
     wanted = environment.get(EXPORTER, "").strip().lower()
@@ -32,7 +32,7 @@ def are_spans_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def protocol_of(environment: Mapping[str, str] = os.environ) -> str:
-    """By which protocol spans go. Raises :class:`~tercet.protocol.BadRequest` for another one."""
+    """Return the protocol by which spans are sent. Raises :class:`~tercet.protocol.BadRequest` for another one."""
     for name in (TRACES_PROTOCOL, PROTOCOL):
         found = environment.get(name, "").strip().lower()
         if found:
@@ -43,7 +43,7 @@ def protocol_of(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def endpoint_of(environment: Mapping[str, str] = os.environ) -> str:
-    """Where spans go, in full, for processes that are told by a flag."""
+    """Return the full URL to which spans are sent, for processes that get it by a flag."""
     found = environment.get(TRACES_ENDPOINT, "").strip()
     if found:
         return found
@@ -58,19 +58,19 @@ def _require_exporter(module: str) -> None:
         import_module(module)
     except ModuleNotFoundError:
         import_extra(module, "OTEL_*")
-    except ImportError as error:  # such as by xds-protos, whose files of the same names are older
+    except ImportError as error:  # such as after xds-protos has overwritten files with older ones
         raise BadRequest(
-            "OTEL_*: opentelemetry-proto is not what its exporter needs, since another package overwrote it; put it "
-            "back with: pip install --force-reinstall --no-deps opentelemetry-proto",
+            "OTEL_*: another package has overwritten opentelemetry-proto, so its exporter does not work; restore it "
+            "with: pip install --force-reinstall --no-deps opentelemetry-proto",
             "OTEL_*",
         ) from error
 
 
 @contextmanager
 def exporting_spans(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
-    """While entered, this process exports its spans if the variables ask for it.
+    """Export this process's spans in this context, if the variables ask for it.
 
-    Raises :class:`~tercet.protocol.BadRequest` for variables that cannot be honoured, and without the packages.
+    Raises :class:`~tercet.protocol.BadRequest` for unsupported values of the variables, and without the packages.
     """
     if not are_spans_wanted() or process.sink is not None:
         yield

@@ -1,7 +1,7 @@
-"""Spans told by OpenTelemetry's SDK and OTLP exporter, as its standard variables say (``OTEL_*``).
+"""Export of spans by OpenTelemetry's SDK and OTLP exporter, according to its standard variables (``OTEL_*``).
 
-Imported where spans are wanted, and nowhere else. Spans are made when they are over, with ids of Tercet's own
-(:mod:`tercet.protocol.spans`): of the SDK this uses the sampler, the resource, the batches and the exporters.
+This module is imported only where spans are wanted. Spans are made when they are over, with Tercet's own ids
+(:mod:`tercet.protocol.spans`): it uses the SDK's sampler, resource, batches and exporters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _FINE = Status(StatusCode.UNSET)
 class OneResource(Resource):
     """The resource of this process, hashed by identity.
 
-    Exporters hash the resource of each span, and the SDK's hash is that of all attributes as JSON: a seventh of a span.
+    Exporters hash the resource of each span. The SDK hashes all attributes as JSON, which takes a seventh of a span's
+    time.
     """
 
     __hash__ = object.__hash__
@@ -42,12 +43,12 @@ class OneResource(Resource):
 class OtelSpans:
     """The :class:`~tercet.protocol.spans.SpanSink` of one process, called ``service`` unless a variable names it.
 
-    ``attributes`` are of its resource. ``exporter`` is where spans go.
+    ``attributes`` are those of its resource. ``exporter`` sends the spans.
     """
 
     def __init__(self, service: str, attributes: Mapping[str, str], exporter: SpanExporter) -> None:
         resource = Resource.create({"service.name": service, "service.version": __version__, **attributes})
-        resource = resource.merge(OTELResourceDetector().detect())  # variables count more than what is said here
+        resource = resource.merge(OTELResourceDetector().detect())  # variables override these values
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._resource = OneResource(dict(provider.resource.attributes), provider.resource.schema_url)
         self._sampler = provider.sampler
@@ -55,7 +56,10 @@ class OtelSpans:
         self._batches = BatchSpanProcessor(exporter)
 
     def enters(self, caller: SpanContext | None, name: str, attributes: Mapping[str, Any]) -> SpanContext:
-        """See :class:`~tercet.protocol.spans.SpanSink`; as ``OTEL_TRACES_SAMPLER`` says."""
+        """Return the place of a new span: see :class:`~tercet.protocol.spans.SpanSink`.
+
+        ``OTEL_TRACES_SAMPLER`` decides whether it is sampled.
+        """
         trace_id = new_trace_id() if caller is None else caller.trace_id
         parent = None if caller is None else set_span_in_context(NonRecordingSpan(_context(caller, is_remote=True)))
         sampled = self._sampler.should_sample(parent, int(trace_id, 16), name, SpanKind.SERVER, attributes)
@@ -63,7 +67,7 @@ class OtelSpans:
         return SpanContext(trace_id, new_span_id(), sampled.decision.is_sampled(), state)
 
     def take(self, spans: Iterable[Span]) -> None:
-        """See :class:`~tercet.protocol.spans.SpanSink`."""
+        """Export spans: see :class:`~tercet.protocol.spans.SpanSink`."""
         for span in spans:
             if span.place.sampled:
                 self._batches.on_end(self._readable(span))
@@ -89,7 +93,7 @@ class OtelSpans:
         )
 
     def close(self) -> None:
-        """Tell what is left, for at most ``CLOSE_SECONDS``: an exporter may wait for longer for who does not answer."""
+        """Export the remaining spans, for at most ``CLOSE_SECONDS``: an exporter waits longer for a silent receiver."""
         ending = threading.Thread(target=self._batches.shutdown, name="tercet-traces", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
@@ -104,7 +108,7 @@ def _context(place: SpanContext, is_remote: bool = False) -> OtelContext:
 
 
 def exporter_of(protocol: str) -> SpanExporter:
-    """The OTLP exporter of a protocol, as the variables set it up; raises ``ImportError`` without its package."""
+    """Return the OTLP exporter of a protocol, set up by the variables. Raises ``ImportError`` without its package."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
 

@@ -159,7 +159,7 @@ def test_garbage_in_the_place_of_tensors_is_refused(data: st.DataObject) -> None
 @pytest.mark.parametrize(
     ("modality", "count", "adapter", "said"),
     [
-        ("image", 3, None, "accepts 2 in a prompt"),
+        ("image", 3, None, "accepts at most 2 in a prompt"),
         ("audio", 1, None, "does not accept audio"),
         ("image", 1, "a", "adapters"),
     ],

@@ -1,5 +1,5 @@
-"""Several models behind one address: each request goes to a router of its model. ``tercet model-router``.
+"""Several models at one address: ``tercet model-router`` passes each request to a router of its model.
 
 ``routes`` decides, without I/O, which router gets a request; ``proxy`` passes requests and answers on byte for byte;
-``backends`` asks routers what they serve; ``server`` puts them together.
+``backends`` asks routers for their models; ``server`` assembles the command.
 """

@@ -1,4 +1,4 @@
-"""Asks routers which models they serve, again and again; says in the log when one is lost or is back."""
+"""Regular polls of routers for the models that they serve; the log says when a router is lost or answers again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tercet.wire.client.passing import Origin
 logger = logging.getLogger("tercet.gateway")
 POLL_TIMEOUT = aiohttp.ClientTimeout(total=5.0, sock_connect=2.0)
 SILENT_POLLS = 3
-"""Polls in a row without an answer in time, after which a router that accepts connections counts as lost."""
+"""Consecutive polls without an answer in time, after which a router that accepts connections counts as lost."""
 KEEPALIVE_SECONDS, CONNECT_SECONDS, MOST_ANSWER_HEAD = 2.0, 5.0, 1024 * 1024
 
 
@@ -30,9 +30,9 @@ class _ModelList(msgspec.Struct):
 
 
 class BackendPolls:
-    """Polls the routers of ``routes`` every ``interval_s``; ``key`` is shown to them. Use as an async context manager.
+    """Polls of the routers of ``routes`` every ``interval_s`` seconds; ``key`` is sent to them.
 
-    ``origins`` are their connections, by URL.
+    An async context manager. ``origins`` are their connections, by URL.
     """
 
     def __init__(self, routes: ModelRoutes, interval_s: float, key: str = "") -> None:
@@ -57,12 +57,12 @@ class BackendPolls:
             await self._session.close()
 
     async def replace(self, weights: Mapping[str, float]) -> None:
-        """Have these routers, by URL and weight; new ones are asked for their models first."""
+        """Set the routers, by URL and weight; new ones are first asked for their models."""
         new, left = self._routes.replaced(weights.items())
         for backend in left:
             self._polls.pop(backend.url).cancel()
             self.origins.pop(backend.url).close()
-            logger.info("%s is not asked any more", backend.url)
+            logger.info("%s is no longer polled", backend.url)
         await self._begin(new)
 
     async def _begin(self, backends: Sequence[WeightedRouter]) -> None:
@@ -102,7 +102,7 @@ class BackendPolls:
             backend.models, backend.answers, backend.silent, backend.lost = models, True, 0, False
 
     def lost(self, backend: WeightedRouter, reason: str) -> None:
-        """It gets nothing before it answers a poll."""
+        """Mark the router as lost: it gets no request until a poll succeeds."""
         if not backend.lost:
-            logger.warning("%s does not answer: %s", backend.url, reason)
+            logger.warning("%s is unavailable: %s", backend.url, reason)
         backend.answers, backend.lost = False, True

@@ -1,4 +1,4 @@
-"""Passes each request to a router of its model, and the answer back as it arrives."""
+"""A proxy that passes each request to a router of its model, and the answer back as it arrives."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ HEALTH = frozenset({"/health", "/ping"})
 LIVE = "/live"
 METRICS = frozenset({"/metrics", "/metrics/"})
 NOT_FOUND = "NotFoundError"
-"""vLLM's type of the error for a model that it does not have."""
+"""The type of vLLM's error for an unknown model."""
 CLIENT_LEFT = 499
-"""What proxies write for a request whose client did not wait for its answer."""
+"""Status that proxies record for a request whose client did not wait for its answer."""
 NOT_PASSED = frozenset({b"trailer", b"expect", b"content-length"})
 
 
 class ModelMetrics:
-    """Counters of a model router; models are those that routers list."""
+    """The counters of a model router; models are those that routers list."""
 
     def __init__(self) -> None:
         self.registry = own = CollectorRegistry()
@@ -53,12 +53,12 @@ class ModelMetrics:
             ["model", "router", "status"], registry=own,
         )  # fmt: skip
         self.refused = Counter(
-            "tercet_model_router_refused", "Requests that no router got, by error.", ["code"], registry=own
+            "tercet_model_router_refused", "Requests that were refused, by error.", ["code"], registry=own
         )
 
 
 class ModelProxy:
-    """All requests to the routers of ``routes``; ``draw`` returns a number in ``[0, 1)`` for each choice."""
+    """The proxy for requests to the routers of ``routes``; ``draw`` returns a number in ``[0, 1)`` for each choice."""
 
     def __init__(
         self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies,
@@ -81,7 +81,7 @@ class ModelProxy:
         try:
             async with until_lost(self._under_way):
                 await self._serve(http, answer)
-        except UnknownModel as error:  # as vLLM says it
+        except UnknownModel as error:  # in vLLM's form
             self.metrics.refused.labels(error.code).inc()
             said = {"message": error.message, "type": NOT_FOUND, "param": "model", "code": error.status}
             await http.answer(error.status, in_form(http.path, error.status, said), JSON)
@@ -108,7 +108,7 @@ class ModelProxy:
             await self._pass_on(http, answer, self._model_in(body), body)
 
     async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
-        """All names, for a client whose key a router accepts: that one is asked, and else its refusal is passed on."""
+        """List all models, for a client whose key a router accepts; otherwise pass on that router's refusal."""
         self._routes.require_answers()
         backend = next(each for each in self._routes.backends if each.answers and each.weight > 0)
         response = await self._asked(http, backend, b"")
@@ -125,15 +125,18 @@ class ModelProxy:
         await http.answer(200, msgspec.json.encode({"object": "list", "data": self._routes.listed()}), JSON)
 
     def _model_in(self, body: bytes) -> str:
-        """The model that a body names, or the only one. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the model that a body names, or the only one. Raises :class:`~tercet.protocol.BadRequest`."""
         found = read_json(in_utf8(body)) if body else {}
         model = cast("Mapping[str, Any]", found).get("model") if isinstance(found, dict) else None
         if model is not None and not isinstance(model, str):
-            raise BadRequest("model: is not a text", "model")
+            raise BadRequest("model: must be a string", "model")
         return model or self._routes.only_model()
 
     async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: bytes) -> None:
-        """A router that cannot be connected to has seen nothing of the request, so another one is asked."""
+        """Pass the request to a router of its model; try another one if a router cannot be connected.
+
+        A router that cannot be connected has received nothing of the request.
+        """
         failed = set[WeightedRouter]()
         while True:
             backend = self._routes.choose(model, self._draw(), failed)
@@ -184,7 +187,7 @@ class ModelProxy:
 
     @contextmanager
     def _counted(self, backend: WeightedRouter, model: str) -> Any:
-        """Count one request of a router; what is added to the yielded list last is its status."""
+        """Count one request of a router; its status is the last item that is added to the yielded list."""
         status = list[int]()
         backend.in_flight += 1
         backend.requests += 1
@@ -193,7 +196,7 @@ class ModelProxy:
         except TercetError as error:
             status.append(error.status)
             raise
-        except BaseException:  # the client has left, which is not its router's fault
+        except BaseException:  # the client has left, which is not the router's fault
             status.append(CLIENT_LEFT)
             raise
         finally:

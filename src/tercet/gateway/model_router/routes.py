@@ -1,4 +1,4 @@
-"""Which router gets a request, by the model that it names and by the routers' weights. Pure."""
+"""The choice of the router for a request, by the model that it names and by the routers' weights; without I/O."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
 class WeightedRouter:
     """One router and its fleet, at ``url``.
 
-    ``models`` are the entries of its ``/v1/models`` by name, as it last listed them; None before that. It ``answers``
-    if it did so at the last poll; ``silent`` counts polls in a row without an answer in time, and it is ``lost`` from
-    its first failure to its next answer. ``weight`` is its share of the requests for each of its models, next to others
-    that serve the same name. ``failures`` counts requests that ended with a status of 500 or above, or were cut off.
+    ``models`` are the entries of its ``/v1/models`` by name, from its last answer; None before that. ``answers`` is
+    True if it answered the last poll; ``silent`` counts consecutive polls without an answer in time, and ``lost`` is
+    True from its first failure to its next answer. ``weight`` is its share of the requests for each of its models,
+    relative to other routers that serve the same name. ``failures`` counts requests that ended with a status of 500 or
+    above, or were cut off.
     """
 
     url: str
@@ -30,7 +31,7 @@ class WeightedRouter:
     failures: int = 0
 
     def serves(self, model: str) -> bool:
-        """Whether it has listed this name."""
+        """True if the router lists the model ``model``."""
         return self.models is not None and model in self.models
 
 
@@ -41,10 +42,10 @@ class ModelRoutes:
     backends: Sequence[WeightedRouter] = field(default_factory=list[WeightedRouter])
 
     def choose(self, model: str, draw: float, but: Collection[WeightedRouter] = ()) -> WeightedRouter:
-        """The router for a request of ``model``: of those with a weight that answer, by ``draw`` in ``[0, 1)``.
+        """Return the router for a request of ``model``: one with a weight that answers, by ``draw`` in ``[0, 1)``.
 
         Routers in ``but`` are left out. Raises :class:`~tercet.protocol.UnknownModel` for a name that no router serves,
-        and :class:`~tercet.protocol.EngineUnreachable` if those that do cannot be asked now.
+        and :class:`~tercet.protocol.EngineUnreachable` if no router that serves it is available now.
         """
         serving = [each for each in self.backends if each.serves(model)]
         if not serving:
@@ -53,7 +54,7 @@ class ModelRoutes:
         able = [each for each in serving if each.answers and each.weight > 0 and each not in but]
         if not able:
             urls = ", ".join(each.url for each in serving)
-            raise EngineUnreachable(f"no router of the model {model!r} can be asked now: {urls}")
+            raise EngineUnreachable(f"no router of the model {model!r} is available now: {urls}")
         left = draw * sum(each.weight for each in able)
         for each in able:
             left -= each.weight
@@ -62,15 +63,16 @@ class ModelRoutes:
         return able[-1]
 
     def only_model(self) -> str:
-        """The name for a request that names no model. Raises :class:`~tercet.protocol.BadRequest` unless it is clear.
+        """Return the model for a request that names none.
 
-        As vLLM, which then takes its model: a router lists that one first.
+        Raises :class:`~tercet.protocol.BadRequest` if there are several. vLLM takes its model then, which a router
+        lists first.
         """
         first = {next(iter(each.models)) for each in self.backends if each.models}
         if len(first) == 1:
             return first.pop()
         self._require_all_known()
-        raise BadRequest(f"model: is missing, and there are several: {', '.join(self.names)}", "model")
+        raise BadRequest(f"model: is missing; choose one of {', '.join(self.names)}", "model")
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +80,7 @@ class ModelRoutes:
         return sorted({name for each in self.backends for name in each.models or ()})
 
     def listed(self) -> list[Any]:
-        """The entries of ``/v1/models``: each name once, of the router with the largest weight that answers."""
+        """Return the entries of ``/v1/models``: each name once, of the router with the largest weight that answers."""
         found = dict[str, Any]()
         for each in sorted(self.backends, key=lambda each: -each.weight):
             if each.answers and each.weight > 0:
@@ -92,9 +94,9 @@ class ModelRoutes:
             raise EngineUnreachable("no router answers")
 
     def replaced(self, wanted: Iterable[tuple[str, float]]) -> tuple[list[WeightedRouter], list[WeightedRouter]]:
-        """Have these routers, by URL and weight; those that stay keep what is known of them.
+        """Set the routers, by URL and weight; routers that stay keep their state.
 
-        Returns those that are new and those that have left, whose requests go on.
+        Returns the new routers, and those that have left, whose running requests continue.
         """
         before = {each.url: each for each in self.backends}
         after = list[WeightedRouter]()
@@ -110,4 +112,4 @@ class ModelRoutes:
     def _require_all_known(self) -> None:
         silent = [each.url for each in self.backends if each.models is None]
         if silent:
-            raise EngineUnreachable(f"these routers have not yet said which models they serve: {', '.join(silent)}")
+            raise EngineUnreachable(f"these routers have not yet listed their models: {', '.join(silent)}")

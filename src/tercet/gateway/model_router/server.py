@@ -1,4 +1,4 @@
-"""Puts ``tercet model-router`` together: its port, its polls, and the route by which its routers are changed."""
+"""The assembly of ``tercet model-router``: its port, its polls, and the route by which its routers are changed."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tercet.settings.variables import ADMIN_KEY_VARIABLE
 logger = logging.getLogger("tercet.gateway")
 BACKENDS = f"{API_PREFIX}/backends"
 ERROR_SECONDS = 2.0
-"""Time to send errors of ended requests to their clients; then connections are closed."""
+"""Seconds to send errors of ended requests to their clients; then connections are closed."""
 
 
 class BackendsCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``PUT /tercet/v1/backends``: all routers that there shall be."""
+    """The body of ``PUT /tercet/v1/backends``: all routers that the model router should have."""
 
     routers: Annotated[tuple[ModelBackend, ...], Meta(max_length=256)]
 
 
 class BackendReport(msgspec.Struct, frozen=True):
-    """One router, as the model router sees it."""
+    """The state of one router, as the model router sees it."""
 
     url: str
     weight: float
@@ -55,7 +55,7 @@ class BackendReport(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, each: WeightedRouter) -> BackendReport:
-        """What is known of a router."""
+        """Return the report of a router."""
         names = tuple(each.models or ())
         return cls(each.url, each.weight, each.answers, names, each.in_flight, each.requests, each.failures)
 
@@ -63,7 +63,7 @@ class BackendReport(msgspec.Struct, frozen=True):
 def serve(config: ModelRouterConfig) -> None:
     """Run the model router until SIGINT or SIGTERM.
 
-    After the first signal it finishes running requests, a second one ends it at once.
+    After the first signal it finishes running requests; a second one ends it at once.
     """
     import uvloop
 
@@ -90,9 +90,9 @@ class ModelRouterServer:
     _listener: Listener
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
-        """Accept nothing new, and return when all requests have ended.
+        """Accept no new requests, and return when all requests have ended.
 
-        Those that still run after ``seconds``, or when ``hurried`` is set, end with an error.
+        Requests that still run after ``seconds``, or when ``hurried`` is set, end with an error.
         """
         giving_up = asyncio.create_task(self._give_up(seconds, hurried))
         try:
@@ -113,7 +113,7 @@ class ModelRouterServer:
 
 @asynccontextmanager
 async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterServer]:
-    """Serve while entered.
+    """Serve in this context.
 
     Raises :class:`~tercet.protocol.BadRequest` for a port or certificate that cannot be used.
     """
@@ -140,7 +140,7 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
 
 
 class _BackendsRoute:
-    """Shows the routers and replaces them, for callers with a key of ``keys``; without keys, of this machine."""
+    """The route that shows and replaces routers, for callers with one of ``keys``; without keys, for this machine."""
 
     def __init__(self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies, keys: BearerKeys) -> None:
         self._routes = routes
@@ -150,13 +150,13 @@ class _BackendsRoute:
         self._turn = asyncio.Lock()
 
     async def handle(self, http: ClientCall) -> None:
-        """``GET`` or ``PUT /tercet/v1/backends``."""
+        """Serve ``GET`` and ``PUT /tercet/v1/backends``."""
         try:
             self._require(http)
             if http.method == b"PUT":
                 await self._replace(await self._bodies.whole(http))
             elif http.method != b"GET":
-                raise BadRequest("this route has GET and PUT")
+                raise BadRequest("this route accepts only GET and PUT")
             body = msgspec.json.encode([BackendReport.of(each) for each in self._routes.backends])
             await http.answer(200, body, JSON)
         except TercetError as error:
@@ -176,10 +176,8 @@ class _BackendsRoute:
         require_json(headers)
         if self._keys:
             refusal = (
-                f"this route asks for the model router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
+                f"this route requires the model router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
             )
             self._keys.require(http.headers("authorization"), refusal)
         elif http.peer is not None and not is_loopback_address(http.peer):
-            raise Forbidden(
-                f"without an admin key this route answers to its own machine only; set {ADMIN_KEY_VARIABLE}"
-            )
+            raise Forbidden(f"without an admin key this route answers only its own machine; set {ADMIN_KEY_VARIABLE}")

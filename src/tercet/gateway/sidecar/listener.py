@@ -1,4 +1,4 @@
-"""Clients of a sidecar: their connections, with one request at a time on each, and unchanged answers of the engine."""
+"""The connections of a proxy's clients: one request at a time on each, and the engine's answers unchanged."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tercet.wire.serving.error_answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
 IDLE_SECONDS = 75.0
-"""Timeout of a connection between two requests."""
+"""Timeout of a connection between two requests, in seconds."""
 LINGER_SECONDS = 2.0
-"""Time for a client to read why the rest of its body is not read."""
+"""Seconds for a client to read why the rest of its body is not read."""
 NOTHING = [(b"Content-Length", b"0")]
 Handler = Callable[["ClientCall"], Awaitable[None]]
 _ERRORS: Mapping[int, type[TercetError]] = {HeadTooLarge.status: HeadTooLarge, RequestTimeout.status: RequestTimeout}
@@ -33,8 +33,8 @@ _ERRORS: Mapping[int, type[TercetError]] = {HeadTooLarge.status: HeadTooLarge, R
 class ClientCall:
     """One request and the answer to it.
 
-    ``fields`` are the request's headers unchanged, ``target`` its target unchanged, ``path`` the target as an engine's
-    server reads it: without its query, decoded.
+    ``fields`` are the request's headers, unchanged; ``target`` is its target, unchanged; ``path`` is the target as an
+    engine's server reads it: decoded and without its query.
     """
 
     def __init__(self, connection: Connection, head: h11.Request) -> None:
@@ -51,11 +51,11 @@ class ClientCall:
         self._connection = connection
 
     def header(self, name: str) -> str | None:
-        """The first value of the header with this lower-case name; None without one."""
+        """Return the first value of the header with this lower-case name; None without one."""
         return first(self.fields, name.encode())
 
     def headers(self, name: str) -> list[str]:
-        """All values of that header."""
+        """Return all values of the header with this lower-case name."""
         return [value.decode("latin-1") for value in values(self.fields, name.encode())]
 
     @property
@@ -68,7 +68,7 @@ class ClientCall:
         """Yield the body as it arrives.
 
         Raises :class:`~tercet.fleet.admission.ClientLeft`, and :class:`~tercet.protocol.TercetError` for a body that is
-        invalid or too slow. Time counts only while this waits for more.
+        invalid or too slow. Only the time counts in which this waits for more bytes.
         """
         clock = asyncio.get_running_loop().time
         left, came = SECONDS, 0
@@ -94,7 +94,7 @@ class ClientCall:
 
     @property
     def trailers(self) -> Fields:
-        """The request's trailers, once its body is read."""
+        """The request's trailers, after its body was read."""
         return self._connection.trailers
 
     async def expected(self) -> None:
@@ -103,7 +103,7 @@ class ClientCall:
             await self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
 
     async def inform(self, status: int, reason: bytes, fields: Fields) -> None:
-        """Pass on an informational answer (1xx), to clients that know them."""
+        """Pass on an informational answer (1xx), to clients that support it."""
         if self.http_version >= b"1.1" and not self.began:
             await self._connection.send(
                 h11.InformationalResponse(status_code=status, reason=reason, headers=end_to_end(fields))
@@ -128,7 +128,7 @@ class ClientCall:
         self._connection.abort()
 
     async def answer(self, status: int, body: bytes, content_type: str, more: Fields = ()) -> None:
-        """Send a whole answer of the sidecar itself, with ``more`` headers."""
+        """Send a whole answer of the proxy itself, with ``more`` headers."""
         fields = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode()), *more]
         await self.begin(status, b"", fields)
         if self.method != b"HEAD":
@@ -139,7 +139,7 @@ class ClientCall:
 class Listener:
     """A port whose requests ``handler`` answers, each in a task that is cancelled when its client leaves.
 
-    ``failure`` returns the body of an error for a path, which is empty if it is not known.
+    ``failure`` returns the body of an error for a path; the path is empty if it is not known.
     """
 
     def __init__(self, handler: Handler, failure: Callable[[str, TercetError], bytes]) -> None:
@@ -157,7 +157,7 @@ class Listener:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def finish(self) -> None:
-        """Accept nothing new, and return when all requests have ended."""
+        """Accept no new requests, and return when all requests have ended."""
         self._ends = True
         if self._server is not None:
             self._server.close()
@@ -174,7 +174,7 @@ class Listener:
         await self.finish()
 
     def abort(self) -> None:
-        """Close all connections, even if clients have not read all that was written."""
+        """Close all connections, even if clients have not read all written data."""
         for connection in tuple(self._clients.values()):
             connection.abort()
 
@@ -188,14 +188,14 @@ class Listener:
             while await self._next(connection, task, silence) and connection.next_message():
                 silence = IDLE_SECONDS
             await _linger(connection)
-        except (OSError, asyncio.CancelledError):  # it has left, or this sidecar shuts down
+        except (OSError, asyncio.CancelledError):  # the client has left, or this proxy shuts down
             pass
         finally:
             del self._clients[task]
             connection.close()
 
     async def _next(self, connection: Connection, task: asyncio.Task[None], silence: float) -> bool:
-        """Serve the next request; returns whether there may be another one."""
+        """Serve the next request; return whether another one may follow."""
         try:
             head = await self._head(connection, task, silence)
             if head is None:
@@ -217,7 +217,7 @@ class Listener:
         return not self._ends
 
     async def _head(self, connection: Connection, task: asyncio.Task[None], silence: float) -> h11.Request | None:
-        """Read a head; None if the connection ends or is idle for too long."""
+        """Read a head; return None if the connection ends or is idle for too long."""
         if self._ends:
             return None
         self._idle.add(task)
@@ -261,7 +261,7 @@ class Listener:
 
 
 async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:
-    """Cancel the task of a client that has left; while its body arrives, its reader notices that."""
+    """Cancel the task of a client that has left; while a body arrives, its reader notices that."""
     await connection.is_whole.wait()
     with contextlib.suppress(OSError):
         await connection.gone()
@@ -269,7 +269,7 @@ async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:
 
 
 async def _linger(connection: Connection) -> None:
-    """Read what a client still sends, for a limited time: closing earlier could destroy the answer on its way."""
+    """Read data that a client still sends, for a limited time: closing earlier could destroy the answer on its way."""
     if connection.http.their_state is not h11.SEND_BODY or connection.writer.is_closing():
         return
     with contextlib.suppress(TimeoutError, OSError):
@@ -280,14 +280,14 @@ async def _linger(connection: Connection) -> None:
                 pass
 
 
-# With the path as it is written: readers of URLs drop an empty query, and raise for some hosts.
+# This keeps the path as it is written: URL parsers drop an empty query, and raise for some hosts.
 _ABSOLUTE = re.compile(
     rb"https?://([^/?@]*@)?(?P<host>(\[[0-9a-f:.]+\]|[^/?@\[\]:]+)(:[0-9]*)?)(?P<path>([/?].*)?)", re.IGNORECASE
 )
 
 
 def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
-    """The path and the host for the engine, from a target in any of HTTP's forms.
+    """Return the path and the host for the engine, from a target in any of HTTP's forms.
 
     Raises :class:`~tercet.wire.client.passing.NotReadable` for an invalid target, and for tunnels.
     """

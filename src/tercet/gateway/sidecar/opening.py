@@ -6,7 +6,7 @@ from typing import Literal
 
 from tercet.protocol.sse import EventSplitter, data_of, object_of
 
-# Events of a response before the engine has computed anything, and its failure events.
+# The events of a response before the engine has computed anything, and its failure events.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")
 _FAILED = ("error", "response.failed")
 
@@ -19,7 +19,7 @@ class Opening:
         self._events = EventSplitter()
 
     def came_to(self, chunk: bytes) -> Literal["nothing", "tokens", "failure"]:
-        """The outcome so far, including this chunk."""
+        """Return the outcome so far, including this chunk."""
         self.held += chunk
         for event in self._events.split(chunk):
             if data_of(event) is None:

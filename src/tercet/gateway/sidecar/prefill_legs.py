@@ -36,12 +36,12 @@ _COMMIT_TRIES = 50
 
 
 class PrefillLeg(Protocol):
-    """Has the KV of a request's prompt sent to the decode engine."""
+    """A way to have the KV of a request's prompt sent to the decode engine."""
 
     def prefilled(
         self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace
     ) -> AbstractAsyncContextManager[DecodeLeg]:
-        """Provide, while entered, the decode engine's request; it uses KV that others have computed, if any could."""
+        """Provide the decode engine's request; it uses KV that other engines have computed, if one could."""
         ...
 
     async def look(self) -> None:
@@ -49,7 +49,7 @@ class PrefillLeg(Protocol):
         ...
 
     async def finish(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for its background work to end."""
+        """Wait for the background work to end, at most ``seconds``."""
         ...
 
 
@@ -58,7 +58,10 @@ async def _alone(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class WhileThere(Protocol):
-    """Runs work while an engine that it needs is alive; raises :class:`~tercet.protocol.EngineUnreachable` when not."""
+    """A runner of work that needs another engine.
+
+    It raises :class:`~tercet.protocol.EngineUnreachable` if that engine is lost.
+    """
 
     async def __call__(self, work: Callable[[], Coroutine[Any, Any, T]], /) -> T: ...
 
@@ -67,11 +70,11 @@ class WhileThere(Protocol):
 class DecodeLeg:
     """The decode engine's request; ``local`` is the body to use if the first one fails, None if it is the same.
 
-    ``headers`` are added to the client's.
+    ``headers`` are added to the client's headers.
 
-    The sender sets ``sent``, after which the engine gives back what ``body`` refers to, and ``failure``, the reason for
-    using ``local``. Until the engine answers ``body``, send it inside ``while_there``: an engine may wait for ever for
-    KV of another one that has died.
+    The sender sets ``sent``, after which the engine releases the KV to which ``body`` refers, and ``failure``, the
+    reason for using ``local``. Until the engine answers ``body``, send it inside ``while_there``: an engine may wait
+    for ever for KV of another engine that has died.
     """
 
     body: bytes
@@ -83,7 +86,7 @@ class DecodeLeg:
 
 
 class _Known:
-    """The decode engine as a receiver, with a known reservation."""
+    """The decode engine as a receiver; it keeps its reservation."""
 
     def __init__(self, engine: HttpEngine) -> None:
         self.name = engine.name
@@ -97,7 +100,7 @@ class _Known:
 
 
 class TercetLeg:
-    """By the verbs: KV is pushed to the decode engine, and is in its prefix cache before the request."""
+    """The leg by the verbs: KV is pushed to the decode engine, and is in its prefix cache before the request."""
 
     def __init__(
         self, engine: HttpEngine, session: aiohttp.ClientSession, remote: RemotePrefill, stuck_s: float
@@ -142,7 +145,7 @@ class TercetLeg:
             raise EngineUnreachable(f"{self._engine.name} has made no progress for {status.stalled_s:.1f} s")
 
     async def finish(self, seconds: float) -> None:
-        """There is no background work."""
+        """Return at once: there is no background work."""
 
     async def _require_base_model(self, model: str | None) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for a LoRA adapter: its KV differs from the base model's."""
@@ -151,7 +154,7 @@ class TercetLeg:
             raise BadRequest("a prompt with a LoRA adapter cannot be prefilled elsewhere", "model")
 
     async def _committed(self, request: Request, reservation: Reservation, end: int) -> None:
-        """Wait until the engine has committed the received KV; missing parts are recomputed."""
+        """Wait until the engine has committed the received KV, with a limit of tries; missing KV is recomputed."""
         status = await self._engine.status()
         whole = end // status.block_size * status.block_size
         for _ in range(_COMMIT_TRIES):
@@ -160,7 +163,7 @@ class TercetLeg:
                 return
 
     async def _tokens(self, call: SplitCall) -> tuple[int, ...]:
-        """The prompt's tokens, as the decode engine makes them. Raises :class:`~tercet.protocol.TercetError`."""
+        """Return the prompt's tokens, as the decode engine makes them. Raises :class:`~tercet.protocol.TercetError`."""
         fields = call.fields
         if call.path == COMPLETIONS and isinstance(fields.get("prompt"), list):
             return tuple(fields["prompt"])
@@ -178,7 +181,10 @@ class _Tokens(msgspec.Struct):
 
 
 class KVTransferParams(msgspec.Struct):
-    """Parameters in the answer of an engine that has prefilled, for another one to fetch its KV; it may have more."""
+    """The parameters by which another engine fetches KV, in the answer of the engine that has prefilled.
+
+    The answer may have more parameters.
+    """
 
     do_remote_prefill: Literal[True]
     remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
@@ -192,7 +198,7 @@ class _Prefilled(msgspec.Struct):
 
 
 class NixlLeg:
-    """By vLLM's protocol in two steps: the first engine keeps the KV until the second one has fetched it.
+    """The leg by vLLM's protocol in two steps: the first engine keeps the KV until the second one has fetched it.
 
     If the client leaves before that, the KV is fetched for one unused token: otherwise it would stay pinned on the
     first engine until its timeout.
@@ -243,7 +249,7 @@ class NixlLeg:
         async def outcome() -> T | TercetError:
             try:
                 return await work()
-            except TercetError as error:  # an error of the decode engine: do not blame this one
+            except TercetError as error:  # an error of the decode engine, not of the prefill engine
                 return error
 
         found = await self._attempts.watched(host, outcome, partial(self._healthy, f"{self._scheme}://{host}"))
@@ -277,7 +283,7 @@ class NixlLeg:
         try:
             await _posted(self._session, self._url + call.path, body, call.headers, DRAIN, _Prefilled, self._url)
         except TercetError:
-            return  # then the timeout on the engine that has the KV ends it
+            return  # then the timeout on the engine that has the KV frees it
 
 
 def checked_params(params: dict[str, Any] | None, host: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Passes requests to the decode engine and answers back; streams arrive unchanged, and end with an error if cut off."""
+"""A proxy to the decode engine and back; streams arrive unchanged, and end with an error if they are cut off."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from tercet.wire.client.passing import (
 from tercet.wire.serving.trace_answers import wants_trace
 
 logger = logging.getLogger("tercet.gateway")
-# Client's headers for this sidecar, which are not passed on to the engine.
+# The client's headers for this sidecar, which are not passed on to the engine.
 OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
-# Client's headers that an engine needs in requests which the client did not send itself.
+# The client's headers that an engine needs in requests which the sidecar sends for the client.
 SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
 ASK_SECONDS = 10.0
 UNASKED_BYTES = 64 * 1024
-"""Bytes of a body that are buffered before the engine is asked whether it accepts the request's key."""
+"""Largest body, in bytes, that is buffered without asking the engine whether it accepts the request's key."""
 LONGEST_ID = 64
-"""Characters of a client's request id that ids on engines begin with."""
+"""Most characters of a client's request id with which ids on engines begin."""
 
 
 def _verb_of(http: ClientCall) -> str:
-    """The path relative to the verbs' prefix."""
+    """Return the path relative to the verbs' prefix."""
     return http.path.partition(API_PREFIX)[2]
 
 
 class Proxy:
-    """All requests to one engine; ``leg`` sends KV to it, from those of the ``allowed`` engines that requests name."""
+    """The proxy for requests to one engine; ``leg`` has KV sent to it, from ``allowed`` engines that requests name."""
 
     def __init__(
         self,
@@ -124,13 +124,14 @@ class Proxy:
     def _require_caller(self, http: ClientCall) -> str | None:
         """Raise :class:`~tercet.protocol.Unauthorized` for a verb whose caller is not a member of the fleet.
 
-        Returns the digest of the body of a call that proved the secret without showing it. A loopback-only engine does
-        not check keys, but the sidecar makes its verbs reachable from elsewhere: require the fleet's secret.
+        Returns the digest of the body of a call that proved the secret without showing it; None for other requests. A
+        loopback-only engine does not check keys, but the sidecar makes its verbs reachable from elsewhere, so it
+        requires the fleet's secret.
         """
         if not http.path.startswith(API_PREFIX):
             return None
         if not self._callers and not self._verbs_are_open:
-            raise BadRequest(f"{API_PREFIX}: this sidecar passes no verbs on, since it has no TERCET_SECRET; set it")
+            raise BadRequest(f"{API_PREFIX}: this sidecar passes no verbs on without TERCET_SECRET; set it")
         refusal = "this sidecar requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
         if not self._callers:
             require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
@@ -151,7 +152,7 @@ class Proxy:
         if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
             answer.traces = traces
         request_id = http.header(REQUEST_ID_HEADER) or request_renamed(uuid.uuid4().hex)
-        if http.header(REQUEST_ID_HEADER) != request_id:  # the engine that decodes is told the same one
+        if http.header(REQUEST_ID_HEADER) != request_id:  # the engine that decodes gets the same id
             http.fields = [*http.fields, (REQUEST_ID_HEADER.encode(), request_id.encode())]
         # Clients may choose equal ids: engines pin and free by ids, so these must be unique.
         seq_id = f"{request_id[:LONGEST_ID]}-{uuid.uuid4().hex}"
@@ -165,7 +166,7 @@ class Proxy:
             await self._forward(http, answer, prepared, held)
 
     def _fields(self, body: bytes) -> Mapping[str, Any]:
-        """Return the body's fields; none for a body that is not an object, which the engine refuses.
+        """Return the body's fields; empty for a body that is not an object, which the engine refuses.
 
         Raises :class:`~tercet.protocol.BadRequest` for unreadable bodies, and for fields that tell engines where to
         fetch KV: clients must not set them.
@@ -181,7 +182,7 @@ class Proxy:
         return fields
 
     async def _body(self, http: ClientCall, is_known: bool = False) -> bytes:
-        """Return the whole body; a long one only from a known client, or if the engine accepts its key."""
+        """Return the whole body; a long one only from a known client, or if the engine accepts the request's key."""
         length = self._bodies.announced(http)
         if not is_known and http.has_body and (length is None or length > UNASKED_BYTES):
             await self._require_key(http)
@@ -218,7 +219,8 @@ class Proxy:
     ) -> None:
         """Send a request to the engine and pass its answer on; ``held`` is closed once the answer has begun.
 
-        ``digest`` is that of the body of a call that was proved to this sidecar, which proves it to the engine.
+        ``digest`` is the digest of the body of a call that was proved to this sidecar, which in turn proves it to the
+        engine.
         """
         prepared = body if isinstance(body, DecodeLeg) else None
         waiting, lost = _Waiting(), CallsInFlight()
@@ -235,7 +237,7 @@ class Proxy:
                     opened = partial(self._opened, http, prepared, stack, waiting)
                     try:
                         response, opening = await prepared.while_there(opened)
-                    except TercetError as error:  # the engine can compute everything itself
+                    except TercetError as error:  # the engine can compute all KV itself
                         prepared.failure = error
                         response = await self._asked(http, prepared.local, stack)
                 await answer.begin(response)
@@ -252,7 +254,7 @@ class Proxy:
     async def _opened(
         self, http: ClientCall, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
     ) -> tuple[OriginAnswer, bytes]:
-        """The engine's answer with KV of another engine, and the part with its first tokens."""
+        """Return the engine's answer with KV of another engine, and its part up to the first tokens."""
         response = await self._asked(http, prepared.body, stack)
         try:
             return response, await _opening(response, waiting)
@@ -264,7 +266,7 @@ class Proxy:
         self, http: ClientCall, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None,
         digest: str | None = None,
     ) -> OriginAnswer:  # fmt: skip
-        is_same = not isinstance(body, bytes)  # a body that was read is sent whole, even if it came in chunks
+        is_same = not isinstance(body, bytes)  # a buffered body is sent whole, even if it arrived in chunks
         drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else set(OURS)
         if digest is not None:
             drops.add(b"authorization")
@@ -295,17 +297,17 @@ class Proxy:
         return response
 
     def _proof(self, http: ClientCall, digest: str) -> Fields:
-        """The proof of a call that was proved here, for the engine."""
+        """Return the proof for the engine of a call that was proved to this sidecar."""
         proved = self._prover.headers(http.method.decode("latin-1"), _verb_of(http), digest)
         return [(name.encode(), value.encode("latin-1")) for name, value in proved.items()]
 
     def _is_met(self, response: OriginAnswer) -> bool:
-        """Whether the engine has sent a challenge that can be answered now."""
+        """True if the engine has sent a challenge that can be answered now."""
         asked = values(response.fields, CHALLENGE_HEADER.encode())
         return self._prover.meets([value.decode("latin-1") for value in asked])
 
     async def _watch(self, waiting: _Waiting, lost: CallsInFlight) -> None:
-        """Poll the engine's status while it sends nothing; requests that wait for it fail once it is lost."""
+        """Poll the engine's status while it sends nothing; make the requests that wait for it fail once it is lost."""
         while True:
             await asyncio.sleep(self._stuck_s)
             silent = waiting.seconds
@@ -317,7 +319,7 @@ class Proxy:
                 await self._require_well()
             except EngineUnreachable as error:
                 lost.lose(error)
-            except TercetError as error:  # it answers, so it is alive
+            except TercetError as error:  # an engine that answers is alive
                 logger.debug("the engine answers: %s", error)
 
     async def _require_well(self) -> None:
@@ -336,12 +338,12 @@ class _Waiting:
 
     @property
     def seconds(self) -> float:
-        """Seconds; 0 while the request waits for its client."""
+        """Waiting time in seconds; 0 while the request waits for its client."""
         return 0.0 if self.since is None else time.monotonic() - self.since
 
 
 async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
-    """The answer of an engine that fetches KV, up to its first tokens; empty if it is not a stream.
+    """Return the answer of an engine that fetches KV, up to its first tokens; empty if it is not a stream.
 
     Raises :class:`~tercet.protocol.TercetError` if the engine could not fetch the KV, which it reports in an event of a
     stream.
@@ -360,7 +362,10 @@ async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
 
 
 async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
-    """The next part of the engine's answer; empty at the end. Raises :class:`~tercet.protocol.EngineUnreachable`."""
+    """Return the next part of the engine's answer; empty at the end.
+
+    Raises :class:`~tercet.protocol.EngineUnreachable`.
+    """
     waiting.since = time.monotonic()
     try:
         return await response.part()
@@ -371,17 +376,17 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause of an error that does not tell it itself, in words."""
+    """Return the reason of an error in words; of an error without a connection, the cause."""
     return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
 
 
 def _may_be_json(http: ClientCall) -> bool:
-    """Whether vLLM may read the body as JSON: it does so without a content type, too."""
+    """True if vLLM may read the body as JSON, which it also does without a content type."""
     return http.has_body and "json" in (http.header("content-type") or "json").lower()
 
 
 def _has_params(fields: Mapping[str, Any]) -> bool:
-    """Whether a body has the parameters anywhere: vLLM takes some from ``sampling_params`` or ``vllm_xargs``."""
+    """True if a body has the parameters anywhere: vLLM reads some from ``sampling_params`` or ``vllm_xargs``."""
     left: list[Mapping[str, Any]] = [fields]
     while left:
         for name, value in left.pop().items():

@@ -1,4 +1,4 @@
-"""Puts ``tercet sidecar`` together: the leg for prefill engines, and the proxy of its decode engine."""
+"""The assembly of ``tercet sidecar``: the leg for prefill engines, and the proxy of its decode engine."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.gateway")
 LAST_SECONDS = 30.0
-"""Time for running requests after the stop signal; a second signal ends them."""
+"""Seconds for running requests after the stop signal; a second signal ends them."""
 ERROR_SECONDS = 2.0
-"""Time to send errors of ended requests to their clients; then connections are closed."""
+"""Seconds to send errors of ended requests to their clients; then connections are closed."""
 DRAIN_SECONDS = 10.0
-"""Time to fetch KV for clients that have left."""
+"""Seconds to fetch KV for clients that have left."""
 METRICS = "/sidecar/metrics"
 CONNECT_SECONDS = 5.0
 MOST_ANSWER_HEAD = 1024 * 1024
@@ -48,7 +48,7 @@ MOST_ANSWER_HEAD = 1024 * 1024
 def serve(config: SidecarConfig) -> None:
     """Run the sidecar until SIGINT or SIGTERM.
 
-    After the first signal it finishes running requests, a second one ends it at once.
+    After the first signal it finishes running requests; a second one ends it at once.
     """
     import uvloop
 
@@ -76,7 +76,7 @@ class SidecarServer:
     _leg: PrefillLeg
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
-        """Accept nothing new, and return when all requests have ended.
+        """Accept no new requests, and return when all requests have ended.
 
         Requests that still run after ``seconds``, or when ``hurried`` is set, end with an error; a client has two
         seconds to read it.
@@ -113,9 +113,9 @@ def require_usable(config: SidecarConfig) -> None:
 
 @asynccontextmanager
 async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
-    """Serve while entered.
+    """Serve in this context.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a port in use, and a certificate that cannot be used.
+    Raises :class:`~tercet.protocol.BadRequest` for a port in use, and for a certificate that cannot be used.
     """
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=tls or True)
@@ -146,7 +146,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
 
 
 def _shown(config: SidecarConfig) -> SSLContext | None:
-    """The TLS context for clients; None without TLS."""
+    """Return the TLS context for clients; None without TLS."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     return ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()

@@ -1,4 +1,4 @@
-"""A request that may be split: the parts that need one engine as a whole, its prefill request, and its tokens."""
+"""A request that may be split: the reasons why it cannot be, its prefill request, and its tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tercet.protocol.openai_routes import CHAT, COMPLETIONS, RESPONSES
 
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})
 KV_PARAMS = "kv_transfer_params"
-# Fields of a chat request that vLLM's /tokenize accepts: those that the prompt is made of.
+# The fields of a chat request that vLLM's /tokenize accepts: those of which the prompt is made.
 OF_THE_PROMPT = (
     "model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message", "add_special_tokens",
 )  # fmt: skip
-# Fields that the prefill request, with its one unused token, must not have.
+# The fields that the prefill request, with its one unused token, must not have.
 OF_THE_ANSWER = (
     "stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
     "suffix", "n", "best_of", "stop", "stop_token_ids", "include", "store", "request_id",
@@ -63,7 +63,7 @@ class SplitCall:
                 raise BadRequest(f"{what}: cannot be prefilled elsewhere")
 
     def text(self, name: str) -> str | None:
-        """The field of that name: a text or None.
+        """Return the text of the field ``name``; None without it.
 
         Raises :class:`~tercet.protocol.BadRequest` for another type: the engine explains it to its client.
         """
@@ -73,7 +73,7 @@ class SplitCall:
         raise BadRequest(f"{name}: is not text, and cannot be prefilled elsewhere", name)
 
     def first_leg(self) -> bytes:
-        """The body of the prefill request: the same request, for one token and without a stream."""
+        """Return the body of the prefill request: the same request, for one token and without a stream."""
         fields = {name: value for name, value in self.fields.items() if name not in OF_THE_ANSWER}
         keep = {
             "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -82,7 +82,7 @@ class SplitCall:
         return msgspec.json.encode({**fields, **LIMITS[self.path], "stream": False, KV_PARAMS: keep})
 
     def to_tokenize(self) -> Mapping[str, Any]:
-        """Body of the request to vLLM's ``/tokenize`` for the prompt's tokens.
+        """Return the body of the request to vLLM's ``/tokenize`` for the prompt's tokens.
 
         Raises :class:`~tercet.protocol.BadRequest` for a prompt that is more than text.
         """
@@ -98,16 +98,16 @@ class SplitCall:
 
 
 def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages that vLLM makes of a request to ``/v1/responses``.
+    """Return the messages that vLLM makes from a request to ``/v1/responses``.
 
-    Raises :class:`~tercet.protocol.BadRequest` unless the input is text messages only.
+    Raises :class:`~tercet.protocol.BadRequest` unless the input consists of text messages only.
     """
     for name in ("tools", "reasoning", "prompt"):
         if fields.get(name):
             raise BadRequest(f"{name}: responses with it cannot be prefilled elsewhere", name)
     given: Any = fields.get("input")
     if not isinstance(given, (str, list)):
-        raise BadRequest("input: is neither a text nor a list", "input")
+        raise BadRequest("input: must be a string or a list", "input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else cast("list[Any]", given)
     instructions = fields.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
@@ -122,7 +122,7 @@ def _message(item: Any) -> dict[str, Any]:
     if isinstance(content, list):
         parts = cast("list[Any]", content)
         _require_text([{"content": parts}])
-        if fields["role"] == "assistant":  # vLLM takes the first one of them
+        if fields["role"] == "assistant":  # vLLM uses only the first part
             content = _text(parts[0]) if parts else ""
         else:
             content = [{"type": "text", "text": _text(part)} for part in parts]

@@ -1,4 +1,4 @@
-"""What runs in an engine's core, next to vLLM's scheduler: reservations, and which KV is sent or received in a step.
+"""Code that runs in an engine's core, next to vLLM's scheduler: reservations, and the KV to send in each step.
 
 Without an import of vLLM: ``keyed_prompt``, a record of tokens and their key, which API server and core exchange.
 """

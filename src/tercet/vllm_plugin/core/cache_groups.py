@@ -5,8 +5,8 @@ memory of a state-space or linear-attention layer. vLLM keeps blocks for the tok
 block for others; a lease has :data:`NO_BLOCK` there.
 
 A state is one block, and changes with every token. vLLM keeps it at the position of the last token that it has seen,
-copies it when the next block of tokens begins, and keeps the copied one: so a block that is full, in tokens, holds the
-state at its end, and the last block the state now (vLLM's mode "align").
+copies it when the next block of tokens begins, and keeps the copy. A block that is full of tokens therefore holds the
+state at its end, and the last block holds the present state (vLLM's mode "align").
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def require_movable_groups(config: KVCacheConfig) -> None:
 def _require_movable_state(spec: MambaSpec) -> None:
     if spec.mamba_cache_mode != "align":
         raise UnsupportedVLLM(
-            f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM does not tell "
-            "their tokens; Tercet moves those of mode 'align', which --enable-prefix-caching chooses"
+            f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM does not "
+            "report their tokens; Tercet moves states of mode 'align', which --enable-prefix-caching chooses"
         )
     if spec.num_speculative_blocks:
         raise UnsupportedVLLM(
@@ -81,17 +81,17 @@ def _require_movable_state(spec: MambaSpec) -> None:
             "moves only one: start the engine without --speculative-config"
         )
     if ZEROED_BY_BLOCK.is_here:
-        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on")
+        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on: install it")
 
 
 def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:
-    """The groups for layouts, with the number of their ``layers``; empty if all look back at all tokens."""
+    """Return the groups for layouts, with the number of their ``layers``; empty if all look back at all tokens."""
     groups = [_described(each.kv_cache_spec, count) for each, count in zip(config.kv_cache_groups, layers, strict=True)]
     return tuple(groups) if len(groups) > 1 or any(group.window for group in groups) else ()
 
 
 def state_formats(config: KVCacheConfig) -> list[str]:
-    """Formats of the model's states, by group: shapes, on one rank, and precisions."""
+    """Return the formats of the model's states, by group: shapes, on one rank, and precisions."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return [
         "+".join(f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -101,7 +101,7 @@ def state_formats(config: KVCacheConfig) -> list[str]:
 
 
 def state_layers(config: KVCacheConfig) -> list[str]:
-    """The layers that keep states."""
+    """Return the names of the layers that keep states."""
     groups = config.kv_cache_groups
     return [name for group in groups if isinstance(group.kv_cache_spec, MambaSpec) for name in group.layer_names]
 
@@ -131,14 +131,14 @@ class GroupTables:
         return self._manager.coordinator.single_type_managers
 
     def of(self, request_id: str) -> list[list[KVCacheBlock]]:
-        """A request's blocks, by group and position; null blocks stand for missing ones."""
+        """Return a request's blocks, by group and position; null blocks stand for missing ones."""
         return [list(blocks) for blocks in self._manager.get_blocks(request_id).blocks]
 
     def leased(self, request_id: str, begin: int, end: int) -> list[list[int]]:
-        """The blocks of a lease for tokens ``[begin, end)``, by group and position, as a sender sees them.
+        """Return the blocks of a lease for tokens ``[begin, end)``, by group and position, as a sender sees them.
 
-        Of states it needs the one at the lease's end, and the one where vLLM would resume; older ones, from before the
-        lease grew, are not needed.
+        A sender needs only two states: the one at the lease's end, and the one where vLLM would resume. It does not
+        need older states, from before the lease grew.
         """
         first, until = begin // self.block_size, -(-end // self.block_size)
         tables = [
@@ -151,9 +151,10 @@ class GroupTables:
         return tables
 
     def forget_older_states(self, request_id: str, end: int) -> None:
-        """Remove states in blocks of a lease that grew to ``end`` tokens from the prefix cache.
+        """Remove older states in blocks of a lease that grew to ``end`` tokens from the prefix cache.
 
-        They belong to the position where the lease ended before, and blocks are named by the tokens that fill them.
+        These states belong to the position where the lease ended before, but blocks are named by the tokens that fill
+        them.
         """
         for group in self.states:
             cached = self.groups[group].num_cached_block
@@ -161,30 +162,35 @@ class GroupTables:
             cached[request_id] = max(cached.get(request_id, 0), first)
 
     def held(self, request_id: str) -> int:
-        """Number of blocks that a request holds."""
+        """Return the number of blocks that a request holds."""
         return sum(not block.is_null for blocks in self.of(request_id) for block in blocks)
 
     def first_needed(self, group: int, computed: int) -> int:
-        """The first position in a group's block table that a request needs to continue after ``computed`` tokens."""
+        """Return the first position in a group's block table that a request needs to continue.
+
+        The request continues after ``computed`` tokens.
+        """
         return max(0, self.groups[group].get_num_skipped_tokens(computed)) // self.block_size
 
     def resumed_at(self, end: int) -> int:
-        """Where vLLM resumes if ``end`` tokens are in its prefix cache: in whole blocks, and before the last token.
+        """Return the position where vLLM resumes if ``end`` tokens are in its prefix cache.
 
-        KV that layers look back at from there must be kept, so that others can use the prefix.
+        vLLM resumes at a whole block, and before the last token. KV that layers look back at from there must be kept,
+        so that other requests can use the prefix.
         """
         return max(0, end - 1) // self.block_size * self.block_size
 
     def needed(self, end: int) -> int:
-        """Number of blocks of a lease for ``end`` tokens from which a request can be resumed.
+        """Return the number of blocks of a lease for ``end`` tokens from which a request can be resumed.
 
-        It includes one more step, so that decoding can begin: a request that holds blocks must not wait for another.
+        It includes one more step, so that decoding can begin: a request that holds blocks must not wait for another
+        block.
         """
         until, resumed = self._until(end), self.resumed_at(end)
         return sum(until - self.first_needed(group, resumed) for group in range(len(self.groups)))
 
     def missing(self, request_id: str, end: int) -> int:
-        """Number of blocks that a request needs in addition, to have ``end`` tokens and one more step."""
+        """Return the number of blocks that a request needs in addition, for ``end`` tokens and one more step."""
         until = self._until(end)
         return sum(max(0, until - len(blocks)) for blocks in self.of(request_id))
 
@@ -196,7 +202,7 @@ class GroupTables:
         for group, manager in enumerate(self.groups):
             blocks, cached = manager.req_to_blocks[owner], manager.num_cached_block.get(owner, 0)
             if group in self.states:
-                # vLLM's manager removes its last state from the table, as for a request that found one cached.
+                # vLLM's manager removes the last state from the table, as for a request that found a cached state.
                 manager.pop_blocks_for_free(owner)
             else:
                 del manager.req_to_blocks[owner]
@@ -205,14 +211,14 @@ class GroupTables:
 
     @contextmanager
     def written_by_peers(self) -> Generator[None]:
-        """Mark blocks that are taken while entered as written from outside: vLLM must not zero them in a step."""
+        """Mark blocks that are taken in this context as written from outside: vLLM must not zero them in a step."""
         lengths = [len(group.new_block_ids) for group in self.groups]
         yield
         for group, length in zip(self.groups, lengths, strict=True):
             del group.new_block_ids[length:]
 
     def continues(self, request_id: str, computed: int) -> bool:
-        """Whether a request can continue after ``computed`` tokens: everything that it looks back at has blocks.
+        """True if a request can continue after ``computed`` tokens: its layers have all blocks that they look back at.
 
         The next token's KV must not go into a block that the prefix cache shares.
         """

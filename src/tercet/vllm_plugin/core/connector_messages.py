@@ -19,7 +19,7 @@ from tercet.transport import Push, SendComplete, SendDestination, SendOpening
 
 KEY = "tercet"
 REQUEST_PREFIX = "tercet-"
-"""Beginning of the ids that our edge gives to vLLM's requests."""
+"""Beginning of the ids that this engine's edge gives to vLLM's requests."""
 
 
 class SendParams(msgspec.Struct, frozen=True):
@@ -27,8 +27,8 @@ class SendParams(msgspec.Struct, frozen=True):
 
     ``destinations[rank]`` are the receiving ranks of each rank of this engine. ``base`` is the token position of the
     receiver's slot 0 under ``lease``; ``notify`` is the destination of agents' reports. ``group_begins`` is the first
-    token whose KV the receiver needs, for each group of layers; all KV, if empty. ``traceparent`` is the send's place
-    in a sampled trace, empty without one.
+    token whose KV the receiver needs, for each group of layers; if empty, the receiver needs all KV. ``traceparent`` is
+    the send's place in a sampled trace, or empty.
     """
 
     send_id: str
@@ -43,12 +43,12 @@ class SendParams(msgspec.Struct, frozen=True):
     traceparent: str = ""
 
     def first_block(self, group: int, block_size: int) -> int:
-        """The first of a group's blocks to send, by its position in the block table."""
+        """Return the first of a group's blocks to send, as its position in the block table."""
         wanted = self.group_begins[group] if self.group_begins else 0
         return max(self.begin, wanted) // block_size
 
     def openings(self) -> list[SendOpening]:
-        """The opening for each rank's agent, by rank."""
+        """Return the message that opens the send, for each rank's agent, by rank."""
         return [
             SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify, self.traceparent)
             for each in self.destinations
@@ -59,7 +59,7 @@ class SeqParams(msgspec.Struct, frozen=True):
     """A request that decodes here: its reservation, if any, and output from other engines.
 
     No peer writes under ``lease`` any more; its KV is valid up to ``valid_end``. ``number`` is the edge's unique number
-    of the request; 0 without one.
+    of the request, or 0.
     """
 
     lease: str | None = None
@@ -69,7 +69,7 @@ class SeqParams(msgspec.Struct, frozen=True):
 
 
 class ReservedBlocks(msgspec.Struct, frozen=True):
-    """What a lease holds: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest.
+    """Contents of a lease: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest.
 
     ``blocks`` are by group of layers; tokens that a group does not look back at have none (``NOWHERE``).
     """
@@ -79,16 +79,16 @@ class ReservedBlocks(msgspec.Struct, frozen=True):
     block_size: int
 
     def group_begins(self) -> tuple[int, ...]:
-        """The first token for which each group has blocks."""
+        """Return the first token for which each group has blocks."""
         counts = (sum(block < 0 for block in blocks) for blocks in self.blocks)
         return tuple(self.matched_len + count * self.block_size for count in counts)
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The value of ``kv_transfer_params["tercet"]``: one of the two.
+    """The value of ``kv_transfer_params["tercet"]``: either ``send`` or ``seq``.
 
     vLLM lets any client of its API set ``kv_transfer_params``; ``token``, which only this engine's edge knows,
-    distinguishes our requests.
+    identifies the requests of that edge.
     """
 
     token: str
@@ -96,12 +96,12 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seq: SeqParams | None = None
 
     def to_kv_transfer_params(self) -> dict[str, Any]:
-        """The form in which vLLM carries it to the scheduler."""
+        """Return the form in which vLLM carries these parameters to the scheduler."""
         return {KEY: msgspec.to_builtins(self)}
 
 
 def params_of(kv_transfer_params: Any, token: str) -> TercetParams | None:
-    """Tercet's part of a vLLM request, if it has one that comes from our edge.
+    """Return Tercet's part of a vLLM request; None unless this engine's edge has set it.
 
     Clients may send anything, also text and lists (by ``vllm_xargs``): an exception here would end the engine's core.
     """

@@ -1,8 +1,8 @@
 """Calls from the API server's process to the engine's core: methods that the general plugin adds to ``EngineCore``.
 
-vLLM runs a utility call on the core's thread, between two engine steps, and answers one that returns a future when that
-is done. Expected failures are returned as values, since vLLM would log an exception as a fault of the engine:
-:meth:`CoreCalls.call` raises them at the caller.
+vLLM runs a utility call on the core's thread, between two engine steps. If the call returns a future, vLLM answers when
+the future is done. Expected failures are returned as values, since vLLM would log an exception as a fault of the
+engine: :meth:`CoreCalls.call` raises them at the caller.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ Args = TypeVarTuple("Args")
 class EngineDescription(msgspec.Struct, frozen=True):
     """The core's description, read once.
 
-    ``transports`` are each rank's addresses, ``agents`` address and secret of each rank's agent, ``workers`` those of
-    its worker's liveness channel. ``token`` marks requests as this engine's own. ``lease_ttl`` and ``reserve_wait`` are
-    in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place of published block
-    tables, None if they are not published. Agents reach the API server's process at ``host``.
+    ``transports`` are each rank's addresses, ``agents`` the address and secret of each rank's agent, ``workers`` the
+    address and secret of its worker's liveness channel. ``token`` marks requests of this engine's edge. ``lease_ttl``
+    and ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place
+    of published block tables, None if they are not published. Agents reach the API server's process at ``host``.
     """
 
     transports: list[list[str]]
@@ -71,7 +71,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
 
 
 class RequestInCore(msgspec.Struct, frozen=True):
-    """What the core holds for one request of our edge, by the core's id for it."""
+    """The core's data about one request of this engine's edge, with the core's id for it."""
 
     request_id: str
     blocks: int
@@ -82,7 +82,7 @@ class RequestInCore(msgspec.Struct, frozen=True):
 
 
 def describe(core: EngineCore) -> EngineDescription:
-    """Attach to the scheduler, and describe it to the edge. Raises :class:`EngineError` without the connector."""
+    """Attach to the scheduler, and return its description. Raises :class:`EngineError` without the connector."""
     tables = _side(core).tables
     connector = _connector(core)
     ranks, settings = connector.handshakes, connector.settings
@@ -101,37 +101,34 @@ def describe(core: EngineCore) -> EngineDescription:
 
 
 def reserve(core: EngineCore, lease: str, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
-    """Reserve blocks for all tokens of a prompt in turn. Raises :class:`~tercet.protocol.NoSpace`."""
+    """Reserve blocks for all tokens of a prompt, in order of arrival. Raises :class:`~tercet.protocol.NoSpace`."""
     owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
     return _side(core).queue.reserve(lease, owner, prompt)
 
 
 def extend(core: EngineCore, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
-    """Reserve more blocks for an open lease, for more tokens of its sequence; returns all of them.
+    """Reserve more blocks for an open lease, for more tokens of its sequence; return all its blocks.
 
     Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
-    :class:`~tercet.protocol.BadRequest`; the lease is unchanged then.
+    :class:`~tercet.protocol.BadRequest`; then the lease is unchanged.
     """
     owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
     return _side(core).queue.extend(lease, owner, prompt)
 
 
 def give_up(core: EngineCore, lease: str) -> None:
-    """End the wait of a reservation that has no blocks yet: :func:`reserve` raises the reason of the wait."""
+    """End the wait of a reservation that has no blocks yet: :func:`reserve` then raises the reason of the wait."""
     _side(core).queue.give_up(lease)
 
 
 def commit(core: EngineCore, lease: str, valid: Content) -> None:
-    """Make received KV available in the prefix cache. Raises :class:`EngineError` if it is of other tokens."""
+    """Make received KV available in the prefix cache. Raises :class:`EngineError` if it belongs to other tokens."""
     _side(core).reservations.commit(lease, valid)
     _publish_now(core)
 
 
 def release(core: EngineCore, lease: str, valid_end: int) -> int:
-    """Free the blocks of a lease that no peer writes any more; returns how far its KV was valid.
-
-    Raises :class:`~tercet.protocol.UnknownSequence` for an unknown lease.
-    """
+    """Free the blocks of a lease that no peer writes any more; return the number of tokens whose KV is valid."""
     side = _side(core)
     side.queue.give_up(lease)
     valid_end = side.reservations.release(lease, valid_end)
@@ -141,23 +138,20 @@ def release(core: EngineCore, lease: str, valid_end: int) -> int:
 
 
 def push_cached(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
-    """Pin KV that is fully cached; returns what to push."""
+    """Pin KV that is fully cached; return the pushes, or None if some of it is missing."""
     sought = _placeholder(core, f"tercet-probe-{send.send_id}", prompt)
     return _side(core).sends.push_cached(sought, send)
 
 
 def end_send(core: EngineCore, send_id: str) -> None:
-    """Stop a send, whose blocks no agent reads any more, and unpin them.
-
-    Raises :class:`~tercet.protocol.UnknownSequence` if its request has not arrived yet.
-    """
+    """Stop a send whose blocks no agent reads any more, and unpin the blocks."""
     side = _side(core)
     side.sends.end(send_id)
     side.queue.admit()
 
 
 def status(core: EngineCore) -> dict[str, Any]:
-    """Load and holdings of this engine, as fields of :class:`~tercet.protocol.EngineStatus`."""
+    """Return the load and the leases and sends of this engine, as fields of :class:`~tercet.protocol.EngineStatus`."""
     side, scheduler = _side(core), _scheduler(core)
     pool = scheduler.kv_cache_manager.block_pool
     running, waiting = scheduler.get_request_counts()
@@ -174,7 +168,7 @@ def status(core: EngineCore) -> dict[str, Any]:
 
 
 def _paused(core: EngineCore) -> Paused:
-    """Which sequences wait until the engine is resumed: vLLM's pauses and its sleep, for which it pauses, too."""
+    """Return which sequences wait until the engine is resumed: by vLLM's pauses and by its sleep, which also pauses."""
     if core.model_executor.is_sleeping:
         return "all"
     state = core.scheduler.pause_state
@@ -182,7 +176,10 @@ def _paused(core: EngineCore) -> Paused:
 
 
 def sequences(core: EngineCore) -> list[RequestInCore]:
-    """Every request of our edge: its number of blocks, and whether it runs. Preempted ones wait, without blocks."""
+    """Return every request of this engine's edge: its number of blocks, and whether it runs.
+
+    Preempted requests wait, without blocks.
+    """
     scheduler = _scheduler(core)
     tables = GroupTables(scheduler.kv_cache_manager)
     return [
@@ -193,9 +190,9 @@ def sequences(core: EngineCore) -> list[RequestInCore]:
 
 
 def forget_grammar_backend(core: EngineCore) -> None:
-    """Let the next structured output choose the engine's grammar backend, unless the engine's flags name one.
+    """Make the next structured output choose the engine's grammar backend, unless the engine's flags name one.
 
-    The first one chooses for all, by what its grammar needs. Call this while none runs.
+    The first structured output chooses for all, by what its grammar needs. Call this while none runs.
     """
     manager: Any = core.structured_output_manager
     if manager.vllm_config.structured_outputs_config.backend == "auto":
@@ -221,7 +218,7 @@ METHODS = (
 
 def _scheduler(core: EngineCore) -> Scheduler:
     if not isinstance(core.scheduler, Scheduler):
-        raise EngineError(f"the scheduler {type(core.scheduler).__name__} is not vLLM's own; Tercet needs that one")
+        raise EngineError(f"the scheduler is {type(core.scheduler).__name__}; Tercet needs vLLM's own Scheduler")
     return core.scheduler
 
 
@@ -237,7 +234,7 @@ def _side(core: EngineCore) -> SchedulerSide:
 
 
 def _placeholder(core: EngineCore, request_id: str, prompt: KeyedPrompt) -> VLLMRequest:
-    """A request that is never scheduled: it names blocks by the hashes that a real one would have."""
+    """Return a request that is never scheduled: it names blocks by the hashes that a real one would have."""
     return VLLMRequest(
         request_id=request_id,
         prompt_token_ids=[*prompt.tokens, FILLER_TOKEN],
@@ -251,7 +248,7 @@ def _placeholder(core: EngineCore, request_id: str, prompt: KeyedPrompt) -> VLLM
 
 
 def _published_at(core: EngineCore) -> dict[str, Any] | None:
-    """Endpoint, replay endpoint and topic of the engine's KV events; None if it publishes none."""
+    """Return the endpoint, replay endpoint and topic of the engine's KV events; None if it publishes none."""
     publisher = _scheduler(core).kv_event_publisher
     if not isinstance(publisher, ZmqEventPublisher) or publisher._pub is None:
         return None
@@ -264,29 +261,29 @@ def _published_at(core: EngineCore) -> dict[str, Any] | None:
 
 
 def _publish_now(core: EngineCore) -> None:
-    """Publish changes of blocks since the last step: an idle engine makes none, and received KV has arrived."""
+    """Publish changes of blocks since the last step: an idle engine takes no steps, but received KV has arrived."""
     scheduler = _scheduler(core)
     events: Any = scheduler.kv_cache_manager.take_events()
     if events:
         scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
 
-# ---- how they are called -------------------------------------------------------------------------------------
+# ---- calls of the methods ----------------------------------------------------------------------------------------
 
 
 def add_core_methods() -> None:
-    """Add the methods to ``EngineCore``; relies on utility calls being looked up by name on the instance."""
+    """Add the methods to ``EngineCore``. Relies on vLLM looking utility calls up by name on the instance."""
     for method in METHODS:
         setattr(EngineCore, name_of(method), answering(method))
 
 
 def name_of(method: Callable[..., Any]) -> str:
-    """A method's name on ``EngineCore``."""
+    """Return a method's name on ``EngineCore``."""
     return f"tercet_{method.__name__}"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method for vLLM: structs are decoded; it returns ``[result, None]`` or ``[None, error]``."""
+    """Wrap a method for vLLM: decode structs, and return ``[result, None]`` or ``[None, error]``."""
     _, *kinds = _types_of(method).values()
 
     def answer_of(get: Callable[[], Any]) -> list[Any]:
@@ -316,7 +313,7 @@ class CoreCalls:
         self._client = client
 
     async def call(self, method: Callable[[EngineCore, *Args], T | Future[T]], *args: *Args) -> T:
-        """Call ``method`` on the core's thread; returns or raises what it does."""
+        """Call ``method`` on the core's thread; return its result, or raise its error."""
         result, error = await self._client.engine_core.call_utility_async(name_of(method), *args)
         if error is not None:
             raise from_wire(500, error)

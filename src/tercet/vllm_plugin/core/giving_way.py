@@ -1,9 +1,9 @@
-"""Makes requests that hold blocks and wait give them back if none of them could ever run otherwise.
+"""A way out of a deadlock: requests that hold blocks and wait give them back if otherwise none of them could ever run.
 
 A lease may cover only a part of a prompt, so a request that adopted it may need more blocks. If several such requests
-hold all blocks together, and nothing runs that would free more, each would wait for the others for ever. Then the last
-of them lose their blocks, as a preempted request does, until the first one's need is met; their KV stays prefix cache
-until the blocks are needed.
+together hold all blocks, and no other request runs that would free more, each would wait for the others for ever. Then
+the last of them lose their blocks, as a preempted request does, until the first one's need is met; their KV stays in
+the prefix cache until the blocks are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def give_way(scheduler: Scheduler, planned: SchedulerOutput) -> int:
-    """Take blocks from waiting requests if the ``planned`` step computes nothing; returns from how many."""
+    """Take blocks from waiting requests if the ``planned`` step computes nothing; return their number."""
     if planned.total_num_scheduled_tokens or scheduler.running or len(scheduler.kv_holding_waiting) < 2:
         return 0
     first, *others = scheduler.kv_holding_waiting

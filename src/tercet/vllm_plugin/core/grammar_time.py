@@ -1,14 +1,15 @@
-"""Timeout for compiling a structured output: its request ends, and others continue.
+"""A timeout for compiling the grammar of a structured output: its request ends, and others continue.
 
-A request also ends if no text has its structure, such as a rule that begins with itself (``root ::= root "a"``): vLLM
+A request also ends if no text matches its grammar, as for a rule that begins with itself (``root ::= root "a"``): vLLM
 would sample a random token, find that the grammar rejects it, and end the request as if the engine had failed.
 
 vLLM compiles in threads of its core, and a request waits for its grammar as long as that takes. The thread itself
-cannot be ended; :mod:`tercet.protocol.grammar_bounds` refuses grammars that would occupy it for long. xgrammar
-caches what it has compiled.
+cannot be ended; :mod:`tercet.protocol.grammar_bounds` refuses grammars that would occupy it for long. xgrammar caches
+compiled grammars.
 
 Relies on ``StructuredOutputManager.grammar_init`` putting a future into the request's ``structured_output_request``,
-whose failure ends that request alone, and on a grammar's ``fill_bitmask``, which leaves zeros where no token may come.
+whose failure ends only that request, and on a grammar's ``fill_bitmask``, which leaves zeros for tokens that may not
+follow.
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ def bound_grammar_time() -> None:
 
 
 def require_beginning(backend: Any, grammar: Any) -> None:
-    """Raises ``ValueError`` for a grammar that has not begun and allows no token."""
+    """Raise ``ValueError`` for a grammar that has not begun and allows no token."""
     mask = backend.allocate_token_bitmask(1)
     grammar.fill_bitmask(mask, 0)
     if not mask.any():
-        raise ValueError("no text has this structure")
+        raise ValueError("no text matches this structure")
 
 
 def within(compiling: Future[Any], seconds: float, check: Callable[[Any], None] = lambda _: None) -> Future[Any]:
-    """The result of ``compiling``, or a ``TimeoutError`` after ``seconds``, or what ``check`` raises."""
+    """Return a future with the result of ``compiling``.
+
+    It fails with ``TimeoutError`` after ``seconds``, and with the error that ``check`` raises for the result.
+    """
     bounded: Future[Any] = Future()
-    timer = threading.Timer(seconds, lambda: _fail(bounded, TimeoutError(f"a grammar took more than {seconds:g} s")))
+    timer = threading.Timer(seconds, lambda: _fail(bounded, TimeoutError(f"compiling took more than {seconds:g} s")))
     timer.daemon = True
 
     def compiled(done: Future[Any]) -> None:
@@ -66,7 +70,7 @@ def within(compiling: Future[Any], seconds: float, check: Callable[[Any], None] 
         except Exception as error:
             _fail(bounded, error)
         else:
-            with suppress(InvalidStateError):  # its time was over
+            with suppress(InvalidStateError):  # the timeout came first
                 bounded.set_result(found)
 
     timer.start()

@@ -1,4 +1,4 @@
-"""A prompt with everything else that its KV depends on: what leases, sends and requests of one sequence agree on."""
+"""A prompt with all other inputs of its KV: the record that leases, sends and requests of one sequence share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tercet.vllm_plugin.edge.adapters import Adapter, digest_of
 
 
 class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """Tokens, cache salt, LoRA adapter, and the images and the like, which have no data here.
+    """Tokens, cache salt, LoRA adapter, and features (images and the like) without their data.
 
-    It is made once, where a call arrives, and goes from there to the core in this form.
+    It is made once, where a call arrives, and goes to the core in this form.
     """
 
     tokens: list[int]
@@ -24,12 +24,12 @@ class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def key(self) -> str | None:
-        """Key of everything except tokens that the KV depends on."""
+        """Key of all inputs of the KV except tokens."""
         return cache_key(self.salt, digest_of(self.adapter), digest_of_features(self.features))
 
     def difference(self, other: KeyedPrompt) -> str:
-        """The field in which the other one differs, by its name in calls; empty if at most the tokens differ."""
-        # vLLM's cache treats an empty salt as none.
+        """Return the name in calls of the field in which ``other`` differs; empty if at most the tokens differ."""
+        # vLLM's cache treats an empty salt like None.
         if digest_of_features(self.features) != digest_of_features(other.features):
             return "mm_features"
         if self.adapter != other.adapter:
@@ -37,13 +37,13 @@ class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return "cache_salt" if (self.salt or None) != (other.salt or None) else ""
 
     def content(self, end: int) -> Content:
-        """Identity of the KV of the first ``end`` tokens."""
+        """Return the identity of the KV of the first ``end`` tokens."""
         return content_of(packed(self.tokens), self.key, end)
 
     def first(self, end: int) -> KeyedPrompt:
-        """This prompt, cut after ``end`` tokens."""
+        """Return this prompt, cut after ``end`` tokens."""
         return msgspec.structs.replace(self, tokens=self.tokens[:end])
 
     def with_output(self, output: Sequence[int]) -> KeyedPrompt:
-        """This prompt, followed by tokens that were generated already."""
+        """Return this prompt, followed by tokens that were already generated."""
         return msgspec.structs.replace(self, tokens=[*self.tokens, *output])

@@ -1,7 +1,7 @@
-"""Limit for messages from other processes to vLLM's publisher of KV events: requests of a few bytes.
+"""A limit for messages from other processes to vLLM's publisher of KV events: requests have a few bytes.
 
-Its replay port accepts messages of any size from every process that reaches it, and writes invalid ones into the log,
-whole.
+The publisher's replay port accepts messages of any size from every process that reaches it, and writes invalid ones
+into the log in full.
 
 Relies on ``ZmqEventPublisher`` making its sockets by ``self._ctx.socket`` in its ``_socket_setup``.
 """
@@ -16,7 +16,7 @@ from tercet.transport.bounded_sockets import bounded
 from tercet.vllm_plugin.start.patching import Method, wrap
 
 LONGEST_REQUEST = 1024
-"""Bytes; a request is a number of 8, a subscription a topic."""
+"""Bytes of the longest message: a request is a number of 8 bytes, a subscription is a topic."""
 
 
 class _Bounding:

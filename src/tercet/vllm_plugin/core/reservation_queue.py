@@ -1,10 +1,10 @@
-"""Order in which reservations and vLLM's waiting requests get blocks: that of their arrival.
+"""The order in which reservations and vLLM's waiting requests get blocks: the order of their arrival.
 
-A reservation cannot be preempted, so if it took free blocks at once, an earlier request could wait for ever; and if it
-got only blocks that others leave, it would wait for ever on a busy engine. So it waits here, in order of arrival, until
-it fits next to the needs of earlier requests in vLLM's queue and of those that hold blocks already; later requests are
-held back while they would take its blocks. A reservation that waits too long fails, and its caller tries another
-engine.
+A reservation cannot be preempted. If it took free blocks at once, an earlier request could wait for ever; if it got
+only blocks that others leave, it would wait for ever on a busy engine. A reservation therefore waits here, in order of
+arrival, until it fits in addition to the needs of earlier requests in vLLM's queue and of requests that already hold
+blocks; later requests are held back while they would take its blocks. A reservation that waits too long fails, and its
+caller tries another engine.
 
 With vLLM's priority scheduling a reservation counts as a request of priority 0.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Waiting:
-    """A waiting reservation for all tokens of a prompt, and the reason."""
+    """A waiting reservation for all tokens of a prompt, and why it waits."""
 
     lease: str
     owner: VLLMRequest
@@ -43,7 +43,7 @@ class Waiting:
 
 
 class ReservationQueue:
-    """Reservations without blocks. Everything here runs on the scheduler's thread."""
+    """Reservations without blocks. All methods run on the scheduler's thread."""
 
     def __init__(self, scheduler: Scheduler, reservations: Reservations) -> None:
         self._scheduler = scheduler
@@ -54,10 +54,10 @@ class ReservationQueue:
         return len(self._waiting)
 
     def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
-        """As :meth:`Reservations.reserve`, when there is room; :meth:`give_up` ends the wait.
+        """Reserve as :meth:`Reservations.reserve` does, once there is room; :meth:`give_up` ends the wait.
 
         Raises :class:`~tercet.protocol.NoSpace` for a reservation that can never fit, and
-        :class:`~tercet.protocol.Conflict`.
+        :class:`~tercet.protocol.Conflict` for a lease that exists.
         """
         self._reservations.check(lease, len(prompt.tokens))
         waiting = self._waiting[lease] = Waiting(lease, owner, prompt)
@@ -65,7 +65,7 @@ class ReservationQueue:
         return waiting.answer
 
     def extend(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> ReservedBlocks:
-        """As :meth:`Reservations.extend`, with the blocks that all waiting requests leave."""
+        """Extend a lease as :meth:`Reservations.extend` does, with the blocks that all waiting requests leave."""
         if self._waiting:
             raise NoSpace("reservations that came before it wait for blocks")
         return self._reservations.extend(lease, owner, prompt, self._needed())
@@ -84,7 +84,7 @@ class ReservationQueue:
             first.answer.set_result(found)
 
     def give_up(self, lease: str) -> bool:
-        """End a wait, with :class:`~tercet.protocol.NoSpace`; returns whether there was one."""
+        """End a wait, with :class:`~tercet.protocol.NoSpace`; return whether the lease was waiting."""
         waiting = self._waiting.pop(lease, None)
         if waiting is None:
             return False
@@ -93,17 +93,17 @@ class ReservationQueue:
         return True
 
     def holds_back(self, request: VLLMRequest) -> bool:
-        """Whether ``request``, which has no blocks, must wait so that an earlier reservation gets its blocks."""
+        """True if ``request``, which has no blocks, must wait so that an earlier reservation gets its blocks."""
         first = next(iter(self._waiting.values()), None)
         if first is None or not self._is_before(first.owner, request):
             return False
         if not self._reservations.within_share(first.end):
-            return False  # it waits for another lease's end, which takes nothing from others
+            return False  # the reservation waits for another lease to end, so it takes nothing from requests
         free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free < self._blocks_of(request) + self._reservations.blocks_for(first.end)
 
     def _needed_before(self, waiting: Waiting) -> int:
-        # Requests that hold blocks already come first, as in vLLM: while they wait for more, theirs are useless.
+        # Requests that already hold blocks come first, as in vLLM: while they wait for more, their blocks are useless.
         before = [each for each in self._scheduler.waiting if self._is_before(each, waiting.owner)]
         return sum(self._blocks_of(each) for each in (*self._scheduler.kv_holding_waiting, *before))
 

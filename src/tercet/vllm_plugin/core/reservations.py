@@ -1,9 +1,9 @@
-"""Blocks reserved for KV that other engines push: lease, fill, and hand over or free.
+"""Blocks reserved for KV that other engines push: lease them, fill them, and hand them over or free them.
 
-Runs on the scheduler's thread, so that nothing here races with scheduling, and never calls an agent, so that nothing
-here waits. The verbs, in the API server's process, open a reservation's blocks for writing, and end a lease here only
-when every agent has confirmed that it does not write them any more. Until then the blocks have no other owner. To the
-KV cache manager a reservation is a request that waits for an external load.
+This code runs on the scheduler's thread, so it does not race with scheduling; it never calls an agent, so it does not
+wait. The verbs, in the API server's process, open a reservation's blocks for writing, and end a lease here only when
+every agent has confirmed that it does not write them any more. Until then the blocks have no other owner. To the KV
+cache manager a reservation is a request that waits for an external load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
 
-# Completes the reserved tokens to the request that vLLM needs: a cache hit never covers a request's last token.
+# Token that vLLM's request has after the reserved tokens: a cache hit never covers a request's last token.
 FILLER_TOKEN = 0
 
 
@@ -41,12 +41,12 @@ class Held:
         return len(self.prompt.tokens)
 
     def valid_end(self, reported: int) -> int:
-        """The valid end, given what agents have ``reported``; cached KV is valid in any case."""
+        """Return the valid end, from the one that agents have ``reported``; cached KV is valid in any case."""
         return max(self.matched_len, min(reported, self.end))
 
 
 class Reservations:
-    """All leases of this engine. ``max_blocks`` limits what they pin together: leases cannot be preempted."""
+    """All leases of this engine, which together pin at most ``max_blocks``: leases cannot be preempted."""
 
     def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
         self._scheduler = scheduler
@@ -61,7 +61,7 @@ class Reservations:
         return len(self._held)
 
     def check(self, lease: str, end: int) -> None:
-        """Raise :class:`NoSpace` for more than a lease can ever have, :class:`Conflict` for a lease that exists."""
+        """Raise :class:`NoSpace` for a lease that can never fit, :class:`Conflict` for a lease that exists."""
         if lease in self._held:
             raise Conflict(f"lease {lease} exists already", "lease")
         needed = self.blocks_for(end)
@@ -69,11 +69,11 @@ class Reservations:
             raise NoSpace(f"{needed} blocks exceed max_lease_share ({self._max_blocks} blocks)")
 
     def blocks_for(self, end: int) -> int:
-        """Number of blocks of a lease for ``end`` tokens."""
+        """Return the number of blocks of a lease for ``end`` tokens."""
         return self._tables.needed(end)
 
     def within_share(self, end: int) -> bool:
-        """Whether one more lease for ``end`` tokens is within the limit of all leases."""
+        """True if one more lease for ``end`` tokens is within the limit of all leases."""
         return self._pinned() + self.blocks_for(end) <= self._max_blocks
 
     def _pinned(self) -> int:
@@ -85,19 +85,19 @@ class Reservations:
         """Reserve blocks for a prompt, if ``needed_before`` free blocks remain.
 
         ``owner`` is a vLLM request of the prompt's tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed.
-        Raises :class:`NoSpace`; then nothing stays taken.
+        Raises :class:`NoSpace`; then no blocks stay allocated.
         """
         try:
             matched = self._allocate(owner, len(prompt.tokens), needed_before)
         except NoSpace:
-            self._manager.free(owner)  # with windows or states, vLLM has entered it, without blocks
+            self._manager.free(owner)  # with windows or states, vLLM has registered the owner, without blocks
             raise
         held = self._held[lease] = Held(owner, prompt, matched)
         return self._reserved(held)
 
     def _reserved(self, held: Held) -> ReservedBlocks:
         size, request_id = self._block_size, held.owner.request_id
-        # Its filler makes the lease's end a place to resume at, while a request of just these tokens resumes before
+        # The filler makes the lease's end a place to resume at, while a request of only these tokens resumes before
         # that. vLLM keeps the windows and states that such places need, and has one field for another place.
         held.owner.shared_prefix_boundary = self._tables.resumed_at(held.end)
         held.num_blocks = self._tables.held(request_id)
@@ -110,7 +110,7 @@ class Reservations:
         if self._tables.states:
             return self._allocate_with_states(owner, end, needed_before)
         computed, matched, _ = manager.get_computed_blocks(owner)
-        # A model whose blocks are zeroed has no windows, and counts everything from elsewhere as loaded.
+        # A model whose blocks are zeroed has no windows, and all tokens from elsewhere count as loaded.
         loaded = end if scheduler.needs_kv_cache_zeroing else max(matched, self._tables.resumed_at(end))
         self._take_slots(
             owner,
@@ -147,12 +147,13 @@ class Reservations:
         return matched
 
     def _take_first_state_to_decode_into(self, owner: VLLMRequest, end: int) -> None:
-        # vLLM allocates none before the step that needs it, and a holder of blocks must not wait for another.
+        # vLLM allocates no block for it before the step that needs it, and a request that holds blocks must not wait
+        # for another.
         if self._tables.missing(owner.request_id, end):
             self._manager.allocate_slots(owner, end + 1, delay_cache_blocks=True)
 
     def _take_slots(self, owner: VLLMRequest, num_tokens: int, more: int, needed_before: int, **how: Any) -> None:
-        """Make vLLM allocate ``more`` blocks, for ``num_tokens`` to be computed here. Raises :class:`NoSpace`."""
+        """Make vLLM allocate ``more`` blocks; this engine computes ``num_tokens`` itself. Raises :class:`NoSpace`."""
         scheduler, pinned, most = self._scheduler, self._pinned(), self._max_blocks
         if pinned + more > most:
             raise NoSpace(f"{more} blocks on top of {pinned} under lease exceed max_lease_share ({most} blocks)")
@@ -173,10 +174,10 @@ class Reservations:
     def extend(
         self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed_before: int
     ) -> ReservedBlocks:  # fmt: skip
-        """Reserve more blocks for a lease, now or not at all, after its blocks. Returns all of them.
+        """Reserve more blocks for a lease, after its blocks, now or not at all. Return all of them.
 
-        ``owner`` and ``prompt`` replace the lease's, with whose tokens they begin. Raises :class:`NoSpace`,
-        :class:`BadRequest` or :class:`UnknownSequence`; the lease is unchanged then.
+        ``owner`` and ``prompt`` replace the lease's, and begin with the lease's tokens. Raises :class:`NoSpace`,
+        :class:`BadRequest` or :class:`UnknownSequence`; then the lease is unchanged.
         """
         held, end = self._held.get(lease), len(prompt.tokens)
         if held is None:
@@ -190,21 +191,22 @@ class Reservations:
         return self._reserved(held)
 
     def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
-        # As for a running request without computed tokens: otherwise vLLM would free blocks that leave a window, while
-        # peers may write there.
+        # Allocate as for a running request without computed tokens: otherwise vLLM would free blocks that leave a
+        # window, while peers may write there.
         if self._tables.states:
             with self._tables.written_by_peers():
                 self._take_slots(owner, end, more, needed_before + len(self._tables.states))
                 self._take_first_state_to_decode_into(owner, end)
         elif self._scheduler.needs_kv_cache_zeroing:
-            raise NoSpace("blocks of this model are zeroed before use, so its leases are not extended: take a new one")
+            raise NoSpace("blocks of this model are zeroed before use, so leases cannot be extended: reserve again")
         else:
             self._take_slots(owner, end, more, needed_before)
 
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far available in the prefix cache; the lease stays open.
 
-        Raises :class:`EngineError` if it is not of the lease's tokens: it would be found under wrong hashes.
+        Raises :class:`EngineError` if the KV does not belong to the lease's tokens: it would be found under wrong
+        hashes.
         """
         held = self._held.get(lease)
         if held is None:
@@ -214,7 +216,7 @@ class Reservations:
         self._cache(held, held.owner, valid.end)
 
     def _cache(self, held: Held, request: VLLMRequest, valid_end: int) -> None:
-        """Make a lease's KV available; ``request`` has its blocks.
+        """Make a lease's KV available in the prefix cache; ``request`` has its blocks.
 
         In a model with states, KV is useless without the state at the lease's end, and before all of the lease has
         arrived a state's block may belong to another position.
@@ -226,7 +228,7 @@ class Reservations:
         self._manager.cache_blocks(request, valid_end)
 
     def release(self, lease: str, valid_end: int) -> int:
-        """Free the blocks of an ended lease; received KV stays as prefix cache. Returns its valid end.
+        """Free the blocks of an ended lease; received KV stays in the prefix cache. Return its valid end.
 
         Raises :class:`UnknownSequence` for an unknown lease.
         """
@@ -239,8 +241,8 @@ class Reservations:
         """Hand the blocks of an ended lease over to the request that decodes with them.
 
         Leaves the request as vLLM leaves one whose asynchronous load has finished: blocks attached,
-        ``num_computed_tokens`` set, queued among those that hold KV. A lease that has ended otherwise in the meantime
-        is not an error: the request then computes everything itself.
+        ``num_computed_tokens`` set, queued among requests that hold KV. A lease that has ended otherwise in the
+        meantime is not an error: the request then computes everything itself.
         """
         if lease not in self._held:
             return
@@ -255,21 +257,21 @@ class Reservations:
         request.num_computed_tokens = computed
         self._cache(held, request, computed)
         self._count_prefill(request, held.matched_len, computed)
-        # After a request that needs blocks, one that holds blocks would wait for ever.
+        # Behind a request that needs blocks, a request that holds blocks would wait for ever.
         self._scheduler.waiting.remove_request(request)
         self._scheduler.kv_holding_waiting.add_request(request)
 
     def _can_continue(self, held: Held, request: VLLMRequest, computed: int) -> bool:
-        """Whether ``request`` may continue at position ``computed`` in the reserved blocks.
+        """True if ``request`` may continue at position ``computed`` in the reserved blocks.
 
         It cannot write into a block that the prefix cache shares; that happens when all tokens are present and only the
         last one is computed again. Without the reservation, vLLM finds the same blocks in its cache and recomputes the
-        last one. Nor can it continue from half of what was reserved if layers have windows: blocks were reserved for
-        the last one. And a state belongs to the lease's end, not to an earlier position.
+        last one. If layers have windows, it cannot continue from a part of the reserved tokens either: blocks were
+        reserved for the last token. A state belongs to the lease's end, not to an earlier position.
         """
         if self._tables.states and computed != held.end:
             return False
-        if request.skip_reading_prefix_cache:  # it needs every position computed here, for example for prompt_logprobs
+        if request.skip_reading_prefix_cache:  # it needs every position computed here, as for prompt_logprobs
             return False
         if computed == 0 or list(request.all_token_ids)[:computed] != held.prompt.tokens[:computed]:
             return False
@@ -300,7 +302,7 @@ class Reservations:
 
 
 def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
-    """Whether the same weights compute both: vLLM's comparison uses the name only."""
+    """True if the same weights compute both requests: vLLM's comparison uses only the name."""
     (mine, theirs) = (request.lora_request for request in (one, other))
     if mine is None or theirs is None:
         return mine is theirs
@@ -310,7 +312,7 @@ def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
 
 
 def same_features(one: VLLMRequest, other: VLLMRequest, end: int) -> bool:
-    """Whether both have the same images and the like among the first ``end`` tokens."""
+    """True if both requests have the same images and the like among the first ``end`` tokens."""
     (mine, theirs) = (
         [
             (feature.identifier, feature.mm_position.offset, feature.mm_position.length)

@@ -1,10 +1,10 @@
-"""Requests that start with output tokens that another engine generated: the scheduler's half.
+"""Requests that start with output tokens of another engine: the scheduler's half.
 
-vLLM does most of it: ``Request.append_output_token_ids`` makes a request equal to a preempted one, so ``max_tokens``,
-``min_tokens`` and stop conditions count the output. Three things remain. The grammar of a structured output must have
-accepted the output, or its part after the reasoning if there is a reasoning parser; the worker, which expects no output
-in new requests, must be notified (:mod:`~tercet.vllm_plugin.worker.model_runner`); and cached tokens are counted here,
-since vLLM assumes that they are not more than the prompt.
+vLLM does most of the work: ``Request.append_output_token_ids`` makes a request equal to a preempted one, so
+``max_tokens``, ``min_tokens`` and stop conditions count the output. Three tasks remain. The grammar of a structured
+output must accept the output, or its part after the reasoning if there is a reasoning parser. The worker, which expects
+no output in new requests, must be notified (:mod:`~tercet.vllm_plugin.worker.model_runner`). Cached tokens are counted
+here, since vLLM assumes that they are not more than the prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ResumedRequests:
         return len(self._waiting)
 
     def begin(self, request: VLLMRequest, output: list[int]) -> None:
-        """Make ``request`` continue after ``output``; called before it is first scheduled."""
+        """Make ``request`` continue after ``output``; call this before it is first scheduled."""
         request.append_output_token_ids(list(output))
         start_grammar_after(self._scheduler.structured_output_manager, request, output)
         self._waiting[request.request_id] = output
@@ -52,7 +52,7 @@ class ResumedRequests:
             request = self._scheduler.requests[request_id]
             if request.prefill_stats is None and request.num_preemptions == 0:
                 request.prefill_stats = PrefillStats()
-                # All earlier tokens count as prefilled, the output too: the rest is what is computed.
+                # All earlier tokens, including output, count as prefilled: only the rest is computed.
                 request.prefill_stats.set(request.num_tokens, starting[request_id], 0)
 
     def forget(self, request_id: str) -> None:
@@ -61,10 +61,11 @@ class ResumedRequests:
 
 
 def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, output: Sequence[int]) -> None:
-    """Make the request's grammar, which vLLM compiles in the background, start after ``output``, which ``request`` has.
+    """Make the request's grammar, which vLLM compiles in the background, start after ``output``.
 
-    If vLLM's manager has a reasoning parser, the grammar does not cover the reasoning, nor the token that ends it. If
-    the output ends before that, the grammar starts where vLLM sees the reasoning end.
+    ``request`` already contains ``output``. If vLLM's manager has a reasoning parser, the grammar covers neither the
+    reasoning nor the token that ends it. If the output ends before that, the grammar starts where vLLM sees the
+    reasoning end.
     """
     structured = request.structured_output_request
     if structured is None:

@@ -1,4 +1,4 @@
-"""The scheduler's half: handling of Tercet's requests, and each step's orders to the workers."""
+"""The scheduler's half of the connector: handling of Tercet's requests, and each step's orders to the workers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class SchedulerSide:
-    """State of one scheduler for other engines. Everything here runs on the scheduler's thread.
+    """State of one scheduler for other engines. All methods run on the scheduler's thread.
 
-    ``max_lease_blocks`` limits what leases pin together; ``tables`` publishes the places of sequences, if possible.
+    ``max_lease_blocks`` limits the blocks that leases pin together; ``tables`` publishes where the KV of sequences is,
+    if that is possible.
     """
 
     def __init__(self, scheduler: Scheduler, max_lease_blocks: int, tables: TablePublisher | None) -> None:
@@ -33,7 +34,7 @@ class SchedulerSide:
         self.tables = tables
 
     def begin(self, request: VLLMRequest, params: TercetParams) -> None:
-        """A request arrived that sends its KV, uses a reservation, or continues output from another engine."""
+        """Begin a request that sends its KV, uses a reservation, or continues output from another engine."""
         if params.send is not None:
             self.sends.begin(request, params.send)
         if params.seq is not None and params.seq.output:
@@ -55,13 +56,13 @@ class SchedulerSide:
         return metadata
 
     def stepped(self) -> None:
-        """A step has ended, and its results are counted."""
+        """Record that a step has ended and that its results are counted."""
         self.sends.stepped()
         if self.tables is not None:
             self.tables.publish()
 
     def finished(self, request_id: str) -> None:
-        """A request has ended. vLLM frees its blocks; those being sent stay pinned by the send."""
+        """Forget a request that has ended. vLLM frees its blocks; a send keeps its own blocks pinned."""
         self.resumed.forget(request_id)
         if self.tables is not None:
             self.tables.forget(request_id)

@@ -1,8 +1,8 @@
-"""SendPlanner: requests whose KV goes to another engine while it is computed.
+"""Sends of requests whose KV goes to another engine while it is computed.
 
-Runs on the scheduler's thread, and never calls an agent. Per step it plans which blocks have become complete and pins
-them; a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted, before its last byte is
-sent.
+This code runs on the scheduler's thread, and never calls an agent. In each step it plans which blocks have become
+complete, and pins them; a pin lasts until :meth:`SendPlanner.end`, since the request may finish, or be preempted,
+before its last byte is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sending:
-    """One send. Of each group, blocks below ``next_block`` (an index into its block table) have been planned."""
+    """One send. In each group, blocks below ``next_block`` (an index into its block table) have been planned."""
 
     params: SendParams
     next_block: list[int]
@@ -45,9 +45,8 @@ class SendPlanner:
         self._block_size = self._tables.block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
-        self._steps = 0  # steps that were planned, and have not ended
-        # An end that overtakes its own request in the input queue must count; limited, since some requests never
-        # arrive.
+        self._steps = 0  # steps that were planned and have not ended
+        # Ids of sends whose end overtook the request in the input queue; limited, since some requests never arrive.
         self._ended_early: deque[str] = deque(maxlen=1024)
 
     def __len__(self) -> int:
@@ -64,7 +63,7 @@ class SendPlanner:
         self._by_request[request.request_id] = sending
 
     def _compute_what_is_gone(self, request: VLLMRequest, params: SendParams) -> None:
-        """Let a request compute from its beginning if it would continue after blocks that the receiver needs.
+        """Make a request compute from its beginning if it would continue after blocks that the receiver needs.
 
         The prefix cache keeps only the parts of a window that some positions look back at, and a receiver whose lease
         has grown may need more.
@@ -88,7 +87,7 @@ class SendPlanner:
                 self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
 
     def stepped(self) -> None:
-        """The first of the planned steps has ended; one that was planned before this object is not counted."""
+        """Record that the first of the planned steps has ended; steps planned before this object do not count."""
         self._steps = max(0, self._steps - 1)
 
     def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
@@ -108,10 +107,10 @@ class SendPlanner:
             del self._by_request[request.request_id]
 
     def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
-        """Pin a send's next blocks, up to a position in their tables; returns what to push.
+        """Pin a send's next blocks, up to a position in their tables; return the pushes.
 
         Blocks that vLLM has freed, since they left a window, are left out, and those before them: a push fills
-        consecutive slots. A receiver that needs them refuses the send's end, which is incomplete.
+        consecutive slots. A receiver that needs them refuses the send's end, since the send is incomplete.
         """
         base, found = sending.params.base // self._block_size, list[Push]()
         for group, table in enumerate(tables):
@@ -127,12 +126,12 @@ class SendPlanner:
         return found
 
     def push_cached(self, probe: VLLMRequest, params: SendParams) -> list[Push] | None:
-        """Pin ``[begin, end)`` if all of it is here by now; returns what to push without a forward pass.
+        """Pin ``[begin, end)`` if all of it is here; return the pushes, which need no forward pass, or None.
 
-        That is so if it is in the prefix cache, or if a request that runs here has computed it: then the block that
-        this request is still filling is sent as it is, since later tokens do not change the bytes of earlier ones.
-        States are sent from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more, used
-        for the look-up only.
+        All of it is here if it is in the prefix cache, or if a request that runs here has computed it: then the block
+        that this request is still filling is sent as it is, since later tokens do not change the bytes of earlier ones.
+        States are sent from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more; it
+        is used only for the look-up.
         """
         firsts, until = self._first_blocks(params), -(-params.end // self._block_size)
         for found in (self._cached(probe, params.end), self._running(probe, params.end)):
@@ -149,9 +148,9 @@ class SendPlanner:
     def _completed(
         self, probe: VLLMRequest, full: int, group: int, table: Sequence[KVCacheBlock]
     ) -> Sequence[KVCacheBlock]:
-        """A group's blocks of the probe's tokens, including those that left its window but not the prefix cache.
+        """Return a group's blocks of the probe's tokens, including those that left its window but not the prefix cache.
 
-        The first ``full`` blocks have only tokens that are sent.
+        The first ``full`` blocks contain only tokens that are sent.
         """
         pool, hashes = self._manager.block_pool, probe.block_hashes
         if self._steps_in_flight():
@@ -168,17 +167,18 @@ class SendPlanner:
         return computed.blocks if matched >= end else None
 
     def _steps_in_flight(self) -> bool:
-        """Whether the prefix cache may have blocks of steps that have not run yet, under asynchronous scheduling.
+        """True if the prefix cache may have blocks of steps that have not run yet, under asynchronous scheduling.
 
-        Requests do not tell: an aborted one is removed, while a step still computes blocks that others find.
+        The list of requests does not show this: an aborted request is removed, while a step still computes blocks that
+        others find.
         """
         return self._steps > 0
 
     def _running(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
-        """The blocks of a request that runs and has computed the probe's first ``end`` tokens.
+        """Return the blocks of a request that runs and has computed the probe's first ``end`` tokens; None without one.
 
-        A step that was planned may not have run yet. A request whose first step has not ended (it still has the
-        statistics for its first output) may use blocks that another request's step is computing.
+        A planned step may not have run yet. A request whose first step has not ended (it still has the statistics for
+        its first output) may use blocks that another request's step is computing.
         """
         tokens = probe._all_token_ids[:end]
         for request in self._scheduler.running:
@@ -193,15 +193,15 @@ class SendPlanner:
             ):
                 tables = self._tables.of(request.request_id)
                 for group in self._tables.states:
-                    # Its state is that of the tokens computed by now, and changes with every step.
+                    # The request's state belongs to the tokens computed so far, and changes with every step.
                     tables[group] = [self._manager.block_pool.null_block] * len(tables[group])
                 return tables
         return None
 
     def end(self, send_id: str) -> None:
-        """Stop a send, done or not, and unpin its blocks, which the agents have stopped reading: they may be rewritten.
+        """Stop a send, done or not, and unpin its blocks, which may then be rewritten: no agent reads them any more.
 
-        Raises :class:`UnknownSequence` if its request has not arrived; it is then refused when it does.
+        Raises :class:`UnknownSequence` if its request has not arrived; the request is refused when it arrives.
         """
         sending = self._sending.pop(send_id, None)
         if sending is None:

@@ -1,9 +1,9 @@
-"""Publishes the core's running sequences with each step, so that they are known when the core is stuck.
+"""Publication of the core's running sequences with each step, so that they are known when the core is stuck.
 
-Runs on the scheduler's thread. KV of a running request is rewritten only after its blocks were freed and allocated
-again from the block pool. So before the pool allocates anything, what was published is revoked
-(:meth:`~tercet.vllm_plugin.edge.block_tables.BlockTableWriter.revoke`), and guaranteed again once the step that took
-the blocks is planned.
+This code runs on the scheduler's thread. KV of a running request is rewritten only after its blocks were freed and
+allocated again from the block pool. Therefore, before the pool allocates anything, the published tables are revoked
+(:meth:`~tercet.vllm_plugin.edge.block_tables.BlockTableWriter.revoke`); they are guaranteed again once the step that
+took the blocks is planned.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ EPOCH_BITS = 48
 
 @dataclass
 class Followed:
-    """A request that decodes for a sequence. ``blocks`` are those in ``rows``; each group of layers has one.
+    """A request that decodes for a sequence. ``blocks`` are those in ``rows``; each group of layers has one row.
 
-    ``since`` is the number of computed tokens when it was first seen running, after ``preemptions``.
+    ``since`` is the number of computed tokens when the request was first seen running, after ``preemptions``.
     """
 
     request: VLLMRequest
@@ -47,7 +47,7 @@ class Followed:
 
 
 class TablePublisher:
-    """Publishes the block tables of the requests that it follows, at ``place``."""
+    """Publisher of the block tables of the requests that it follows, at ``place``."""
 
     def __init__(self, scheduler: Scheduler, writer: BlockTableWriter, place: TablePlace) -> None:
         self.place = place
@@ -66,10 +66,10 @@ class TablePublisher:
 
     @classmethod
     def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]], machines: int) -> TablePublisher | None:
-        """Return a publisher for the core of ``scheduler``, whose words are at these places, by rank.
+        """Return a publisher for the core of ``scheduler``; ``words`` are the places of the core's words, by rank.
 
-        Returns None, with a warning, if they cannot be written from here, as on several ``machines``, or if the model's
-        layers keep states, which a stuck step may have changed in some layers: then nothing is published.
+        Returns None, with a warning, if the words cannot be written from here, as on several ``machines``, or if the
+        model's layers keep states, which a stuck step may have changed in some layers: then nothing is published.
         """
         tables = GroupTables(scheduler.kv_cache_manager)
         if tables.states:
@@ -78,7 +78,7 @@ class TablePublisher:
                 "the model's layers keep states"
             )
             return None
-        if machines > 1:  # a path there may be another file here
+        if machines > 1:  # the same path may be another file on this machine
             logger.warning(
                 "sequences of this engine cannot be moved with their KV while its core is stuck: "
                 "it has ranks on other machines"
@@ -102,7 +102,7 @@ class TablePublisher:
         return cls(scheduler, BlockTableWriter(table, place.shape, turn, 1 + secrets.randbits(EPOCH_BITS)), place)
 
     def follow(self, request: VLLMRequest, owner: int) -> None:
-        """Publish a request from its first step on, under the API server's number of it."""
+        """Publish a request from its first step on, under the API server's number for it."""
         self._followed[request.request_id] = Followed(request, owner)
 
     def forget(self, request_id: str) -> None:
@@ -113,12 +113,12 @@ class TablePublisher:
             self._withdraw(found)
 
     def publish_planned(self) -> None:
-        """A step is planned, and has its blocks."""
+        """Publish the tables after a step was planned and has its blocks, unless they are still valid."""
         if not self._writer.stands:
             self.publish()
 
     def publish(self) -> None:
-        """Publish what is computed by now."""
+        """Publish the tokens computed so far."""
         if self._followed:
             verify = not self._writer.stands
             self._writer.begin()
@@ -134,8 +134,9 @@ class TablePublisher:
             each.preemptions = request.num_preemptions
             if not running:
                 return
-        # Under asynchronous scheduling, blocks that it found in the prefix cache may belong to another request's step
-        # that has not run. Its own step adds tokens after them; once that has run, the earlier ones have run, too.
+        # Under asynchronous scheduling, blocks that the request found in the prefix cache may belong to another
+        # request's step that has not run. Its own step adds tokens after them; once that step has run, the earlier
+        # steps have run, too.
         if each.since is None:
             each.since = request.num_computed_tokens
         computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -154,7 +155,7 @@ class TablePublisher:
             self._writer.computed(row, computed)
 
     def _enter(self, each: Followed) -> bool:
-        """Rows for a sequence, for all of its groups or none."""
+        """Add the rows of a sequence, for all of its groups or for none; return whether there was room."""
         for group in range(len(self._blocks_of)):
             row = self._writer.enter(row_owner(each.owner, group, self.place.shape))
             if row is None:

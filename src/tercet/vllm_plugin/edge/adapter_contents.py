@@ -1,7 +1,7 @@
-"""Contents of a LoRA adapter's path: a digest of its files, which identifies its KV, and a stamp to detect changes.
+"""The contents of a LoRA adapter's path: a digest of its files, which identifies its KV, and a stamp to detect changes.
 
-vLLM names KV by an adapter's name and path. To give other contents at a path other names, their path is spelled
-differently: ``/models/a/.`` opens the same directory as ``/models/a``.
+vLLM names KV by an adapter's name and path. To give KV of other contents at the same path another name, the path is
+spelled differently: ``/models/a/.`` opens the same directory as ``/models/a``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of the directory ``root``: ``digest`` of its files, and ``stamp``, which changes when they do."""
+    """The contents of the directory ``root``: ``digest`` of its files, and ``stamp``, which changes with the files."""
 
     root: str
     digest: str
@@ -37,11 +37,11 @@ class Contents:
 
     @property
     def are_there(self) -> bool:
-        """Whether the files are still those that were read."""
+        """True if the files are still those that were read."""
         return _stamp(self.stamp) == self.stamp
 
     def spellings(self, path: str) -> Iterator[str]:
-        """Yield ``path``, and then ever more spellings of the same directory."""
+        """Yield ``path``, and then an endless series of other spellings of the same directory."""
         yield path
         spelled = self.root
         while True:
@@ -70,7 +70,7 @@ def read_contents(path: str) -> Contents:
 
 
 def _stamp(of: Stamp) -> Stamp:
-    """The present files of a stamp; a missing file has none."""
+    """Return the present stamp of the files in ``of``, without missing files."""
     found: list[tuple[str, int, int, int]] = []
     for file, *_ in of:
         try:

@@ -1,16 +1,16 @@
-"""LoRA adapters of this engine: its adapters by name, and whether their contents are unchanged.
+"""LoRA adapters of this engine, by name, and whether their contents are unchanged.
 
-Relies on ``OpenAIServingModels.lora_requests`` being what vLLM's own API finds adapters in, on its methods
+Relies on ``OpenAIServingModels.lora_requests`` being the table in which vLLM's own API finds adapters, on its methods
 ``load_lora_adapter`` and ``unload_lora_adapter`` answering with an object that has an ``error`` if they refuse, on its
 ``lora_id_counter`` giving numbers that no adapter has had, on adapters being loaded at run time only by
-``AsyncLLM.add_lora``, and on ``OutputProcessor.request_states`` being all requests that have not ended.
+``AsyncLLM.add_lora``, and on ``OutputProcessor.request_states`` containing all requests that have not ended.
 
 vLLM names KV by an adapter's name and path. The contents at the path may change, so here KV is named by a digest of the
 files, other contents get another path (:mod:`~tercet.vllm_plugin.edge.adapter_contents`), and an adapter whose files
 have changed since it was loaded is not served.
 
 vLLM's ``load_inplace`` puts other weights under the number of an adapter that has requests: they continue with KV of
-the old ones, and from then on each step reads the files again. So here an adapter that is loaded in place gets a new
+the old weights, and from then on each step reads the files again. So here an adapter that is loaded in place gets a new
 number, and its old contents are not replaced while they are in use.
 """
 
@@ -39,7 +39,7 @@ Load = Callable[..., Awaitable[Any]]
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter as the core needs it: vLLM's name, number and path for it, and the digest of its contents."""
+    """An adapter, as the core needs it: vLLM's name, number and path, and the digest of its contents."""
 
     name: str
     number: int
@@ -48,12 +48,12 @@ class Adapter(msgspec.Struct, frozen=True):
     is_3d: bool = False
 
     def to_vllm(self) -> LoRARequest:
-        """vLLM's record of the adapter: KV gets the same names with either."""
+        """Return vLLM's record of the adapter. KV has the same names with either record."""
         return LoRARequest(self.name, self.number, self.path, is_3d_lora_weight=self.is_3d)
 
 
 def digest_of(adapter: Adapter | None) -> str:
-    """Digest that identifies an adapter's KV; empty for the base model."""
+    """Return the digest that identifies an adapter's KV; empty for the base model."""
     return "" if adapter is None else adapter.digest
 
 
@@ -70,13 +70,13 @@ class Adapters:
         self._reading, self._changing = asyncio.Lock(), asyncio.Lock()
 
     def count_users(self, names: Callable[[], Iterable[str | None]]) -> None:
-        """Register ``names``, which returns the adapters in use: their contents are not replaced then."""
+        """Register ``names``, which returns the names of adapters in use: their contents are not replaced."""
         self._users.append(names)
 
     async def watch(self, client: AsyncLLM) -> None:
-        """Read the contents of every adapter when vLLM loads it, including those loaded later.
+        """Read the contents of every adapter when vLLM loads it, including adapters that are loaded later.
 
-        A digest that is read later could be of other files than those that were loaded.
+        A digest that is read later could belong to other files than those that were loaded.
         """
         self.count_users(lambda: [each.lora_name for each in client.output_processor.request_states.values()])
         if self.most:
@@ -96,7 +96,7 @@ class Adapters:
             try:
                 return await load(lora_request)
             except BaseException:
-                if not known:  # nothing was computed with it, so its files may be corrected
+                if not known:  # nothing was computed with the adapter, so its files may be corrected
                     self._met.pop(key, None)
                 raise
 
@@ -127,7 +127,7 @@ class Adapters:
         return await load(request.model_copy(update={"lora_path": spelled}), base_model_name)
 
     def _still_there(self, known: LoRARequest, found: Contents) -> bool:
-        """Whether the contents ``found`` at an adapter's path are those that it was loaded from."""
+        """True if the contents ``found`` at an adapter's path are those that it was loaded from."""
         key = known.lora_name, known.lora_path
         met = self._met.get(key)
         if met is None or met.digest != found.digest:
@@ -136,7 +136,7 @@ class Adapters:
         return True
 
     def _spelled(self, name: str, path: str, found: Contents) -> str:
-        """The path by which vLLM names KV of these contents only."""
+        """Return a path by which vLLM names only KV of these contents."""
         named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
         spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
         if met is not None:
@@ -145,7 +145,7 @@ class Adapters:
         return spelled
 
     def _path_of(self, known: LoRARequest) -> str:
-        """An adapter's path, in the caller's spelling."""
+        """Return an adapter's path, in the caller's spelling."""
         return self._given.get(known.lora_path, known.lora_path)
 
     def _require_unused(self, name: str) -> None:
@@ -157,10 +157,10 @@ class Adapters:
             )
 
     async def find(self, name: str | None, digest: str = "") -> Adapter | None:
-        """Return the adapter of that name; None for the base model. Without a ``digest``, any contents are accepted.
+        """Return the adapter called ``name``; None for the base model. Without a ``digest``, any contents are accepted.
 
-        Raises :class:`~tercet.protocol.UnknownAdapter`, also for another digest, and :class:`~tercet.protocol.Conflict`
-        if its files have changed.
+        Raises :class:`~tercet.protocol.UnknownAdapter`, also if the adapter has another digest, and
+        :class:`~tercet.protocol.Conflict` if its files have changed.
         """
         if name is None:
             return None
@@ -180,7 +180,10 @@ class Adapters:
         return UnknownAdapter(f"adapter: this engine has no adapter {name!r}; {why}", "adapter")
 
     async def reports(self) -> tuple[AdapterReport, ...]:
-        """Adapters that can be served; the others have changed files or cannot be read, which their users are told."""
+        """Return the adapters that can be served.
+
+        Others have changed files, or cannot be read: their users get an error.
+        """
         found: list[AdapterReport] = []
         for name in list(self._known()):
             with suppress(UnknownAdapter, Conflict, BadRequest):
@@ -188,10 +191,10 @@ class Adapters:
         return tuple(found)
 
     async def load(self, name: str, path: str) -> AdapterReport:
-        """Make vLLM load an adapter; nothing changes if it has the same one already.
+        """Make vLLM load an adapter; do nothing if the same adapter is already loaded.
 
         Raises :class:`~tercet.protocol.Unauthorized` unless vLLM's own variable allows it,
-        :class:`~tercet.protocol.Conflict` for a name in use, or changed contents, and
+        :class:`~tercet.protocol.Conflict` for a name in use or for changed contents, and
         :class:`~tercet.protocol.BadRequest` for files that vLLM cannot load.
         """
         self._require_loading()
@@ -206,7 +209,7 @@ class Adapters:
             return await self._reported(name)
 
     async def replace(self, name: str, path: str) -> AdapterReport:
-        """Use a name for the contents of ``path`` from now on; a new name is loaded.
+        """Use a name for the contents of ``path`` from now on; load it if the name is new.
 
         Raises as :meth:`load` does, and :class:`~tercet.protocol.Conflict` while other contents of that name are in
         use; then nothing changes.
@@ -238,7 +241,7 @@ class Adapters:
         _require_done(await self._models().unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name)))
 
     def load_of(self, processor: Any) -> AdapterLoad | None:
-        """The adapters in use now, as known to vLLM's ``OutputProcessor``; None if the engine serves none."""
+        """Return the adapters in use now, from vLLM's ``OutputProcessor``; None if the engine serves no adapters."""
         if not self.most:
             return None
         used = sorted(processor.lora_states.requests.items())
@@ -258,7 +261,7 @@ class Adapters:
         return Adapter(name, request.lora_int_id, path, contents.digest, request.is_3d_lora_weight)
 
     async def _contents(self, request: LoRARequest) -> Contents:
-        """The contents when an adapter of this name was first met at its path, which may be now."""
+        """Return the contents that an adapter of this name had when it was first used at its path, which may be now."""
         key = request.lora_name, request.lora_path
         if key not in self._met:
             async with self._reading:

@@ -1,9 +1,9 @@
-"""Calls of the verbs to the agents, from the API server's process: the only code that waits for an agent.
+"""Calls from the verbs to the agents, in the API server's process: the only code that waits for an agent.
 
-An agent may be slow, stopped or faulty. A grant or a push that it does not confirm soon has failed. The end of a lease
-or a send is a fence, which holds only once every agent has answered. It is awaited in the background for as long as it
-takes, and in that time the blocks stay pinned. Nothing can leak: a stopped agent answers when it continues, and a dead
-agent ends its engine with all blocks.
+An agent may be slow, stopped or faulty. A grant or a push that it does not confirm in time has failed. The end of a
+lease or a send is a fence, which holds only once every agent has answered. The answer is awaited in the background
+without a timeout; until it arrives, the blocks stay pinned. Nothing can leak: a stopped agent answers when it
+continues, and a dead agent ends its engine with all blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tercet.vllm_plugin.edge import agent_metrics
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 3.0
-"""Timeout of an agent's answer to a grant or a push."""
+"""Timeout of an agent's answer to a grant or a push, in seconds."""
 RETRY_SECONDS = 1.0
 LOGGED_SECONDS = 5.0
 
@@ -27,10 +27,10 @@ Asked = GrantLease | ExtendLease | PushCached | RevokeLease | CancelSend
 
 
 class AgentChannel(Protocol):
-    """One agent. Commands run in the order of the calls, even if the answer is not awaited."""
+    """The channel to one agent. Commands run in the order of the calls, even if the answer is not awaited."""
 
     def call(self, command: Asked) -> asyncio.Future[Any]:
-        """Send a command; the future has the answer, or :class:`~tercet.protocol.EngineError`."""
+        """Send a command; the future gets the answer, or :class:`~tercet.protocol.EngineError`."""
         ...
 
 
@@ -46,23 +46,24 @@ class AgentCalls:
     async def grant(self, grant: GrantLease | ExtendLease) -> None:
         """Open or extend a lease on every rank.
 
-        Raises :class:`~tercet.protocol.EngineError` if one rank fails: the caller must then revoke the lease on all.
+        Raises :class:`~tercet.protocol.EngineError` if one rank fails: then the caller must revoke the lease on all
+        ranks.
         """
         await self._now([grant] * len(self._agents))
 
     async def push(self, pushes: Sequence[PushCached]) -> None:
-        """Push ``pushes[rank]`` on each rank; raises as :meth:`grant` does: the caller must then cancel the send."""
+        """Push ``pushes[rank]`` on each rank. Raises as :meth:`grant` does; then the caller must cancel the send."""
         await self._now(pushes)
 
     async def revoke(self, lease: str) -> int:
-        """Refuse a lease from now on; returns how far its KV is valid on all ranks, once no rank writes under it.
+        """Refuse a lease from now on; once no rank writes under it, return how many tokens' KV is valid on all ranks.
 
         There is no timeout.
         """
         return min(await self._fence(RevokeLease(lease)))
 
     async def cancel(self, send_id: str) -> None:
-        """Stop a send; returns once no rank reads its blocks. There is no timeout."""
+        """Stop a send; return once no rank reads its blocks. There is no timeout."""
         await self._fence(CancelSend(send_id))
 
     async def _now(self, commands: Sequence[Asked]) -> None:
@@ -92,4 +93,4 @@ class AgentCalls:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _say_late(self, command: RevokeLease | CancelSend) -> None:
-        logger.warning("a KV agent has not answered for %.0f s; its blocks wait for it: %s", LOGGED_SECONDS, command)
+        logger.warning("a KV agent has not answered for %.0f s; its blocks stay pinned: %s", LOGGED_SECONDS, command)

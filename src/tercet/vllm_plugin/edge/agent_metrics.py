@@ -1,4 +1,4 @@
-"""Tercet's part of this engine's ``/metrics``: counters of the agents, as the liveness probe reads them."""
+"""Tercet's part of this engine's ``/metrics``: the agents' counters, which the liveness probe reads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 
 NOW = {
-    "connections": "Connections from senders that are open.",
-    "sessions_in": "Senders that are connected.",
-    "sessions_out": "Receivers that this rank is connected to.",
+    "connections": "Open connections from senders.",
+    "sessions_in": "Connected senders.",
+    "sessions_out": "Receivers to which this rank is connected.",
     "sends_active": "Running sends.",
     "leases_open": "Leases under which KV may arrive.",
     "receives_active": "Sends of peers that have begun to arrive.",
@@ -27,7 +27,7 @@ TOTALS = {
     "bytes_received": "KV bytes received.",
     "chunks_received": "Chunks of KV received.",
     "chunks_refused": "Chunks of KV refused, most of them late.",
-    "receives_done": "Sends of peers that are in place.",
+    "receives_done": "Sends of peers that arrived completely.",
     "receives_refused": "Sends of peers that were incomplete.",
     "receives_dropped": "Sends of peers that were dropped before their end.",
     "connections_refused": "Connections that violated the protocol, did not know the secret, or exceeded the limit.",
@@ -42,13 +42,16 @@ sends_bypassing = Counter("tercet_sends_bypassing_core", "Sends of running seque
 
 
 class ProbeCollector(Collector):
-    """The last answers of the engine's processes. A scrape calls no process: it runs on the API server's event loop."""
+    """A collector of the last answers of the engine's processes.
+
+    A scrape calls no process, since it runs on the API server's event loop.
+    """
 
     def __init__(self, probe: LivenessProbe) -> None:
         self._probe = probe
 
     def collect(self) -> Iterable[Metric]:
-        """See ``prometheus_client``'s ``Collector``."""
+        """Yield the metrics: see ``prometheus_client``'s ``Collector``."""
         stalled = GaugeMetricFamily(
             "tercet_stalled_seconds", "Seconds since the last progress of a process of this engine."
         )
@@ -63,5 +66,5 @@ class ProbeCollector(Collector):
 
 
 def export(probe: LivenessProbe) -> None:
-    """Add the metrics to ``/metrics``; relies on vLLM serving ``prometheus_client``'s default registry."""
+    """Add the metrics to ``/metrics``. Relies on vLLM serving ``prometheus_client``'s default registry."""
     REGISTRY.register(ProbeCollector(probe))

@@ -1,4 +1,4 @@
-"""The edge's inbox for agents' reports: sends that ended, leases that were filled, receives of traced senders."""
+"""The edge's inbox for agents' reports: ended sends, filled leases, and receives of traced senders."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class SendInFlight:
 
 
 class AgentReports:
-    """Receives the reports of this engine's agents and passes each to its waiting caller.
+    """An inbox that receives the reports of this engine's agents and passes each one to its waiting caller.
 
     ``ranks`` agents report on each send and each lease, to ``host``; ``on_filled`` gets the reports on leases. Other
-    processes can connect, too, so a report contains the inbox's key, which only this engine's agents know.
+    processes can also connect, so a report contains the inbox's key, which only this engine's agents know.
     """
 
     def __init__(self, ranks: int, on_filled: Callable[[LeaseFilled], None], host: str = LOOPBACK) -> None:
@@ -84,12 +84,12 @@ class AgentReports:
 
     @property
     def address(self) -> str:
-        """Destination of agents' reports, with the inbox's key."""
+        """The destination of agents' reports, with the inbox's key."""
         return f"{self._address}#{self._key}"
 
     @contextmanager
     def sending(self) -> Generator[SendInFlight]:
-        """Register a new send to wait for; forgotten on exit."""
+        """Register a new send, whose end the caller awaits; forget it at the exit."""
         sending = SendInFlight(uuid.uuid4().hex, self._ranks)
         self._sends[sending.send_id] = sending
         try:
@@ -120,7 +120,7 @@ class AgentReports:
 
 
 def _tell_receive(done: ReceiveDone) -> None:
-    """A span of a receive, below its sender's on another engine, if this process exports spans."""
+    """Export a span of a receive, below its sender's span on another engine, if this process exports spans."""
     sink, ended = process.sink, done.ended
     sender = read_traceparent(ended.traceparent)
     if sink is None or sender is None:

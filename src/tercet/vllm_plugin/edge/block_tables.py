@@ -1,10 +1,10 @@
-"""Places of running sequences' KV, which an engine's core publishes with each step: a table in shared memory.
+"""Tables of running sequences' KV, in shared memory, which an engine's core publishes with each step.
 
-The API server's process reads it when the core is stuck, perhaps in the middle of a write. So a writer makes
-:data:`VERSION` odd while it changes anything, and a reader accepts what it has read only if that was even before and is
-the same after. A writer that is stopped within a change leaves it odd, and then nothing is found.
+The API server's process reads a table when the core is stuck, perhaps in the middle of a write. A writer therefore
+makes :data:`VERSION` odd while it changes anything, and a reader accepts its data only if the version was even before
+and is the same after. A writer that is stopped within a change leaves the version odd, and then nothing is found.
 
-:data:`EPOCH` tells how long the table is true. It is the number of the core's words
+:data:`EPOCH` shows how long the table is true. It is the number of the core's words
 (:mod:`tercet.transport.core_words`) that guarantee all blocks in the table, and 0 from the time when the core allocates
 a block again until it has updated the table: a block of the table may be among those, since the table still has
 sequences that ended after its last change.
@@ -38,7 +38,10 @@ class TableWords(Protocol):
 
 
 class TableShape(msgspec.Struct, frozen=True):
-    """``rows`` of at most ``row_blocks`` blocks; a sequence has one for each of the ``groups`` of layers."""
+    """The shape of a table: ``rows`` of at most ``row_blocks`` blocks.
+
+    A sequence has a row for each of the ``groups`` of layers.
+    """
 
     rows: int
     row_blocks: int
@@ -46,16 +49,16 @@ class TableShape(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of the table; memory is used only for what is written."""
+        """Size of the table in bytes; only written parts use memory."""
         return (HEAD + self.rows * (ROW_HEAD + self.row_blocks)) * WORD_BYTES
 
     def row(self, number: int) -> int:
-        """The index of a row's first word."""
+        """Return the index of a row's first word."""
         return HEAD + number * (ROW_HEAD + self.row_blocks)
 
 
 class TablePlace(msgspec.Struct, frozen=True):
-    """A table's file."""
+    """The file and the shape of a table."""
 
     path: str
     shape: TableShape
@@ -63,7 +66,7 @@ class TablePlace(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Residence:
-    """Place of one sequence's KV, or of one group of its layers: ``computed`` tokens have their KV in ``blocks``.
+    """The place of one sequence's KV, or of one group of its layers: ``computed`` tokens have their KV in ``blocks``.
 
     It is true as long as the words are those of ``epoch``.
     """
@@ -74,7 +77,10 @@ class Residence:
 
 
 class BlockTableWriter:
-    """The core's side. ``turn(epoch)`` gives its words the numbers of that epoch; the first one is ``epoch``."""
+    """The core's side of a table.
+
+    ``turn(epoch)`` gives its words the numbers of that epoch; the first one is ``epoch``.
+    """
 
     def __init__(self, words: TableWords, shape: TableShape, turn: Callable[[int], None], epoch: int) -> None:
         self._words, self._shape, self._turn, self._epoch = words, shape, turn, epoch
@@ -97,14 +103,14 @@ class BlockTableWriter:
         self._words[VERSION] = self._version
 
     def end(self) -> None:
-        """Guarantee the whole table: all of it is true."""
+        """End changes, and guarantee the whole table: all of it is true."""
         self.stands = True
         self._words[EPOCH] = self._epoch
         self._version += 1
         self._words[VERSION] = self._version
 
     def enter(self, owner: int) -> int | None:
-        """Add a row for a sequence, with nothing computed; None if there is none left."""
+        """Add a row for a sequence, with nothing computed, and return its number; None if no row is free."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -113,16 +119,16 @@ class BlockTableWriter:
         return row
 
     def leave(self, row: int) -> None:
-        """Free a row; this may be called at any time."""
+        """Free a row; call this at any time."""
         self._words[self._shape.row(row) + OWNER] = 0
         self._free.append(row)
 
     def computed(self, row: int, tokens: int) -> None:
-        """Set the number of computed tokens, in blocks that the row has."""
+        """Set the number of computed tokens, whose blocks the row has."""
         self._words[self._shape.row(row) + COMPUTED] = tokens
 
     def blocks(self, row: int, first: int, blocks: Iterable[int]) -> bool:
-        """Set the row's blocks from index ``first`` on; returns whether there was room for them."""
+        """Set the row's blocks from index ``first`` on; return False if there is no room for them."""
         at, count = self._shape.row(row), first
         for block in blocks:
             if count == self._shape.row_blocks:
@@ -134,13 +140,13 @@ class BlockTableWriter:
 
 
 class BlockTableReader:
-    """The API server's side."""
+    """The API server's side of a table."""
 
     def __init__(self, words: TableWords, shape: TableShape) -> None:
         self._words, self._shape = words, shape
 
     def find_all(self, owner: int) -> list[Residence] | None:
-        """Places of a sequence's KV, by group of layers; None if the table does not have all in one epoch."""
+        """Return the places of a sequence's KV, by group of layers; None unless the table has all in one epoch."""
         found = list[Residence]()
         for group in range(self._shape.groups):
             one = self.find(row_owner(owner, group, self._shape))
@@ -150,7 +156,7 @@ class BlockTableReader:
         return found
 
     def find(self, owner: int) -> Residence | None:
-        """The content of an owner's row; None if there is none, or it cannot be read now."""
+        """Return the contents of an owner's row; None if it has no row, or the table cannot be read now."""
         words = self._words
         for _ in range(TRIES):
             version = words[VERSION]
@@ -173,18 +179,18 @@ class BlockTableReader:
 
 
 def row_owner(sequence: int, group: int, shape: TableShape) -> int:
-    """The owner in the row of a sequence's group."""
+    """Return the owner in the row of a sequence's group."""
     return sequence * shape.groups + group
 
 
 def create_table(shape: TableShape) -> tuple[TableWords, TablePlace]:
-    """Make a table of this process, all zero, which others can find as long as this process lives."""
+    """Make a table of this process, all zero; other processes can open it as long as this process lives."""
     fd = create_sealed_file("tercet-tables", shape.nbytes)
     return memoryview(mmap.mmap(fd, shape.nbytes)).cast("q"), TablePlace(f"/proc/{os.getpid()}/fd/{fd}", shape)
 
 
 def open_table(place: TablePlace) -> BlockTableReader:
-    """Open the table of another process; raises ``OSError`` or ``ValueError`` if it does not exist."""
+    """Open the table of another process. Raises ``OSError`` or ``ValueError`` if it does not exist."""
     fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         mapped = mmap.mmap(fd, place.shape.nbytes, prot=mmap.PROT_READ)

@@ -1,9 +1,9 @@
-"""Finds the KV of running sequences for sends while the core is stuck and cannot answer.
+"""Look-up of running sequences' KV for sends while the core is stuck and cannot answer.
 
 The API server's process knows the tokens of every sequence that decodes here, since they passed through it. It lacks
 the place of their KV, which the core has published (:mod:`~tercet.vllm_plugin.core.table_publisher`). The blocks are
 not pinned: a send uses one of the core's words, so that a receiver accepts nothing from a block that the core has
-reallocated after waking up.
+reallocated after it continued.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NULL_BLOCK = 0
 
 
 class Bypass:
-    """Finds KV in the tables that the core has published, with blocks of ``block_size`` tokens."""
+    """A look-up of KV in the tables that the core has published, with blocks of ``block_size`` tokens."""
 
     def __init__(self, tables: BlockTableReader, block_size: int) -> None:
         self._tables = tables
@@ -28,9 +28,10 @@ class Bypass:
         self._epoch, self._used = 0, 0
 
     def find(self, owners: Iterable[int], params: SendParams) -> tuple[list[Push], int]:
-        """Pushes for a send of KV that any of ``owners`` has, and the core's word for it; it may begin at once.
+        """Return the pushes of a send of KV that one of ``owners`` has, and the core's word for the send.
 
-        Raises :class:`~tercet.protocol.EngineError` if the core has not published the place.
+        The send may begin at once. Raises :class:`~tercet.protocol.EngineError` if the core has not published the place
+        of the KV.
         """
         for owner in owners:
             found = self._tables.find_all(owner)
@@ -40,7 +41,7 @@ class Bypass:
         raise EngineError("the engine's core does not answer, and has not published the place of these tokens' KV")
 
     def _pushes(self, found: list[Residence], params: SendParams) -> list[Push] | None:
-        """A push for each group with requested KV; None if some of it is missing."""
+        """Return a push for each group with requested KV; None if some of it is missing."""
         base, until, pushes = params.base // self._block_size, -(-params.end // self._block_size), list[Push]()
         for group, each in enumerate(found):
             first = params.first_block(group, self._block_size)
@@ -52,10 +53,10 @@ class Bypass:
         return pushes
 
     def _word(self, epoch: int) -> int:
-        """One of the epoch's words, each of which is used for one send."""
+        """Return an unused word of the epoch: each word is used for one send."""
         if epoch != self._epoch:
             self._epoch, self._used = epoch, 0
         if self._used == CORE_WORDS:
-            raise EngineError(f"{CORE_WORDS} sends have bypassed the core since it is stuck, which is the limit")
+            raise EngineError(f"{CORE_WORDS} sends have bypassed the stuck core, which is the limit")
         self._used += 1
         return core_word(epoch, self._used - 1)

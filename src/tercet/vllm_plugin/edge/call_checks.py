@@ -1,4 +1,4 @@
-"""Checks at the edge, before a call reaches the engine's core, or a connection that others share."""
+"""Checks at the edge, before a call reaches the engine's core, or a connection that other calls share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LEASE = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of the engine's model: token ids below ``vocab_size``, and ``max_model_len`` tokens at most.
+    """The limits of the engine's model: token ids below ``vocab_size``, and at most ``max_model_len`` tokens.
 
     ``most_features`` has, for each kind, the largest number of images and the like in a prompt.
-    ``adapters_change_features`` tells whether an adapter changes how the model sees them.
+    ``adapters_change_features`` is True if an adapter changes how the model sees them.
     """
 
     vocab_size: int
@@ -45,7 +45,7 @@ class ModelLimits:
             )  # fmt: skip
 
     def check_output(self, tokens: list[int], output: list[int]) -> None:
-        """As :meth:`check_prompt`, for existing output."""
+        """Raise as :meth:`check_prompt` does, for output that exists already."""
         if output and max(output) >= self.vocab_size:
             raise BadRequest(f"output: token id {max(output)} is outside the vocabulary", "output")
         if output and len(tokens) + len(output) >= self.max_model_len:
@@ -55,7 +55,7 @@ class ModelLimits:
             )
 
     def check_features(self, tokens: list[int], features: Sequence[MultiModalFeature], adapter: str | None) -> None:
-        """As :meth:`check_prompt`, for the images and the like of a prompt."""
+        """Raise as :meth:`check_prompt` does, for the images and the like of a prompt."""
         require_placed(features, len(tokens))
         for modality, count in Counter(feature.modality for feature in features).items():
             most = self.most_features.get(modality)
@@ -65,7 +65,7 @@ class ModelLimits:
                 )
             if count > most:
                 raise BadRequest(
-                    f"mm_features: {count} of {modality}, and this engine accepts {most} in a prompt "
+                    f"mm_features: {count} of {modality}, and this engine accepts at most {most} in a prompt "
                     "(--limit-mm-per-prompt)",
                     "mm_features",
                 )
@@ -78,7 +78,7 @@ class ModelLimits:
 
 
 def limits_of(client: AsyncLLM) -> ModelLimits:
-    """The limits of the engine behind ``client``."""
+    """Return the limits of the engine behind ``client``."""
     model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
     changing = lora is not None and lora.enable_tower_connector_lora
     most = most_features_of(client.renderer)
@@ -136,4 +136,4 @@ def check_address(info: KVAddrInfo) -> None:
         and not any(begin % info.layout.block_size for begin in info.group_begins)
     )
     if info.transport != "tcp" or not well_formed:
-        raise BadRequest("kv_addr_info: not one that prep_recv returned", "kv_addr_info")
+        raise BadRequest("kv_addr_info: is not a value that prep_recv returned", "kv_addr_info")

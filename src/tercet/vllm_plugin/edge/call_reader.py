@@ -1,4 +1,4 @@
-"""Reads what a call names: the prompt's tokens, adapter and images, checked against this engine's model."""
+"""A reader of calls: the prompt's tokens, adapter and images, checked against this engine's model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Call = PrepRecvCall | RemoteSendCall | StartGenerateCall
 
 
 class CallReader:
-    """Reads calls for the engine behind ``client``. Raises :class:`~tercet.protocol.BadRequest` for invalid ones."""
+    """A reader of calls for the engine behind ``client``.
+
+    Raises :class:`~tercet.protocol.BadRequest` for invalid calls.
+    """
 
     def __init__(self, client: AsyncLLM, adapters: Adapters) -> None:
         self._client = client
@@ -24,13 +27,13 @@ class CallReader:
         self.limits = limits_of(client)
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt, which may be text."""
+        """Return the tokens of a prompt, which may be text."""
         tokens: list[int] = self._client.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.limits.check_prompt(tokens)
         return tokens
 
     async def keyed(self, call: Call, tokens: list[int]) -> KeyedPrompt:
-        """A call's prompt, of these :meth:`tokens`, with everything that its KV depends on.
+        """Return a call's prompt, with these :meth:`tokens` and all other inputs of its KV.
 
         Raises :class:`~tercet.protocol.UnknownAdapter`, also for an adapter with other contents here, and
         :class:`~tercet.protocol.Conflict` if its files have changed.
@@ -41,7 +44,7 @@ class CallReader:
         return KeyedPrompt(tokens, call.cache_salt, adapter, features)
 
     def model_of(self, call: Call) -> str:
-        """The name of what serves a call: that of its LoRA adapter, or the model's."""
+        """Return the name of the LoRA adapter of a call, or of the model."""
         return call.adapter or self.served_name
 
     @property

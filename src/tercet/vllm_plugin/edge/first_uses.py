@@ -1,7 +1,7 @@
-"""First uses of code that loads libraries or compiles kernels at its first use, before an engine serves.
+"""First uses, before an engine serves, of code that loads libraries or compiles kernels when it is first used.
 
-That takes seconds, in which the API server, the core or every worker is blocked, and a router could not distinguish
-it from a stuck engine. So a few requests of a token or two run at the start.
+A first use takes seconds, in which the API server, the core or every worker is blocked, and a router could not
+distinguish that from a stuck engine. So a few requests of one or two tokens run at the start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = [0, 0]
 
 
 class FirstUse(NamedTuple):
-    """Requests with ``params``, ``at_once`` of them; ``what`` is slow the first time."""
+    """Requests with ``params``, ``at_once`` of them at a time; ``what`` names the code that is slow the first time."""
 
     what: str
     at_once: int
@@ -38,7 +38,7 @@ class FirstUse(NamedTuple):
 
 GRAMMAR = FirstUse("structured output", 1, {"structured_outputs": {"regex": "a"}, "max_tokens": 1, "temperature": 0})
 SAMPLING = (
-    # vLLM compiles sampling, and ranking of log probabilities, at their first use.
+    # vLLM compiles sampling, and the ranking of log probabilities, at their first use.
     FirstUse("sampling", 1, {"temperature": 1.0, "max_tokens": 1, "logprobs": 1}),
     # Code that was compiled for one row is compiled again for several. The second token is sampled for both together.
     FirstUse("sampling of several", 2, {"temperature": 1.0, "max_tokens": 2, "ignore_eos": True}),
@@ -46,7 +46,7 @@ SAMPLING = (
 
 
 async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> None:
-    """Run the first uses on the engine with this ``token``; returns when they have ended.
+    """Run the first uses on the engine with this ``token``; return when they have ended.
 
     A failure is logged, and the engine serves all other requests. Call this before any other request is accepted.
     """
@@ -54,12 +54,12 @@ async def practise_first_uses(client: AsyncLLM, core: CoreCalls, token: str) -> 
     loading_stages.begin(loading_stages.FIRST_REQUESTS)
     for use in SAMPLING:
         await _practise(use, client, token)
-    if not client.vllm_config.model_config.skip_tokenizer_init:  # without a tokenizer there are no grammars
+    if not client.vllm_config.model_config.skip_tokenizer_init:  # grammars need a tokenizer
         try:
             await _practise(GRAMMAR, client, token)
         finally:
             await core.call(core_methods.forget_grammar_backend)
-    logger.info("practised slow first uses in %.1f s", time.monotonic() - began)
+    logger.info("ran the slow first uses in %.1f s", time.monotonic() - began)
 
 
 async def _practise(use: FirstUse, client: AsyncLLM, token: str) -> None:

@@ -1,4 +1,4 @@
-"""Generation on an engine: a request of vLLM that decodes on the sequence's lease, if it has one."""
+"""Generation on an engine: a vLLM request that decodes on the sequence's lease, if it has one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class GeneratingVerb:
-    """``start_generate``, its outputs as an iterator or sent to a router; the sequences enter ``generated``.
+    """The verb ``start_generate``; its outputs are an iterator, or are sent to a router.
 
-    ``token`` marks requests as this engine's.
+    The sequences enter ``generated``. ``token`` marks requests of this engine.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class GeneratingVerb:
         self._numbers = itertools.count(1)
 
     async def start_generate(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
-        """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
+        """Decode, on the sequence's reservation if there is one; yield outputs, including the last one."""
         decoding = await self._decoding(call)
         with decoding.ended():
             async for output in decoding.request.outputs():
                 yield decoding.told(output)
 
     async def stream(self, call: StartGenerateCall, connection: RouterConnection, router: StreamDestination) -> None:
-        """Decode, and send the outputs over a router's connection; returns once the engine has the request."""
+        """Decode, and send the outputs over a router's connection; return once the engine has the request."""
         decoding = await self._decoding(call)
         await decoding.stream(connection, router, len(call.output))
 
@@ -93,9 +93,9 @@ class GeneratingVerb:
         return LLMRequest(self._client, prompt, sampling, ours, call.priority, call.mm_features)
 
     async def _claimed(self, seq_id: str, known: KeyedPrompt) -> EdgeLease | None:
-        """The sequence's lease, for a request with these ``known`` tokens, once no peer writes under it any more.
+        """Return the sequence's lease, for a request with ``known`` tokens, once no peer writes under it any more.
 
-        None without one, and at a timeout: the sequence computes by itself.
+        None if the sequence has no lease, and at a timeout: then the sequence computes its KV itself.
         """
         claimed = self._leases.claim(seq_id, known)
         if claimed is None:
@@ -112,9 +112,9 @@ class GeneratingVerb:
 
     @asynccontextmanager
     async def adopted(self, request: Request) -> AsyncGenerator[TercetParams | None]:
-        """Parameters for the core: a request of vLLM's API decodes on its reservation; None if there is none.
+        """Provide the core's parameters for a request of vLLM's API that decodes on its reservation; None without one.
 
-        At the context's end, which is the request's, everything that the core has not taken is given back.
+        The context ends with the request: then all resources that the core has not taken are given back.
         """
         adapter = await self._adapters.find(request.adapter, request.adapter_digest)
         claimed = await self._claimed(request.seq_id, KeyedPrompt(list(request.prompt), request.cache_salt, adapter))

@@ -1,4 +1,4 @@
-"""Leases at the engine's edge: their sequences and tokens, what has arrived, and when they end by themselves."""
+"""Leases at the engine's edge: their sequences and tokens, the KV that has arrived, and their timeouts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 
 RELEASE_SECONDS = 3.0
-"""How long a release is awaited; after that it continues in the background."""
+"""Seconds for which a release is awaited; after that it continues in the background."""
 ADOPT_SECONDS = 1.0
-"""How long a sequence waits for the end of its lease's writes; after that it computes by itself."""
+"""Seconds for which a sequence waits until no peer writes under its lease; after that it computes its KV itself."""
 
 
 @dataclass
 class EdgeLease:
     """One lease for a prompt, which ends by itself ``ttl`` seconds after the last activity.
 
-    ``filled`` has, for each rank that has reported, the valid end and content of its KV. ``closing`` is the lease's
-    fence, once requested: done when no agent writes under it any more, with the valid end of the KV. ``group_begins``
-    is the first token for which each group of layers has blocks.
+    ``filled`` has, for each rank that has reported, the valid end and the content of its KV. ``closing`` is the lease's
+    fence, once requested: it is done when no agent writes under the lease any more, and has the valid end of the KV.
+    ``group_begins`` is the first token for which each group of layers has blocks.
     """
 
     lease: str
@@ -59,11 +59,11 @@ class EdgeLease:
 class LeaseTimers:
     """One of an engine's two ledgers of leases; the other one is the scheduler's ``Reservations``.
 
-    Each has the part on which only its process can act. Timers and sequence names are here, where calls arrive and time
-    passes even if the engine does not step; blocks are there, since only the scheduler's thread may touch them. Agents
-    are called from here: blocks are opened for writing after they are reserved, and are freed, or given to the request
-    that adopts them, after all agents have confirmed that they do not write there any more. Until then they get no
-    other owner.
+    Each ledger has the part on which only its process can act. Timers and sequence names are here, where calls arrive
+    and time passes even if the engine does not step; blocks are there, since only the scheduler's thread may touch
+    them. Agents are called from here: blocks are opened for writing after they are reserved, and are freed, or given to
+    the request that adopts them, after all agents have confirmed that they do not write there any more. Until then they
+    get no other owner.
 
     A lease that is forgotten here is either claimed, and then the request that adopts it has its blocks, or released.
     """
@@ -80,23 +80,23 @@ class LeaseTimers:
         return len(self._leases)
 
     def holds(self, seq_id: str) -> bool:
-        """Whether the sequence has a lease."""
+        """True if the sequence has a lease."""
         return seq_id in self._of_seq
 
     def has(self, lease: str) -> bool:
-        """Whether the lease exists; only its authorised users know its name."""
+        """True if the lease exists; only its authorised users know its name."""
         return lease in self._leases
 
     def adapters(self) -> list[str]:
-        """The names of the adapters of all leases."""
+        """Return the names of the adapters of all leases."""
         return [held.prompt.adapter.name for held in self._leases.values() if held.prompt.adapter is not None]
 
     async def reserve(self, seq_id: str, prompt: KeyedPrompt, ttl: float, notify: str) -> EdgeLease:
         """Reserve blocks for a prompt until ``ttl`` seconds after the last activity; open them on every rank.
 
         Agents report to ``notify``. Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.LeaseEnded` if
-        it has ended already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then no rank keeps
-        it.
+        the lease has ended already, or :class:`~tercet.protocol.EngineError` if a rank does not open it; then no rank
+        keeps it.
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
@@ -105,7 +105,7 @@ class LeaseTimers:
         try:
             reserved = await self._reserved(held)
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
-            if lease in self._leases:  # otherwise it has ended, and its blocks are being freed
+            if lease in self._leases:  # otherwise the lease has ended, and its blocks are being freed
                 held.granted = True
                 blocks, size, tokens = reserved.blocks, reserved.block_size, prompt.tokens
                 await self._agents.grant(
@@ -113,7 +113,7 @@ class LeaseTimers:
                 )
         except BaseException as error:
             self._forget(lease)
-            if held.granted or not isinstance(error, TercetError):  # how far it came is not known
+            if held.granted or not isinstance(error, TercetError):  # how far the reservation got is unknown
                 self.release_soon(held)
             raise
         if lease not in self._leases:
@@ -121,12 +121,12 @@ class LeaseTimers:
         return held
 
     async def extend(self, lease: str, seq_id: str, prompt: KeyedPrompt) -> EdgeLease:
-        """Reserve more blocks for a lease, with whose tokens ``prompt`` begins, and open them on every rank.
+        """Reserve more blocks for a lease, and open them on every rank; ``prompt`` begins with the lease's tokens.
 
-        Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if it has ended,
+        Raises :class:`~tercet.protocol.UnknownSequence` or :class:`~tercet.protocol.LeaseEnded` if the lease has ended,
         :class:`~tercet.protocol.BadRequest` for other tokens, :class:`~tercet.protocol.NoSpace`, or
-        :class:`~tercet.protocol.EngineError` if a rank does not open them. The lease is unchanged then; blocks that a
-        rank has not opened stay pinned until it ends.
+        :class:`~tercet.protocol.EngineError` if a rank does not open the blocks. Then the lease is unchanged; blocks
+        that a rank has not opened stay pinned until it ends.
         """
         held = self._of_seq.get(seq_id)
         if held is None or held.lease != lease:
@@ -138,7 +138,7 @@ class LeaseTimers:
         held.extending = True
         try:
             reserved = await self._core.call(core_methods.extend, lease, prompt)
-            if held.lease in self._leases:  # otherwise it has ended: these blocks are freed with the others
+            if held.lease in self._leases:  # otherwise the lease has ended: these blocks are freed with the others
                 blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
                 await self._agents.grant(
                     ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
@@ -164,8 +164,9 @@ class LeaseTimers:
     def claim(self, seq_id: str, prompt: KeyedPrompt) -> EdgeLease | None:
         """Take the sequence's lease, if it has one, away from its timer: a request of ``prompt`` will adopt it.
 
-        Its fence is in progress: see :meth:`closed`. Raises :class:`~tercet.protocol.BadRequest` if the prompt does not
-        begin with the reserved tokens, or salt, adapter or images differ.
+        The lease's fence is then in progress: see :meth:`closed`. Returns None without a lease. Raises
+        :class:`~tercet.protocol.BadRequest` if the prompt does not begin with the reserved tokens, or if salt, adapter
+        or images differ.
         """
         held = self._of_seq.get(seq_id)
         if held is None:
@@ -176,7 +177,7 @@ class LeaseTimers:
         return held
 
     async def closed(self, held: EdgeLease, given_up: asyncio.Future[None]) -> bool:
-        """Wait until no peer writes under a claimed lease; returns False at the timeout or if ``given_up`` is first.
+        """Wait until no peer writes under a claimed lease; return False at the timeout or if ``given_up`` is first.
 
         In that case its blocks are freed later, and the claiming request continues without them.
         """
@@ -192,7 +193,7 @@ class LeaseTimers:
         return True
 
     async def abort(self, seq_id: str) -> bool:
-        """End the sequence's lease; returns whether there was one."""
+        """End the sequence's lease; return whether it had one."""
         held = self._of_seq.get(seq_id)
         if held is None:
             return False
@@ -201,7 +202,7 @@ class LeaseTimers:
         return True
 
     async def release(self, lease: str) -> int:
-        """End a lease; returns how far its KV was valid.
+        """End a lease; return the number of tokens whose KV is valid.
 
         Raises ``UnknownSequence`` if it has ended already, and ``EngineError`` if its blocks are freed later.
         """
@@ -217,13 +218,16 @@ class LeaseTimers:
         return releasing.result()
 
     def release_soon(self, held: EdgeLease) -> asyncio.Task[int]:
-        """End the lease in a background task. No-op if it was adopted by a request or never reserved."""
+        """End the lease in a background task.
+
+        Nothing happens if a request has adopted it, or if it was never reserved.
+        """
         return self._tasks.spawn(self._release(held))
 
     def note(self, filled: LeaseFilled) -> None:
         """Record a rank's report on received KV, which counts as activity.
 
-        When all ranks have reported, it is committed.
+        When all ranks have reported, the KV is committed.
         """
         held = self._leases.get(filled.lease)
         if held is None:
@@ -250,7 +254,7 @@ class LeaseTimers:
         self.end_soon(lease)
 
     def _closing(self, held: EdgeLease) -> asyncio.Task[int]:
-        # Sent once: a second answer would not tell what is valid.
+        # The command is sent once: a second answer would not contain the valid end.
         if held.closing is None:
             held.closing = self._tasks.spawn(self._agents.revoke(held.lease))
         return held.closing
@@ -270,7 +274,7 @@ class LeaseTimers:
 
 
 def _require_continued(held: EdgeLease, prompt: KeyedPrompt) -> None:
-    """Refuse a prompt that does not begin with the lease's."""
+    """Raise ``BadRequest`` for a prompt that does not begin with the lease's prompt."""
     field = prompt.difference(held.prompt)
     if field:
         differ = "differ from those" if field == "mm_features" else "differs from that"
@@ -283,7 +287,7 @@ def _require_continued(held: EdgeLease, prompt: KeyedPrompt) -> None:
 
 
 def usage_of(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:
-    """Cached, received and computed tokens of ``total``; vLLM counts ``num_cached`` as cached."""
+    """Return the cached, received and computed tokens of ``total``; vLLM counts ``num_cached`` as cached."""
     # vLLM also counts tokens from a connector as cached; those that prep_recv matched were here before.
     local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
     return Usage(cached=local, received=num_cached - local, computed=total - num_cached)

@@ -1,8 +1,8 @@
-"""Detects whether the engine's processes make progress: the API server's process polls each of them.
+"""A probe that detects whether the engine's processes make progress: the API server's process polls each of them.
 
-It polls even without work. A core answers between two steps, so one whose workers hang does not; workers and agents
-answer from a separate thread. A step may take longer than any timeout, on a machine that is busy with other work: while
-its workers get from layer to layer, the core counts as making progress.
+It also polls an idle engine. A core answers between two steps, so a core whose workers hang does not answer; workers
+and agents answer from a separate thread. A step may take longer than any timeout, on a machine that is busy with other
+work: while its workers get from layer to layer, the core counts as making progress.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tercet.protocol import EngineError, TercetError
 logger = logging.getLogger(__name__)
 Question = Callable[[], Awaitable[Any]]
 PROBE_SECONDS = 0.5
-"""Pause between an answer and the next poll."""
+"""Pause between an answer and the next poll, in seconds."""
 NEWS_SECONDS = 0.25
-"""Longest wait of callers that need the present state."""
+"""Longest wait of callers that need the present state, in seconds."""
 FIRST_SECONDS = 60.0
 CORE = "core"
-# Silence after which a line is logged.
+# Seconds without progress after which a line is logged.
 LOGGED_SECONDS = 5.0
 # If checks are further apart than this, this process itself was stopped.
 POLL_INTERVAL_S = 2 * PROBE_SECONDS
 
 
 class StallClock:
-    """Decides without I/O since when each part owes an answer. Times are seconds of one monotonic clock.
+    """A clock that records since when each part owes an answer, without I/O. Times are seconds of one monotonic clock.
 
     Time without checks does not count: then this process itself was stopped, and read no answers.
     """
@@ -43,7 +43,7 @@ class StallClock:
         self._looked_at: float | None = None
 
     def asked(self, part: str, now: float) -> None:
-        """Record a poll of the part; it owes an answer from now on, or since an earlier unanswered poll."""
+        """Record a poll of the part; the part owes an answer from now on, or since an earlier unanswered poll."""
         self._owes_since.setdefault(part, now)
 
     def progressed(self, part: str, now: float) -> None:
@@ -56,7 +56,7 @@ class StallClock:
         self._owes_since.pop(part, None)
 
     def stalled(self, now: float) -> dict[str, float]:
-        """Seconds without progress of each part that owes an answer. Call this often."""
+        """Return the seconds without progress of each part that owes an answer. Call this often."""
         unseen = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if unseen > POLL_INTERVAL_S:
@@ -65,7 +65,7 @@ class StallClock:
 
 
 class LivenessProbe:
-    """Polls every part of an engine again and again, with one poll of each part at a time.
+    """A probe that polls every part of an engine repeatedly, with one poll of each part at a time.
 
     ``core`` polls for fields of :class:`~tercet.protocol.EngineStatus`, each of ``agents`` for a rank's counters, and
     each of ``workers`` for the number of ``layers`` that it has run.
@@ -85,9 +85,9 @@ class LivenessProbe:
         self._silent: set[str] = set()
 
     async def start(self) -> None:
-        """Start to poll; returns once every part has answered.
+        """Start to poll; return once every part has answered.
 
-        Raises :class:`~tercet.protocol.EngineError` if one does not.
+        Raises :class:`~tercet.protocol.EngineError` if one part does not answer.
         """
         for part in self._parts:
             self._tasks.spawn(part.ask_again_and_again())
@@ -98,7 +98,7 @@ class LivenessProbe:
         self._tasks.spawn(self._watch())
 
     async def news(self, seconds: float = NEWS_SECONDS) -> None:
-        """Poll every part again now, and wait for the answers, for at most ``seconds``."""
+        """Poll every part again now, and wait for the answers, at most ``seconds``."""
         await asyncio.wait([part.asked_anew() for part in self._parts], timeout=seconds)
 
     @property
@@ -113,7 +113,7 @@ class LivenessProbe:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Sums of the agents' counters."""
+        """The agents' counters, summed over ranks."""
         per_rank = self.agent_counters
         return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
 
@@ -122,7 +122,7 @@ class LivenessProbe:
         self._clock.progressed(CORE, time.monotonic())
 
     async def core_stands_still(self, seconds: float) -> float:
-        """Poll the core, and return once it has made no progress for ``seconds``; returns the time without progress."""
+        """Poll the core; return, once it has made no progress for ``seconds``, the time without progress."""
         self._core.asked_anew()
         while True:
             silent = self._clock.stalled(time.monotonic()).get(CORE, 0.0)
@@ -171,7 +171,7 @@ class _Part:
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def asked_anew(self) -> asyncio.Future[None]:
-        """Future of the answer to a poll that is still to be sent."""
+        """Return the future of the answer to a poll that is still to be sent."""
         self._wanted.set()
         return self._next
 
@@ -183,10 +183,10 @@ class _Part:
             try:
                 self.answer = await self._question()
                 self._clock.answered(self.name)
-            except TercetError as error:  # an answer, too
+            except TercetError as error:  # an error is also an answer
                 self._clock.answered(self.name)
                 logger.debug("the engine's %s: %s", self.name, error)
-            except Exception as error:  # it cannot be called: vLLM raises this for a core that has ended
+            except Exception as error:  # vLLM raises this for a core that has ended
                 logger.debug("the engine's %s cannot be polled: %s", self.name, error)
             if not current.done():
                 current.set_result(None)

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LLMRequest:
-    """One request: its prompt, its parameters, and its output stream; ``request_id`` is our id for it.
+    """One request: its prompt, its parameters, and its output stream; ``request_id`` is Tercet's id for it.
 
-    ``features`` are the prompt's with their data, until vLLM has them. ``place`` is where it stands in a distributed
-    trace, if it does.
+    ``features`` are the prompt's, with their data, until vLLM has them. ``place`` is the request's place in a
+    distributed trace, or None.
     """
 
     client: AsyncLLM
@@ -65,13 +65,13 @@ class LLMRequest:
     def abort(self) -> None:
         """End the request; its stream then ends with the finish reason ``abort``."""
         self._aborted = True
-        if not self._submitting:  # an abort that overtakes the request would end nothing
+        if not self._submitting:  # an abort that overtakes the request would have no effect
             self._aborting = asyncio.ensure_future(self.client.abort(self.request_id))
 
     async def first(self) -> Output:
         """Compute the prompt and sample one token.
 
-        Its finish reason is that of the whole request: a request that continues elsewhere is not finished.
+        The output's finish reason is that of the whole request: a request that continues elsewhere is not finished.
         """
         wanted = self.sampling_params.get("max_tokens")
         async for output in self._run(first_token_only(self.sampling_params)):
@@ -134,14 +134,17 @@ class LLMRequest:
     async def _for_vllm(
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
-        """Prompt, parameters and other arguments for ``AsyncLLM``. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Return prompt, parameters and other arguments for ``AsyncLLM``.
+
+        Raises :class:`~tercet.protocol.BadRequest`.
+        """
         prompt = await self._prompt_for_vllm()
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
         adapter = self.prompt.adapter
         lora = None if adapter is None else adapter.to_vllm()
         more = {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
-        # With an endpoint for traces vLLM's own spans join the trace.
+        # If vLLM exports traces, its own spans join the trace.
         if self.place is not None and self.client.observability_config.otlp_traces_endpoint is not None:
             more["trace_headers"] = self.place.headers()
         return prompt, params, more
@@ -182,7 +185,7 @@ def _vllms_errors_as_ours() -> Generator[None]:
 
 
 def _as_ours(error: Exception) -> TercetError:
-    """An error of vLLM's as ours: another engine can serve the request, if the request is not wrong.
+    """Return an error of vLLM as a Tercet error: another engine can serve the request, unless the request is wrong.
 
     From 0.33 on vLLM ends a request with the error that it has, such as that of a paused engine or of a wrong grammar.
     """
@@ -199,9 +202,9 @@ def _logprobs(at: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
 class DecodingSequence:
     """A generation, and the resources to give back at its end: ``on_end`` is called once, with whether it began.
 
-    ``number`` identifies it in the core, ``tokens`` are prompt and output so far. ``usage`` makes the first output's
-    usage from the number of cached tokens. ``sender`` sends its outputs to a router, if it has one. The log names
-    the ``model``.
+    ``number`` identifies it in the core; ``tokens`` are the prompt and the output so far. ``usage`` makes the first
+    output's usage from the number of cached tokens. ``sender`` sends its outputs to a router, if it has one. The log
+    names the ``model``.
     """
 
     seq_id: str
@@ -229,14 +232,14 @@ class DecodingSequence:
         return time.monotonic() - self._logged.began
 
     def begins_with(self, prompt: KeyedPrompt) -> bool:
-        """Whether KV of its first tokens is KV of this prompt."""
+        """True if KV of its first tokens is also KV of ``prompt``."""
         known, tokens, end = self.tokens, prompt.tokens, len(prompt.tokens)
         # The last token distinguishes most sequences.
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
         return alike and not prompt.difference(self.request.prompt) and known[:end] == tokens
 
     def told(self, output: Output) -> Output:
-        """The output for callers."""
+        """Return the output for callers, with its usage if it is the first one; record its tokens."""
         self.tokens += output.token_ids
         if output.finished:
             self._status = int(HTTPStatus.OK)
@@ -246,7 +249,7 @@ class DecodingSequence:
         return msgspec.structs.replace(output, usage=self.usage(self.request.num_cached))
 
     def end(self) -> None:
-        """Give back what the sequence took; further calls do nothing."""
+        """Give back the sequence's resources; further calls do nothing."""
         if not self._over:
             self._over = True
             self._logged.over(self._status, len(self.tokens) - self._num_given)
@@ -266,7 +269,7 @@ class DecodingSequence:
     async def stream(self, connection: RouterConnection, router: StreamDestination, position: int) -> None:
         """Send outputs to a router, until the last one, or until the router cancels.
 
-        Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if it has not.
+        Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if the engine refuses it.
         """
         with ExitStack() as undo:
             undo.callback(self.end)

@@ -1,4 +1,4 @@
-"""The engine's load, as its API server's process knows it, without a call to the engine's core."""
+"""The engine's load, from data of its API server's process, without a call to the engine's core."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NEWEST = 0.2
 
 
 class LoadMeter:
-    """Measures the engine's load from the scheduler's statistics, which come with every step's outputs.
+    """A meter of the engine's load, from the scheduler's statistics that come with every step's outputs.
 
     Relies on ``AsyncLLM``'s output handler passing them to ``output_processor.update_scheduler_stats``, looked up on
-    the instance for each step. vLLM keeps none with ``--disable-log-stats``; then the last answer to ``probe`` is
-    reported. ``stopping`` tells whether the engine stops. ``adapters`` in use are reported unless vLLM keeps no
-    statistics. ``probe`` tells what the engine has paused.
+    the instance for each step. vLLM keeps no statistics with ``--disable-log-stats``; then the last answer to ``probe``
+    is reported. ``stopping`` is True if the engine stops. ``adapters`` in use are reported unless vLLM keeps no
+    statistics. ``probe`` has what the engine has paused.
     """
 
     def __init__(self, client: AsyncLLM, probe: LivenessProbe, adapters: Adapters) -> None:
@@ -50,7 +50,7 @@ class LoadMeter:
 
     @contextmanager
     def computed_elsewhere(self, tokens: int) -> Generator[None]:
-        """Count ``tokens`` of a waiting prompt as computed by another engine while entered."""
+        """Count ``tokens`` of a waiting prompt as computed by another engine in this context."""
         self._elsewhere += tokens
         try:
             yield
@@ -60,9 +60,8 @@ class LoadMeter:
     def load(self) -> EngineLoad:
         """Return the load now.
 
-        Requests that the core has not seen yet count as waiting, and those that it has lost since its last step do not
-        count any more. ``tokens`` are the prompts that have no first token yet, except those that other engines
-        compute.
+        Requests that the core has not seen yet count as waiting; requests that it has lost since its last step do not
+        count. ``tokens`` are the prompts that have no first token yet, except those that other engines compute.
         """
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
@@ -72,7 +71,7 @@ class LoadMeter:
             waiting=requests - running,
             running=running,
             kv_usage=stats.kv_cache_usage if stats is not None else core["kv_cache_usage"],
-            tokens=max(0, processor.get_num_queued_tokens() - self._elsewhere),  # an aborted request is missing there
+            tokens=max(0, processor.get_num_queued_tokens() - self._elsewhere),  # the queue lacks aborted requests
             step_time=self._step_time,
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,
@@ -85,6 +84,6 @@ class LoadMeter:
             seconds = now - self._step_at
             before = seconds if self._step_time is None else self._step_time
             self._step_time = before + NEWEST * (seconds - before)
-        # Between the last step of some requests and the first of others nothing ran.
+        # Between the last step of some requests and the first step of others no step ran.
         self._step_at = now if stats.num_running_reqs else None
         self._stats = stats

@@ -1,7 +1,7 @@
 """Requests of an engine's own OpenAI API that name engines to prefill: they reach the core with their KV.
 
 Relies on ``AsyncLLM`` registering a request with its ``OutputProcessor`` before it gives it to
-``engine_core.add_request_async``, in the context of the HTTP request, and on nothing being lost by waiting there: the
+``engine_core.add_request_async``, in the context of the HTTP request, and on waiting there having no other effect: the
 request is held back until its KV has arrived, and then decodes with it as ``start_generate`` does. So all features of
 vLLM's API stay vLLM's. The cached tokens of the prefilling engine are reported as vLLM reports them for its own
 protocol: its ``RequestState`` has a field for that.
@@ -40,7 +40,7 @@ _COUNT = re.compile(r"[0-9]{1,9}")
 
 @dataclass(eq=False)
 class NamedPrefillers:
-    """Engines that prefill for the sequences of one HTTP request, and each sequence's trace.
+    """The engines that prefill for the sequences of one HTTP request, and each sequence's trace.
 
     ``held`` is closed when the request ends.
     """
@@ -51,7 +51,7 @@ class NamedPrefillers:
 
 
 class Prefilled(NamedTuple):
-    """Another engine has sent the prompt's KV under a lease, and had ``cached`` tokens of it in its cache."""
+    """A finished prefill: another engine has sent the KV under ``lease``, and had ``cached`` tokens in its cache."""
 
     lease: str
     cached: int
@@ -62,9 +62,10 @@ _told: ContextVar[Prefilled | None] = ContextVar("tercet_prefilled", default=Non
 
 
 class PrefillerHeader:
-    """ASGI layer before vLLM's API: reads the header, refuses engines that are not allowed, and adds traces to answers.
+    """An ASGI layer before vLLM's API, for the header that names engines to prefill.
 
-    Without ``allowed`` engines, the header is ignored. A sidecar's header reports a prefill that is done already.
+    It reads the header, refuses engines that are not allowed, and adds traces to answers. Without ``allowed`` engines,
+    the header is ignored. A sidecar's header reports a prefill that is already done.
     """
 
     def __init__(self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers]) -> None:
@@ -72,7 +73,7 @@ class PrefillerHeader:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Serve a request, as an ASGI application."""
         allowed = self._allowed()
         headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW) else {}
         said = headers.get(PREFILLER_HEADER) if allowed else None
@@ -102,7 +103,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _prefilled(said: str) -> Prefilled | None:
-    """The content of a sidecar's header; None for another one."""
+    """Return the content of a sidecar's header; None for an invalid one."""
     lease, _, cached = said.partition(" ")
     return Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
 
@@ -115,9 +116,9 @@ async def _refuse(send: Send, path: str, error: TercetError) -> None:
 
 
 class PrefilledRequests:
-    """Sits between ``AsyncLLM`` and its core: requests whose HTTP request names prefill engines get their KV first.
+    """A layer between ``AsyncLLM`` and its core: requests whose HTTP request names prefill engines get their KV first.
 
-    Without ``remote`` no engine may be named.
+    Without ``remote``, requests cannot name engines.
     """
 
     def __init__(self, client: AsyncLLM, verbs: EngineVerbs, remote: RemotePrefill | None) -> None:
@@ -134,11 +135,14 @@ class PrefilledRequests:
         return self._verbs.name
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """See :class:`~tercet.wire.client.remote_prefill.Receiver`."""
+        """Reserve blocks: see :class:`~tercet.wire.client.remote_prefill.Receiver`."""
         return self._verbs.reserved(request, end)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Replaces ``engine_core.add_request_async``."""
+        """Get the request's KV from the named engines, if any, and then add the request to the core.
+
+        This method replaces ``engine_core.add_request_async``.
+        """
         named, told = _named.get(), _told.get()
         if told is not None and self._verbs.leases.has(told.lease):
             self._tell_cached(request, told.cached)
@@ -146,11 +150,11 @@ class PrefilledRequests:
             try:
                 await self._prefill(request, named, self._remote)
             except BaseException:
-                # AsyncLLM has registered it already, and does not undo that for exceptions from here.
+                # AsyncLLM has already registered the request, and does not undo that for exceptions from here.
                 self._processor.abort_requests((request.request_id,), internal=True)
                 raise
             if request.request_id not in self._processor.request_states:
-                return  # its client has left in the meantime
+                return  # the client has left in the meantime
         await self._add(request)
 
     def _tell_cached(self, request: EngineCoreRequest, cached: int) -> None:
@@ -177,7 +181,7 @@ class PrefilledRequests:
                 begin = await held.enter_async_context(remote.prefilled(self, sequence, named.hosts, trace))
             try:
                 params = await named.held.enter_async_context(self._verbs.adopted(sequence))
-            except TercetError as error:  # it was aborted in the meantime, or its lease has ended
+            except TercetError as error:  # the request was aborted in the meantime, or its lease has ended
                 prefill_here(self.name, request.request_id, error, trace)
                 return
         if params is None or request.sampling_params is None:
@@ -187,7 +191,7 @@ class PrefilledRequests:
             self._tell_cached(request, sent.cached)
         given = request.sampling_params.extra_args or {}
         theirs = given.get("kv_transfer_params")
-        theirs = theirs if isinstance(theirs, dict) else {}  # by vllm_xargs it may be text
+        theirs = theirs if isinstance(theirs, dict) else {}  # with vllm_xargs it may be text
         ours = params.to_kv_transfer_params()
         request.sampling_params = copy(request.sampling_params)  # sequences of one request may share them
         request.sampling_params.extra_args = {**given, "kv_transfer_params": {**theirs, **ours}}
@@ -195,7 +199,7 @@ class PrefilledRequests:
 
 
 def _only_here(request: EngineCoreRequest) -> str:
-    """Why only this engine can compute the prompt's KV; empty if others can."""
+    """Return why only this engine can compute the prompt's KV; empty if other engines can."""
     params = request.sampling_params
     reasons = {
         "pooling": params is None,

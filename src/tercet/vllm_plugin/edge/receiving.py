@@ -1,4 +1,4 @@
-"""The receiving half of a transfer of KV: reserves blocks under a lease, and extends it."""
+"""The receiving half of a KV transfer: it reserves blocks under a lease, and extends the lease."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tercet.vllm_plugin.edge.sequence_work import SequenceWork
 
 
 class ReceivingVerb:
-    """``prep_recv`` of the engine ``name``; agents report received KV to the address ``notify``.
+    """The verb ``prep_recv`` of the engine ``name``; agents report received KV to the address ``notify``.
 
-    ``secret`` is the fleet's; empty if it has none.
+    ``secret`` is the fleet's, or empty.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReceivingVerb:
 
     @asynccontextmanager
     async def reserved(self, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
-        """:meth:`prep_recv`, whose lease ends with the context unless it is adopted."""
+        """Reserve as :meth:`prep_recv` does; the lease ends with the context unless it is adopted."""
         call = PrepRecvCall(
             prompt=list(request.prompt),
             seq_id=request.seq_id,

@@ -1,4 +1,4 @@
-"""Sampling parameters from the wire, checked and converted to vLLM's."""
+"""Sampling parameters of calls, checked and converted to vLLM's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CALLER_FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.s
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Whether the prompt ends after the reasoning, None if unknown, and the arguments of its parser."""
+    """Whether the prompt ends after the reasoning, None if unknown, and the arguments of the reasoning parser."""
 
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
 
 def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``given`` about the reasoning, in ``AsyncLLM``'s form.
+    """Return the part of ``given`` about the reasoning, in ``AsyncLLM``'s form.
 
     Raises :class:`~tercet.protocol.BadRequest`.
     """
@@ -42,9 +42,9 @@ def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min_tokens_done: int) -> SamplingParams:
-    """vLLM's ``SamplingParams`` for a request whose tokens are streamed by Tercet.
+    """Return vLLM's ``SamplingParams`` for a request whose tokens Tercet streams.
 
-    ``min_tokens_done`` output tokens exist already. Raises :class:`~tercet.protocol.BadRequest` naming the field.
+    ``min_tokens_done`` output tokens exist already. Raises :class:`~tercet.protocol.BadRequest`, which names the field.
     """
     fields = {name: value for name, value in given.items() if name not in REASONING_FIELDS}
     unknown = next((name for name in fields if name not in CALLER_FIELDS), None)
@@ -66,8 +66,8 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
         "extra_args": {"kv_transfer_params": dict(kv_transfer_params)},
     }
     try:
-        # The engine's core decodes requests with these types, and ends for good at a wrong one; vLLM's constructor
-        # checks few of them.
+        # The engine's core decodes requests with these types, and a wrong type ends the core; vLLM's constructor checks
+        # few of them.
         msgspec.msgpack.encode(fields)
         return msgspec.convert({**fields, **ours}, SamplingParams, str_keys=True, dec_hook=_array)
     except VLLMValidationError as error:
@@ -81,7 +81,7 @@ def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min
 
 def _array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
-        raise TypeError(f"{kind.__name__} cannot be given here")
+        raise TypeError(f"a value of type {kind.__name__} is not accepted")
     return np.array(value, dtype=np.int64)
 
 
@@ -90,9 +90,9 @@ def _field(parameter: str | None) -> str:
 
 
 def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters for a sender that samples one token.
+    """Return the same parameters for a sender that samples one token.
 
-    ``min_tokens`` of one masks the end of sequence for the first token, as a larger one does.
+    ``min_tokens`` of 1 masks the end of sequence for the first token, as a larger value does.
     """
     min_tokens = given.get("min_tokens", 0)
     return {**given, "max_tokens": 1, "min_tokens": min(min_tokens, 1) if isinstance(min_tokens, int) else min_tokens}

@@ -1,4 +1,4 @@
-"""The ranks of a receiver that each rank of this engine sends to."""
+"""The destinations of a send: the receiver's ranks to which each rank of this engine sends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tercet.transport import SendDestination, routes
 
 
 def destinations_of(info: KVAddrInfo, layout: KVLayout, num_ranks: int) -> list[list[SendDestination]]:
-    """For each rank of this engine, the receiver's ranks with common heads and layers."""
+    """Return, for each rank of this engine, the receiver's ranks with common heads and layers."""
     ranks = sorted(info.ranks, key=lambda rank: rank.rank)
     return [
         [

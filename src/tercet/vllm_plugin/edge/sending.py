@@ -1,4 +1,4 @@
-"""The sending half of a transfer of KV: computes it, or finds it in the cache, and has the agents push it."""
+"""The sending half of a KV transfer: it computes the KV, or finds it in the cache, and has the agents push it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BYPASS_SECONDS = 1.0
-"""Time without progress after which the core is bypassed, if KV is available without it."""
+"""Seconds without progress after which the core is bypassed, if KV is available without it."""
 
 
 class SendingVerb:
-    """``remote_send``. ``generated`` has the sequences whose KV may be found without the core.
+    """The verb ``remote_send``. ``generated`` has the sequences whose KV may be found without the core.
 
-    ``secret`` is the fleet's; empty if it has none.
+    ``secret`` is the fleet's, or empty.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SendingVerb:
         self._bypass = None if tables is None else Bypass(open_table(tables), self._layout.block_size)
 
     async def remote_send(self, call: RemoteSendCall) -> Sent:
-        """Get the KV and push it; returns when every rank has acknowledged it."""
+        """Get the KV and push it; return when every rank has acknowledged it."""
         started = time.monotonic()
         tokens = self._reader.tokens(call.prompt)
         begin, end = resolve_range(len(tokens), call.begin, call.end)
@@ -82,7 +82,7 @@ class SendingVerb:
                     first, cached = await self._push(call, prompt, params, sending)
                     done = await sending.wait()
             finally:
-                # Only the engine needs to unpin, so the answer does not wait for it.
+                # Unpinning concerns only the engine, so the answer does not wait for it.
                 self._tasks.spawn(self._end_send(sending.send_id))
         usage = Usage(cached=cached, computed=end - cached)
         return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
@@ -105,7 +105,7 @@ class SendingVerb:
     async def _push(
         self, call: RemoteSendCall, prompt: KeyedPrompt, params: SendParams, sending: SendInFlight
     ) -> tuple[Output | None, int]:  # fmt: skip
-        """Let the engine compute and push; returns the first token, if requested, and the number of cached tokens."""
+        """Make the engine compute and push; return the first token, if requested, and the number of cached tokens."""
         cached, word = (None, None) if call.sample else await self._cached(prompt.first(params.end), params)
         if cached is not None:
             end = SendComplete(params.send_id, params.begin, params.end)
@@ -115,7 +115,7 @@ class SendingVerb:
         request = self._request(call, prompt.first(whole_features(prompt.features, params.end)), params)
         computing = asyncio.ensure_future(request.first())
         try:
-            # A refusal by the receiver ends the work at once; the result would not be used.
+            # A refusal by the receiver ends the work at once, since the result would not be used.
             await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
                 agent_metrics.sends_aborted.inc()
@@ -132,10 +132,11 @@ class SendingVerb:
         return LLMRequest(self._client, prompt, sampling, ours, call.priority, call.mm_features)
 
     async def _cached(self, prompt: KeyedPrompt, params: SendParams) -> tuple[list[Push] | None, int | None]:
-        """What to push of KV that is fully here, if it is; and the core's word that guarantees unpinned blocks.
+        """Return the pushes of KV that is fully here, and the core's word that guarantees unpinned blocks.
 
-        A stuck core pins nothing, but has published the places of its sequences. If it continues, it handles the
-        pending call, and then the end of the send, which unpins the blocks.
+        Both may be None: some KV is missing, or the blocks are pinned. A stuck core pins nothing, but has published the
+        places of its sequences. If it continues, it handles the pending call, and then the end of the send, which
+        unpins the blocks.
         """
         asked = asyncio.ensure_future(self._core.call(core_methods.push_cached, prompt, params))
         if self._bypass is None or not self._generated.beginning_with(prompt):

@@ -16,20 +16,21 @@ from tercet.wire.streams import propose_move
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 0.25
-"""Longest wait of a caller for a report."""
+"""Longest wait of a caller for a report, in seconds."""
 
 
 class SequenceTable:
-    """Tokens, age and router are known here; blocks, and whether a sequence runs, only in the core.
+    """A table of the sequences that an engine generates.
 
-    ``ask`` polls the core, one poll at a time. A stuck core blocks no caller: then its last answer is reported. Relies
-    on vLLM making its id from a request's id and a suffix.
+    It has their tokens, age and router. Only the core knows their blocks, and whether they run. ``ask`` polls the core,
+    one poll at a time. A stuck core blocks no caller: then its last answer is reported. Relies on vLLM making its id
+    from a request's id and a suffix.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[RequestInCore]]]) -> None:
         self._ask = ask
-        self._sequences: dict[str, DecodingSequence] = {}  # by our request ids
-        self._in_core: dict[str, RequestInCore] = {}  # by our request ids
+        self._sequences: dict[str, DecodingSequence] = {}  # by Tercet's request ids
+        self._in_core: dict[str, RequestInCore] = {}  # by Tercet's request ids
         self._asking: asyncio.Task[None] | None = None
         self._tasks = TaskSet()
 
@@ -42,11 +43,11 @@ class SequenceTable:
         self._sequences.pop(sequence.request.request_id, None)
 
     def beginning_with(self, prompt: KeyedPrompt) -> list[DecodingSequence]:
-        """Those that begin with this prompt."""
+        """Return the sequences that begin with this prompt."""
         return [each for each in self._sequences.values() if each.begins_with(prompt)]
 
     async def reports(self) -> list[SequenceReport]:
-        """Every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
+        """Return every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
         if self._sequences:
             if self._asking is None or self._asking.done():
                 self._asking = self._tasks.spawn(self._ask_core())
@@ -54,7 +55,7 @@ class SequenceTable:
         return [self._report(request_id, sequence) for request_id, sequence in self._sequences.items()]
 
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
-        """See :meth:`tercet.vllm_plugin.edge.verbs.EngineVerbs.propose_move`."""
+        """Propose a move: see :meth:`tercet.vllm_plugin.edge.verbs.EngineVerbs.propose_move`."""
         senders = {sequence.seq_id: sequence.sender for sequence in self._sequences.values()}
         propose_move(senders, seq_id, call)
 
@@ -79,6 +80,6 @@ class SequenceTable:
 
 
 def _ours(request_id: str) -> str:
-    """Our id of the request: vLLM appends a dash and random characters."""
+    """Return Tercet's id of the request: vLLM appends a dash and random characters."""
     prefix, _, rest = request_id.partition("-")
     return f"{prefix}-{rest.partition('-')[0]}"

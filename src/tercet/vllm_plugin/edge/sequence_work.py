@@ -1,4 +1,4 @@
-"""What an engine does for each sequence at the moment, so that an abort can end it."""
+"""The present work of an engine for each sequence, so that an abort can end it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tercet.protocol import UnknownSequence
 
 
 class SequenceWork:
-    """At most one generation for each sequence, and any number of sends; each has a function that ends it early."""
+    """The running work of each sequence: at most one generation, and any number of sends.
+
+    Each has a function that ends it early.
+    """
 
     def __init__(self) -> None:
         self._stops: dict[tuple[str, str | None], Callable[[], object]] = {}  # a send has its id, a generation None
@@ -19,11 +22,11 @@ class SequenceWork:
         return len(self._stops)
 
     def generates(self, seq_id: str) -> bool:
-        """Whether the sequence generates here, or is about to."""
+        """True if the sequence generates here, or is about to."""
         return (seq_id, None) in self._stops
 
     def begin(self, seq_id: str, stop: Callable[[], object]) -> None:
-        """Note the sequence's generation, which ``stop`` ends."""
+        """Record the sequence's generation, which ``stop`` ends."""
         self._stops[seq_id, None] = stop
 
     def end(self, seq_id: str) -> None:
@@ -31,7 +34,7 @@ class SequenceWork:
         del self._stops[seq_id, None]
 
     def stop(self, seq_id: str) -> bool:
-        """End everything for a sequence early; returns whether there was anything."""
+        """End all work for a sequence early; return whether there was any."""
         found = [stop for (busy, _), stop in self._stops.items() if busy == seq_id]
         for stop in found:
             stop()
@@ -39,7 +42,7 @@ class SequenceWork:
 
     @asynccontextmanager
     async def sending(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
-        """End the current task by ``UnknownSequence`` when the sequence is stopped while entered.
+        """End the current task by ``UnknownSequence`` if the sequence is stopped within this context.
 
         Other cancellations of the task are unchanged.
         """

@@ -1,4 +1,4 @@
-"""An engine's description and present load, as routers see it."""
+"""An engine's description and present load, in the form that routers get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StatusReport:
-    """What the engine ``name`` says about itself. ``incarnation`` is of this start of its API server."""
+    """The status of the engine ``name``. ``incarnation`` is the id of this start of its API server."""
 
     def __init__(
         self, client: AsyncLLM, name: str, incarnation: str, description: EngineDescription, reader: CallReader,
@@ -33,7 +33,7 @@ class StatusReport:
         self._kv_events = None if events is None else KVEvents(**events, epoch=incarnation)
 
     async def now(self) -> EngineStatus:
-        """Present load and holdings; those last known if the core is stuck."""
+        """Return the present load, leases and sends; the last known ones if the core is stuck."""
         await self._probe.news()
         return EngineStatus(
             engine=self._name,

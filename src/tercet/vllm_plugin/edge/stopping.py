@@ -1,4 +1,4 @@
-"""SIGTERM empties an engine before it stops: its routers move its sequences to other engines first."""
+"""The stop of an engine at SIGTERM: its routers first move its sequences to other engines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tercet.aio import TaskSet
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
 HEARD_SECONDS = 0.3
-"""Time until every router knows that the engine stops, and its earlier calls have arrived."""
+"""Seconds until every router knows that the engine stops, and its earlier calls have arrived."""
 
 
 class StopWhenEmpty:
-    """Decides when an engine stops after a stop request.
+    """The decision when an engine stops after a stop request.
 
-    ``announce`` notifies its routers, and returns their number. ``is_empty`` tells whether it holds nothing for
-    others. ``stop`` ends it: once it is empty, after ``grace`` seconds at the latest, or at a second request. Without
-    routers and work it stops at once.
+    ``announce`` notifies its routers, and returns their number. ``is_empty`` returns True if the engine holds nothing
+    for others. ``stop`` ends the engine: once it is empty, after ``grace`` seconds at the latest, or at a second
+    request. Without routers and work it stops at once.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class StopWhenEmpty:
 
 
 def stop_on_sigterm(stop: StopWhenEmpty) -> None:
-    """Make SIGTERM request ``stop``, instead of vLLM's handler. Call this when the server starts.
+    """Make SIGTERM request ``stop``, in place of vLLM's handler. Call this when the server starts.
 
-    Relies on vLLM handling SIGINT as it does SIGTERM, and having set both handlers before its server starts.
+    Relies on vLLM handling SIGINT as it handles SIGTERM, and on both handlers being set before its server starts.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.ask)
 

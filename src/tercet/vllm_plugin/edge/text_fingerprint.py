@@ -1,6 +1,6 @@
-"""Identity of a model's text side: with another one the same token ids have other meanings.
+"""The identity of a model's text side: with another identity, the same token ids have other meanings.
 
-Relies on tokenizers of ``transformers`` having ``get_vocab``, ``encode``, and ``chat_template``; inner ones of
+Relies on tokenizers of ``transformers`` having ``get_vocab``, ``encode``, and ``chat_template``; inner tokenizers of
 ``tokenizers`` have their merges in ``to_str``. Missing parts are left out.
 """
 
@@ -17,7 +17,7 @@ from tercet.protocol.revision import TextFingerprint
 
 logger = logging.getLogger(__name__)
 # Texts on which normalizers, splitters and special tokens differ: their encodings distinguish tokenizers with the same
-# vocabulary, whatever library or version they come from.
+# vocabulary, whichever library or version they come from.
 TRIED = (
     "The quick brown fox jumps over the lazy dog, isn't it?  1234567890 3.14159 -42e10",
     "\n\n\tdef f(x):\n        return x  \r\n",
@@ -31,14 +31,14 @@ TRIED = (
 
 
 def text_fingerprint(tokenizer: Any) -> TextFingerprint:
-    """Fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
+    """Return the fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
     try:
         digest = hashlib.sha256()
         for part in _of_tokenizer(tokenizer):
             digest.update(b"%d:" % len(part) + part)
         template = getattr(tokenizer, "chat_template", None)
         return TextFingerprint(digest.hexdigest()[:16], _digest(template) if template else "")
-    except Exception as error:  # a tokenizer is its model's code; its failures must not keep an engine down
+    except Exception as error:  # a tokenizer is code of its model; its failures must not keep the engine from starting
         logger.warning("this tokenizer cannot be compared with others: %s: %s", type(error).__name__, error)
         return TextFingerprint()
 
@@ -55,7 +55,7 @@ def _of_tokenizer(tokenizer: Any) -> Iterator[bytes]:
 
 
 def _merges(said: str) -> list[list[str]]:
-    """The pairs that become one token, in order; files have them as pairs, and older ones as texts."""
+    """Return the pairs that become one token, in order; newer files have them as pairs, older ones as texts."""
     model = msgspec.json.decode(said).get("model", {})
     pairs: list[Any] = model.get("merges") or []
     return [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]

@@ -1,6 +1,6 @@
 """The verbs, carried out in the API server's process; the core owns the blocks, and is called from here to free them.
 
-What is taken here (a lease's timer, a send, a request) is given back on every exit.
+Every exit gives back the resources that were taken here: a lease's timer, a send, a request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UNKNOWN_TEXT = TextFingerprint()
 
 
 class EngineVerbs:
-    """One engine's verbs, each with its subject: receiving, sending, generating, and what the engine reports."""
+    """One engine's verbs, by subject: receiving, sending, generating, and reports of the engine."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class EngineVerbs:
 
     @classmethod
     async def attach(cls, client: AsyncLLM, name: str, secret: str, adapters: Adapters, longest: int) -> EngineVerbs:
-        """The verbs of the engine behind ``client``; raises ``EngineError`` without the connector.
+        """Return the verbs of the engine behind ``client``. Raises ``EngineError`` without the connector.
 
-        ``secret`` is the fleet's; empty if it has none. A call has ``longest`` bytes at most.
+        ``secret`` is the fleet's, or empty. A call has at most ``longest`` bytes.
         """
         core = CoreCalls(client)
         description = await core.call(core_methods.describe)
@@ -120,58 +120,61 @@ class EngineVerbs:
         return await self._receiving.prep_recv(call)
 
     async def remote_send(self, call: RemoteSendCall) -> Sent:
-        """Get the KV and push it; returns when every rank has acknowledged it."""
+        """Get the KV and push it; return when every rank has acknowledged it."""
         return await self._sending.remote_send(call)
 
     def start_generate(self, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
-        """Decode, on the sequence's reservation if there is one; yields outputs until one is the last."""
+        """Decode, on the sequence's reservation if there is one; yield outputs, including the last one."""
         return self._generating.start_generate(call)
 
     async def stream_generate(self, call: StartGenerateCall, router: StreamDestination) -> None:
-        """Decode, and send the outputs to a router; returns once the engine has the request."""
+        """Decode, and send the outputs to a router; return once the engine has the request."""
         connection = await self.router_connections.connect(router.address, router.key)
         await self._generating.stream(call, connection, router)
 
     # ---- their end -----------------------------------------------------------------------------------------------
 
     async def release(self, lease: str) -> int:
-        """End a lease; returns how far its KV was valid. Raises ``UnknownSequence`` if it has ended already."""
+        """End a lease; return the number of tokens whose KV is valid.
+
+        Raises ``UnknownSequence`` if it has ended already.
+        """
         return await self.leases.release(lease)
 
     async def abort(self, seq_id: str) -> bool:
-        """End the sequence's reservation, sends and generation; returns whether there was any."""
+        """End the sequence's reservation, sends and generation; return whether there was any."""
         found = self._work.stop(seq_id)
         return await self.leases.abort(seq_id) or found
 
     # ---- for requests of vLLM's own API ----------------------------------------------------------------------
 
     def reserved(self, request: Request, end: int | None) -> AbstractAsyncContextManager[Reservation]:
-        """:meth:`prep_recv`, whose lease ends with the context unless it is adopted."""
+        """Reserve as :meth:`prep_recv` does; the lease ends with the context unless it is adopted."""
         return self._receiving.reserved(request, end)
 
     def adopted(self, request: Request) -> AbstractAsyncContextManager[TercetParams | None]:
-        """Parameters for the core: a request of vLLM's API decodes on its reservation; None if there is none.
+        """Provide the core's parameters for a request of vLLM's API that decodes on its reservation; None without one.
 
-        At the context's end, which is the request's, everything that the core has not taken is given back.
+        The context ends with the request: then all resources that the core has not taken are given back.
         """
         return self._generating.adopted(request)
 
     # ---- what the engine reports -------------------------------------------------------------------------------
 
     def model_of(self, call: Call) -> str:
-        """The name of what serves a call: that of its LoRA adapter, or the model's."""
+        """Return the name of the LoRA adapter of a call, or of the model."""
         return self._reader.model_of(call)
 
     async def status(self) -> EngineStatus:
-        """This engine's present load and holdings; those last known if the core is stuck."""
+        """Return this engine's present load, leases and sends; the last known ones if the core is stuck."""
         return await self._status.now()
 
     async def sequences(self) -> list[SequenceReport]:
-        """The sequences that this engine generates; the core's last answer, if it is stuck."""
+        """Return the sequences that this engine generates; if the core is stuck, with its last answer."""
         return await self._generated.reports()
 
     def propose_move(self, seq_id: str, call: MoveCall) -> None:
-        """Pass a proposal to move a sequence on to the router that runs it.
+        """Pass a proposal to move a sequence on to the router that runs the sequence.
 
         ``seq_id`` is this engine's id for it, or its client's. Raises ``UnknownSequence``, and ``Conflict`` if no
         router receives its tokens.
@@ -179,12 +182,12 @@ class EngineVerbs:
         self._generated.propose_move(seq_id, call)
 
     def announce_stop(self) -> int:
-        """Notify the routers that this engine stops when it is empty; returns their number."""
+        """Notify the routers that this engine stops when it is empty; return their number."""
         self.meter.stopping = True
         return self.router_connections.tell_now()
 
     @property
     def is_empty(self) -> bool:
-        """Whether it runs, sends and holds nothing, including requests of vLLM's own API; or cannot any more."""
+        """True if the engine has no leases and no work, by the verbs or vLLM's own API; or if its core has ended."""
         running = self._client.output_processor.get_num_unfinished_requests()
         return self._client.errored or not (running or len(self._work) or len(self.leases))

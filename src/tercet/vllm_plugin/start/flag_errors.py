@@ -1,4 +1,4 @@
-"""vLLM's error for invalid flags: one sentence, instead of hundreds of lines of usage before it."""
+"""Errors for invalid vLLM flags: one sentence, without the hundreds of lines of usage that vLLM prints before it."""
 
 from __future__ import annotations
 

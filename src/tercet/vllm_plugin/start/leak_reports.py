@@ -1,4 +1,4 @@
-"""Suppresses leak reports of libraries at the end of a vLLM process, which do not help its users."""
+"""Suppression of the leak reports that libraries write at the end of a vLLM process: they do not help its users."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ STDERR = 2
 
 
 def without_leak_reports() -> None:
-    """Write nothing more to standard error once this process has ended its work.
+    """Write nothing more to standard error after this process has ended its work.
 
     The binding of ``libtriton`` lists the hundreds of objects that it does not free, and Python cannot turn that off.
-    It does so after the last of the functions that :mod:`atexit` calls. Functions that were registered before this one,
-    such as the one that flushes logs, are called later, and have nothing to write there.
+    It prints the list after the last function that :mod:`atexit` calls. Functions that were registered before this one,
+    such as the one that flushes logs, are called later, and write nothing to standard error.
     """
     atexit.register(_close_stderr)
 

@@ -1,4 +1,4 @@
-"""Stages of a starting engine: a log line as each one begins, which ``tercet up`` shows.
+"""Stages of a starting engine: one log line at the beginning of each stage, which ``tercet up`` shows.
 
 The stages are those of vLLM's worker interface, in the order in which an engine core has its workers go through them.
 """
@@ -14,7 +14,7 @@ from tercet.vllm_plugin.start.patching import Method, wrap
 
 logger = logging.getLogger(__name__)
 MARK = f"[{__name__}] stage: "
-"""Text before a stage's name, in a log line."""
+"""Text before a stage's name in a log line."""
 OF_WORKERS: Mapping[str, str] = {
     "init_device": "device",
     "load_model": "weights",

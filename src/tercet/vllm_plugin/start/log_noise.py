@@ -1,4 +1,4 @@
-"""Lines of vLLM's log that tell an operator of Tercet's engines nothing and need no action."""
+"""Filters for lines of vLLM's log that do not help an operator of Tercet's engines and need no action."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Mapping, Sequence
 from tercet.settings.log_lines import LineBounds
 
 VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
-# By vLLM's loggers, which have the names of its modules, with the beginnings of the messages. A name or a beginning
-# that a version of vLLM does not have hides nothing.
+# Beginnings of messages, by vLLM's loggers, which have the names of its modules. A name or a beginning that a version
+# of vLLM does not have hides nothing.
 NOISE: Mapping[str, Sequence[str]] = {
-    # About Triton on CPUs, which is not used there.
+    # Triton on CPUs, which is not used there.
     "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     # Consequences of `--enforce-eager`, which Tercet gives to engines on CPUs.
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.config.compilation": ("Enabled custom fusions",),
     "vllm.config.kernel": ("Final IR op priority",),
-    # About Tercet's plugins: the interface of vLLM that one uses, and that it was found.
+    # Tercet's plugins: the vLLM interface that a plugin uses, and the report that it was found.
     "vllm.distributed.kv_transfer.kv_connector.v1.base": ("Initializing KVConnectorBase_V1",),
     "vllm.v1.engine.input_processor": ("Passing raw prompts to InputProcessor",),
     "vllm.plugins": ("Available plugins for group", "- %s -> %s", "Loading plugin", "Loaded endpoint plugin"),
-    # Fifty lines that repeat the API's documentation.
+    # These are fifty lines that repeat the API's documentation.
     "vllm.entrypoints.launchers.launcher": ("Available routes are", "Route: "),
     "vllm.entrypoints.scale_out.factories": ("Scale-out endpoints are disabled",),
 }
 
 
 class Without(logging.Filter):
-    """Passes records on unless they begin in one of these ways."""
+    """A log filter that drops records which begin in one of these ways."""
 
     def __init__(self, beginnings: Sequence[str]) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Without(logging.Filter):
 
 
 def without_noise() -> None:
-    """Hide :data:`NOISE` in this process, unless vLLM's debug level is set; before or after its import.
+    """Hide :data:`NOISE` in this process, unless vLLM's debug level is set; call it before or after vLLM's import.
 
-    By filters of loggers: vLLM makes a new handler whenever it sets up its log.
+    The loggers get filters: vLLM makes a new handler whenever it sets up its log.
     """
     if os.environ.get(VLLM_LEVEL, "").upper() == "DEBUG":
         return
@@ -54,15 +54,15 @@ def without_noise() -> None:
 
 
 def bound_lines() -> None:
-    """Limit the length of lines from vLLM's handlers in this process: some quote what clients send."""
+    """Limit the length of lines from vLLM's handlers in this process: some quote text that clients send."""
     for handler in logging.getLogger("vllm").handlers:
         if not any(isinstance(each, LineBounds) for each in handler.filters):
             handler.addFilter(LineBounds())
 
 
 def errors_only() -> None:
-    """Limit vLLM's log to errors in this process, before its import: it logs before it sets up its log.
+    """Limit vLLM's log to errors in this process; call it before vLLM's import.
 
-    Its own variable has precedence, if it is set.
+    vLLM logs before it sets up its log. Its own variable has precedence, if it is set.
     """
     logging.getLogger("vllm").setLevel(os.environ.setdefault(VLLM_LEVEL, "ERROR").upper())

@@ -1,6 +1,6 @@
 """The ranks of an engine on one of its further machines, which have no API server.
 
-The command is ``python -m tercet.vllm_plugin.start.node FLAGS``, with vLLM's flags, ``--headless`` among them.
+The command is ``python -m tercet.vllm_plugin.start.node FLAGS``, with vLLM's flags, including ``--headless``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Compute for the engine's first machine until it, or a signal, ends this."""
+    """Compute for the engine's first machine until that machine, or a signal, ends this process."""
     from vllm.entrypoints.cli.serve import run_headless
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

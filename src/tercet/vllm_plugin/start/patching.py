@@ -1,4 +1,4 @@
-"""Replaces a method of vLLM: in one way, once per process, and listed in :mod:`tercet.vllm_plugin.hooks`."""
+"""Replacement of vLLM's methods: done in one way, once per process, and listed in :mod:`tercet.vllm_plugin.hooks`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MARK = "__tercet_wrapper__"
 
 
 def wrap(owner: type | ModuleType, name: str, around: Method) -> None:
-    """Let ``around(original, self, ...)`` stand in for ``owner.name``, which is ``original``; a module's has no self.
+    """Replace ``owner.name``, which is ``original``, by ``around(original, self, ...)``.
 
-    For a class method ``self`` is the class that it is called on.
+    A module's function has no ``self``. For a class method, ``self`` is the class on which it is called.
 
-    A process may load the plugins more than once; a method that is wrapped already stays as it is.
+    A process may load the plugins more than once; a method that is already wrapped stays as it is.
     """
     found = vars(owner).get(name)
     is_class_method = isinstance(found, classmethod)

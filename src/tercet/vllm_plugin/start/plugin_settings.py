@@ -28,40 +28,38 @@ from tercet.transport.bounded_sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET
 
 ORIGIN = "kv_connector_extra_config: "
-# A message of the token stream to an engine has 64 MiB at most, and images are a third longer in JSON.
+# A message of the token stream to an engine has at most 64 MiB, and images are a third longer in JSON.
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
 MAX_PORT = 65535
 MAX_CPUS = 8192  # the kernel's largest build setting
-# With one port given, the ranks of this machine use the next ones; this many are tried.
+# If one port is given, the ranks of this machine use the next ones; this is the number of ports that are tried.
 PORTS_TRIED = 64
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 
 class PluginSettings(Settings, frozen=True, rename=lambda name: name):
-    """Settings of one engine's Tercet plugin; those of the transport in the form of its users.
+    """Settings of one engine's Tercet plugin; those of the transport are in the form that users write.
 
-    Cores share the path to memory: ``agent_cpus`` that do not compute, and a ``receive_limit``, keep decode steps even
-    while KV arrives.
+    Cores share the path to memory. Give ``agent_cpus`` CPUs that do not compute, and set a ``receive_limit``, to keep
+    decode steps fast while KV arrives.
     """
 
     lease_ttl: Annotated[Seconds, Setting("Seconds after which an unused reservation ends.", unit="seconds")] = 60.0
-    reserve_wait: Annotated[
-        Seconds, Setting("Seconds that a reservation waits for blocks, after earlier ones.", unit="seconds")
-    ] = 1.0
+    reserve_wait: Annotated[Seconds, Setting("Seconds that a reservation waits for blocks.", unit="seconds")] = 1.0
     max_lease_share: Annotated[
         Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
     ] = 0.8
-    transport: Annotated[str, Setting("Transport of KV: auto, or one that is required.")] = AUTO
+    transport: Annotated[str, Setting("Transport of KV: auto, or the name of a required one.")] = AUTO
     kv_memory: Annotated[
         Literal["auto", "staged"],
-        Setting("Access to KV: auto, directly if possible; staged, through buffers in host memory only."),
+        Setting("Access to KV: auto (directly if possible) or staged (only through buffers in host memory)."),
     ] = "auto"
     host: Annotated[
         str,
-        Setting("IP addresses that the KV transport listens on, separated by commas; streams are spread over them."),
+        Setting("IP addresses on which the KV transport listens, separated by commas; streams are spread over them."),
     ] = LOOPBACK
-    port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ones.")] = "0"
+    port: Annotated[str, Setting("First port to try, or a range first-last; 0 picks free ports.")] = "0"
     streams: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_STREAMS)],
         Setting("Connections per peer, for transports that use connections."),
@@ -89,7 +87,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     max_request_bytes: Annotated[
         AtLeastOne,
         Setting(
-            "Largest body of a verb, in bytes, tensors of images included; a larger one is refused with 413.",
+            "Largest body of a verb, in bytes, including tensors of images; a larger one is refused with 413.",
             unit="bytes",
             default="128 MiB",
         ),
@@ -111,15 +109,15 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def device_transport(self) -> str:
-        """The transport for KV on a device that is read directly."""
+        """The transport for KV on a device that the agent reads directly."""
         return self.transport if self.kv_memory == "auto" else "tcp"
 
     def is_staged(self, device: str) -> bool:
-        """Whether KV on a device of this type is reached through buffers."""
+        """True if KV on a device of this type is accessed through buffers."""
         return self.kv_memory == "staged" or device != "cpu"
 
     def cpus(self) -> frozenset[int]:
-        """``agent_cpus`` as numbers; none means all that the engine may use."""
+        """Return the numbers of ``agent_cpus``; empty means all CPUs that the engine may use."""
         found: set[int] = set()
         for item in filter(None, self.agent_cpus.split(",")):
             first, dash, last = item.strip().partition("-")
@@ -140,7 +138,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return key_of(self.secret, "secret") or key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
 
     def allowed_prefillers(self) -> AllowedPrefillers:
-        """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the engines that a header may name for prefill. Raises :class:`~tercet.protocol.BadRequest`."""
         if self.prefill_hosts:
             return AllowedPrefillers(self.prefill_hosts, "prefill_hosts")
         return AllowedPrefillers(os.environ.get(PREFILL_HOSTS_VARIABLE, ""), PREFILL_HOSTS_VARIABLE)
@@ -151,7 +149,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
 
     def require_secret_beyond_loopback(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` if other machines could push KV, or read it, without a secret."""
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines could push or read KV without a secret."""
         if self.fleet_secret:
             return
         for host in _hosts(self.host):
@@ -159,9 +157,9 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
                 raise _wrong("host", self.host, f"other machines can reach {host}, so {SET_A_SECRET}")
 
     def inner_host(self, machines: int) -> str:
-        """Where the processes of one engine reach each other.
+        """Return the address at which the processes of one engine reach each other.
 
-        Raises :class:`~tercet.protocol.BadRequest` for an engine on several ``machines`` whose address only one knows.
+        Raises :class:`~tercet.protocol.BadRequest` for an engine on several ``machines`` with a loopback address.
         """
         first = _hosts(self.host)[0]
         if machines == 1:
@@ -171,7 +169,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return first
 
     def transport_settings(self) -> TransportSettings:
-        """These settings in the transport's form."""
+        """Return these settings in the transport's form."""
         hosts, ports = _hosts(self.host), _ports(self.port)
         return TransportSettings(
             self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9

@@ -1,4 +1,4 @@
-"""How a server that vLLM runs refuses to start: with a sentence and an exit code."""
+"""Refused starts of a server that vLLM runs: one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tercet.protocol import TercetError
 
 @contextmanager
 def refusing_in_a_sentence() -> Generator[None]:
-    """End the process with the message of an error of Tercet's, where vLLM would print a traceback."""
+    """End the process with the message of a Tercet error, where vLLM would print a traceback."""
     try:
         yield
     except TercetError as error:

@@ -1,4 +1,4 @@
-"""Requirements on an engine whose KV is moved; an unmet one is reported at its start, with a remedy."""
+"""Requirements on an engine whose KV is moved; an unmet requirement is reported at the start, with a remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
 
 
 def require_supported_config(config: VllmConfig) -> None:
-    """As :func:`require_supported`, for what is known before weights are loaded."""
+    """Raise as :func:`require_supported` does, for requirements that can be checked before weights are loaded."""
     require_both_roles(config)
     require_prefill_behind_kv(config)
     require_positions_of_the_prompt(config)
@@ -37,7 +37,10 @@ def require_supported_config(config: VllmConfig) -> None:
 
 
 def require_both_roles(config: VllmConfig) -> None:
-    """Require both roles. Otherwise vLLM frees blocks that a step still writes, over a peer's KV."""
+    """Require the role ``kv_both``.
+
+    Otherwise vLLM frees blocks that a step still writes, and a peer's KV is overwritten.
+    """
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_role != "kv_both":
         raise UnsupportedVLLM(
@@ -47,24 +50,24 @@ def require_both_roles(config: VllmConfig) -> None:
 
 
 def require_prefill_behind_kv(config: VllmConfig) -> None:
-    """Require kernels that continue after existing KV.
+    """Require kernels that can continue after existing KV.
 
-    vLLM's reference kernels of MLA give wrong tokens, and no error.
+    vLLM's reference kernels of MLA return wrong tokens, and no error.
     """
     if config.model_config.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
         raise UnsupportedVLLM(
             "on this CPU vLLM cannot compute tokens of an MLA model after existing KV (it has turned "
-            "chunked prefill and prefix caching off), so it could not continue from received KV. Serve it with vLLM"
+            "chunked prefill and prefix caching off), so it could not continue from received KV: use plain vLLM"
         )
 
 
 def require_positions_of_the_prompt(config: VllmConfig) -> None:
-    """Require positions that follow from the prompt, and not from an encoder's results, which no receiver has."""
+    """Require positions that depend only on the prompt: a receiver does not have an encoder's results."""
     multimodal = config.model_config.multimodal_config
     if multimodal is not None and config.model_config.uses_mrope and (multimodal.video_pruning_rate or 0) > 0:
         raise UnsupportedVLLM(
             "--video-pruning-rate with a model with M-RoPE: positions of tokens then depend on the encoder's result "
-            "for a video, which an engine that continues from another one's KV does not have; start it without"
+            "for a video, which an engine that continues from another one's KV does not have; start it without the flag"
         )
 
 
@@ -96,7 +99,7 @@ def _scans_states() -> bool:
 
 
 def require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None:
-    """Require steps that need no state from within a block: vLLM's CPU kernels return only the last state."""
+    """Require steps that need no state within a block: vLLM's CPU kernels return only the last state."""
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
     steps = config.scheduler_config.max_num_batched_tokens
     for spec in specs:
@@ -111,17 +114,17 @@ def require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None
 def require_memory_that_stays(config: VllmConfig) -> None:
     """Require KV that stays in its memory.
 
-    vLLM's allocator can replace memory, and other processes map only the old.
+    vLLM's allocator can replace memory, and other processes map only the old memory.
     """
     if getattr(config.model_config, "enable_cumem_allocator", False) and not current_platform.is_cpu():
         raise UnsupportedVLLM(
             "--enable-sleep-mode and --enable-cumem-allocator: KV in such memory cannot be mapped by the process that "
-            "moves it; start the engine without"
+            "moves it; start the engine without them"
         )
 
 
 def require_generation(config: VllmConfig) -> None:
-    """Require generation: other engines have no KV to continue from."""
+    """Require an engine that generates: other engines have no KV to continue from."""
     if config.model_config.runner_type != "generate":
         raise UnsupportedVLLM(
             f"this engine's runner is {config.model_config.runner_type!r}, which has no KV to move: start "
@@ -130,7 +133,7 @@ def require_generation(config: VllmConfig) -> None:
 
 
 def require_one_rank(config: VllmConfig) -> None:
-    """Require one data-parallel rank per server, and blocks that have all of their tokens."""
+    """Require one data-parallel rank per server, and blocks that contain all of their tokens."""
     parallel = config.parallel_config
     if parallel.data_parallel_size != 1 and not parallel.data_parallel_external_lb:
         raise UnsupportedVLLM(

@@ -1,10 +1,10 @@
-"""vLLM's OpenAI server on CPU cores, whose processes share one import.
+"""vLLM's OpenAI server on CPU cores; its processes share one import.
 
 The command is ``python -m tercet.vllm_plugin.start.server FLAGS``.
 
-The flags are vLLM's, and so is the server. Unlike with the plain command, torch and vLLM are imported once instead of
-three times (:mod:`.standby`). Variables that vLLM sets for a worker before it spawns it must be set before this process
-begins, since libraries read them once: PyTorch's OpenMP, and the cores that its threads are bound to.
+The flags and the server are vLLM's. Unlike the plain command, this one imports torch and vLLM once instead of three
+times (:mod:`.standby`). Variables that vLLM sets for a worker before it spawns it must be set before this process
+begins, since libraries read them once: PyTorch's OpenMP, and the cores to which its threads are bound.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PLAIN = "vllm.entrypoints.openai.api_server"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 PRELOAD = "LD_PRELOAD"
 AFFINITY = "GOMP_CPU_AFFINITY"
-# The cores that this process may use in addition to those that the worker's threads are bound to.
+# The cores that this process may use in addition to those to which the worker's threads are bound.
 ALLOWED = "TERCET_ALLOWED_CORES"
-# Modules that API server, core and worker import until they serve, if this version of vLLM has them.
+# Modules that the API server, the core and the worker import before they serve, if this version of vLLM has them.
 OF_ENGINE = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.launchers.api_server.app_state",
@@ -67,13 +67,13 @@ OF_ENGINE = (
 
 
 def main() -> None:
-    """Become the server of an engine."""
+    """Run as the server of an engine; the process is executed again first if libraries need other variables."""
     wanted = read_once(os.environ, openmp())
     if wanted.items() <= os.environ.items():
         without_noise()
         groups = core_groups(os.environ[THREADS_BIND])
         if AFFINITY in os.environ:
-            # OpenMP, when it was loaded, has bound this process to the cores of the worker.
+            # When OpenMP was loaded, it bound this process to the cores of the worker.
             groups = [frozenset(os.sched_getaffinity(0))]
             os.sched_setaffinity(0, [int(core) for core in os.environ[ALLOWED].split(",")])
             del os.environ[AFFINITY]  # vLLM sets it for its worker only
@@ -85,21 +85,22 @@ def main() -> None:
 
 
 def serve_imported() -> None:
-    """Become the server in a process that has imported already, without being bound to cores.
+    """Run as the server in a process that has already imported vLLM, without being bound to cores.
 
     Each worker is restricted to its cores, and so are the threads of OpenMP that it starts: they share these cores,
-    while those of the only worker of :func:`main` are bound to one each.
+    while the threads of :func:`main`'s only worker are bound to one core each.
     """
     without_noise()
     _serve(core_groups(os.environ[THREADS_BIND]))
 
 
-# vLLM imports it for audio of another sampling rate; it brings SciPy's statistics, a tenth of the time of all imports.
+# vLLM imports this module for audio of another sampling rate; it imports SciPy's statistics, a tenth of the import
+# time.
 RESAMPLING = "scipy.signal"
 
 
 def import_engine() -> None:
-    """Import :data:`OF_ENGINE`."""
+    """Import the modules in :data:`OF_ENGINE`."""
     import_late(RESAMPLING)
     with without_collections():
         for module in OF_ENGINE:
@@ -108,7 +109,7 @@ def import_engine() -> None:
 
 
 def core_groups(bind: str) -> list[frozenset[int]]:
-    """The cores of each worker in a list such as ``0-3,8|4-7``."""
+    """Return the cores of each worker in a list such as ``0-3,8|4-7``."""
     return [frozenset(core for part in group.split(",") for core in _span(part)) for group in bind.split("|")]
 
 
@@ -118,7 +119,7 @@ def _span(part: str) -> range:
 
 
 def _serve(workers: Sequence[frozenset[int]]) -> None:
-    """Fork core and workers, which wait for vLLM to start them; then be the API server."""
+    """Fork the core and the workers, which wait until vLLM starts them; then run as the API server."""
     start_processes_by(StandbyContext)
     inspect_models_here()
     stand_by(workers)
@@ -128,22 +129,22 @@ def _serve(workers: Sequence[frozenset[int]]) -> None:
 
 
 def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
-    """Variables that vLLM would set for its worker in this ``environment`` and that loading ``openmp`` reads."""
+    """Return the variables that vLLM would set for its worker in this ``environment`` and that ``openmp`` reads."""
     preload = with_openmp(environment.get(PRELOAD, ""), openmp)
     bind = environment[THREADS_BIND]
-    # If several workers share one import, OpenMP is loaded once, and cannot be bound to the cores of one of them.
+    # If several workers share one import, OpenMP is loaded once, and cannot be bound to the cores of one worker.
     return {PRELOAD: preload} | ({} if "|" in bind else {AFFINITY: bind.replace(",", " ")})
 
 
 def with_openmp(preload: str, openmp: Path | None) -> str:
-    """The libraries of ``preload``, followed by ``openmp``."""
+    """Return the libraries of ``preload``, followed by ``openmp``."""
     if openmp is None or str(openmp) in preload:
         return preload
     return ":".join(filter(None, (preload, str(openmp))))
 
 
 def openmp() -> Path | None:
-    """PyTorch's own OpenMP, which vLLM loads before all other libraries. None if PyTorch has none."""
+    """Return PyTorch's own OpenMP, which vLLM loads before all other libraries. None if PyTorch has none."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return None
@@ -153,16 +154,16 @@ def openmp() -> Path | None:
 
 
 def start_processes_by(context: Callable[[], Any]) -> None:
-    """Make vLLM start its core and its worker by ``context``."""
+    """Make vLLM start its core and its workers by ``context``."""
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         module: Any = importlib.import_module(name)
         module.get_mp_context = context
 
 
 def inspect_models_here() -> None:
-    """Make vLLM inspect model classes in this process, and not in one that imports vLLM for it.
+    """Make vLLM inspect model classes in this process, not in another process that imports vLLM for it.
 
-    It does so to keep GPUs uninitialised.
+    vLLM uses another process so that GPUs stay uninitialised.
     """
 
     def here(fn: Callable[[], Any]) -> Any:

@@ -1,10 +1,10 @@
-"""Processes that are forked in advance, from one that has imported vLLM, and then wait for their task.
+"""Processes that are forked in advance from one that has imported vLLM, and then wait for their task.
 
-If engines compute on CPUs, vLLM starts its core and its workers with ``spawn``: an interpreter each, which imports
+If engines compute on CPUs, vLLM starts its core and its workers with ``spawn``: each gets an interpreter, which imports
 torch and vLLM again, one after the other. That takes most of an engine's start. Here they are imported once: the
 process that becomes the API server imports, and forks the core, which forks the workers, while it still has one thread,
-no event loop, no socket and no held lock. What vLLM would give a process that it spawns (the pickled process object,
-pipes, the environment) is sent to the waiting one, so nothing else of the API server's state gets into it.
+no event loop, no socket and no held lock. The data that vLLM would give a spawned process (the pickled process object,
+pipes, the environment) is sent to the waiting process, so no other state of the API server gets into it.
 
 Relies on the protocol between :class:`multiprocessing.process.BaseProcess` and its ``Popen`` (``_bootstrap``,
 ``duplicate_for_child``, ``sentinel``), which Python's own start methods share.
@@ -43,16 +43,16 @@ class Standby:
 _waiting: list[Standby] = []
 """The waiting children of this process, in the order in which they are used."""
 _own: socket.socket | None = None
-"""The channel of this process itself. Its parent takes it to be alive while any process has this open."""
+"""The channel of this process. Its parent considers it alive while any process has the channel open."""
 _received: list[int] = []
 
 
 def stand_by(workers: Sequence[frozenset[int]]) -> None:
-    """Fork a core that waits for this process, and that has a worker wait on each of these sets of cores.
+    """Fork a core that waits for this process, and that makes a worker wait on each of these sets of cores.
 
     Returns only in this process.
     """
-    resource_tracker.ensure_running()  # one for all of them: it removes what they leave in shared memory
+    resource_tracker.ensure_running()  # one tracker for all: it removes the shared memory that they leave
     gc.collect()
     gc.freeze()  # imported memory stays shared: the collector does not write to it
     _fork(lambda: [_fork(partial(os.sched_setaffinity, 0, cores)) for cores in workers])
@@ -76,8 +76,8 @@ def _fork(prepare: Callable[[], object]) -> None:
     _own = theirs
     code = 1
     try:
-        # It searches the beginning of the environment, before a task brings another one; not in the server, whose
-        # command line and environment stay unchanged.
+        # setproctitle searches the beginning of the environment, so this call comes before a task replaces it; it is
+        # not made in the server, whose command line and environment stay unchanged.
         setproctitle.getproctitle()
         prepare()
         code = _serve(theirs)
@@ -90,10 +90,10 @@ def _fork(prepare: Callable[[], object]) -> None:
 
 
 def _serve(channel: socket.socket) -> int:
-    """Wait for a task and run it; returns the exit code."""
+    """Wait for a task and run it; return the exit code."""
     header = _exactly(channel, _HEADER.size)
     if not header:
-        return 0  # it is not needed any more
+        return 0  # no task: this process is not needed
     count, size = _HEADER.unpack(header)
     _received[:] = _receive_descriptors(channel, count)
     environment, process = pickle.loads(_exactly(channel, size))
@@ -113,7 +113,7 @@ class _Passed:
 
 
 class Popen(popen_spawn_posix.Popen):
-    """Passes a process object to a waiting child."""
+    """A ``Popen`` that passes a process object to a waiting child."""
 
     DupFd: Any = _Passed
 
@@ -149,13 +149,13 @@ class _Process(context.SpawnProcess):
 
 
 class StandbyContext(context.SpawnContext):
-    """As ``spawn``, but the first processes that this one starts are its waiting children."""
+    """A ``spawn`` context whose first processes are the waiting children of this process."""
 
     Process: ClassVar[type[context.SpawnProcess]] = _Process
 
 
 def _send_descriptors(channel: socket.socket, descriptors: Sequence[int]) -> None:
-    # With one byte, since descriptors cannot be sent alone.
+    # One byte is sent as well, since descriptors cannot be sent alone.
     socket.send_fds(channel, [b"\0"], list(descriptors))
 
 
@@ -165,7 +165,7 @@ def _receive_descriptors(channel: socket.socket, count: int) -> list[int]:
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    """Read ``size`` bytes; none if the other end is closed."""
+    """Read ``size`` bytes; return no bytes if the other end is closed."""
     parts = bytearray()
     while len(parts) < size:
         part = channel.recv(min(size - len(parts), 1 << 20))

@@ -1,4 +1,4 @@
-"""What an engine's server would refuse once its weights are loaded is refused before: by its flags, then its config.
+"""Checks before an engine loads its weights: first of its flags, then of its config.
 
 The same checks run again where they protect something: in the connector, and where the verbs are attached.
 """
@@ -23,10 +23,10 @@ PLUGIN = "tercet"
 
 
 def check_before_loading() -> None:
-    """Have vLLM's servers check, before anything loads, what Tercet refuses; they end with a sentence and no traceback.
+    """Make vLLM's servers check Tercet's requirements before they load anything.
 
-    Relies on ``EngineArgs.from_cli_args`` getting all flags of a server, and on ``create_engine_config`` being called
-    before any process of the engine is started.
+    A failed check ends the server with one sentence. Relies on ``EngineArgs.from_cli_args`` getting all flags of a
+    server, and on ``create_engine_config`` being called before any process of the engine is started.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -49,10 +49,10 @@ def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> Vllm
 
 
 def require_flags(args: Namespace) -> None:
-    """Raise :class:`~tercet.protocol.TercetError` for flags of a server with Tercet's connector that it cannot have.
+    """Raise :class:`~tercet.protocol.TercetError` for flags that a server with Tercet's connector cannot have.
 
-    That is: unknown or wrong settings of the connector, KV or verbs that strangers on other machines could reach, and
-    several API servers. Commands that serve nothing (``vllm bench``, headless nodes) have no verbs to be reached.
+    These are: unknown or wrong settings of the connector, KV or verbs that callers on other machines could reach
+    without a key, and several API servers. Commands that serve nothing (``vllm bench``, headless nodes) have no verbs.
     """
     transfer: KVTransferConfig | None = getattr(args, "kv_transfer_config", None)
     if transfer is None or not is_tercets(transfer):
@@ -80,12 +80,12 @@ def require_config(config: VllmConfig) -> None:
 
 
 def is_tercets(transfer: KVTransferConfig | None) -> bool:
-    """Whether an engine moves its KV by Tercet's connector."""
+    """True if an engine moves its KV by Tercet's connector."""
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
 def serves_verbs() -> bool:
-    """Whether vLLM adds the verbs to its API server, which it does only if ``VLLM_PLUGINS`` names the plugin."""
+    """True if vLLM adds the verbs to its API server, which it does only if ``VLLM_PLUGINS`` names the plugin."""
     import vllm.envs
 
     return PLUGIN in (vllm.envs.VLLM_PLUGINS or ())

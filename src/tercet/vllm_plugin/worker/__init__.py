@@ -1,5 +1,5 @@
-"""What runs in an engine's workers: the KV cache's memory and layout, and which layers are finished.
+"""Code that runs in an engine's workers: the KV cache's memory and layout, and reports of finished layers.
 
 Without an import of vLLM: ``model_fingerprint`` digests a config that it is given, ``step_layers`` only decides, and
-``worker_side`` is called by the connector with what it needs.
+the connector calls ``worker_side`` with all that it needs.
 """

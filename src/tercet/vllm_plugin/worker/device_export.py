@@ -1,7 +1,7 @@
-"""A worker's KV on an accelerator, opened for its agent: memory by handle, and events that signal finished layers.
+"""A worker's KV on an accelerator, shared with its agent: memory by handle, and events that signal finished layers.
 
 Relies on PyTorch's way to share CUDA memory between processes (``UntypedStorage._share_cuda_``), which its
-``torch.multiprocessing`` uses, and on events that another process can wait for (``interprocess=True``).
+``torch.multiprocessing`` uses, and on events for which another process can wait (``interprocess=True``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
 
 logger = logging.getLogger(__name__)
-# Layer notes in flight before the event of one of them is reused by a later one.
+# Number of layer notes in flight, after which a later note reuses the event of an earlier one.
 EVENTS = 64
 
 
@@ -27,8 +27,8 @@ class DeviceExport:
     """The handles of one rank's KV, and its ring of events.
 
     With ``transport`` ``nixl``, or ``auto`` if there is an RDMA device, KV is also registered with NIXL, and ``rdma``
-    has the handles by which others read it. Raises :class:`~tercet.transport.backends.BackendUnavailable` if that is
-    required and fails.
+    has the handles by which other processes read it. Raises :class:`~tercet.transport.backends.BackendUnavailable` if
+    the registration is required and fails.
     """
 
     def __init__(self, planes: LayerPlanes, transport: str = "tcp") -> None:
@@ -48,13 +48,13 @@ class DeviceExport:
         self.handles = DeviceHandles(
             self._device.index or 0, tuple(found for _, found in storages.values()), tuple(places), tuple(handles)
         )
-        # Earlier work of vLLM on its cache, zeroing it above all, must end before others see it.
+        # vLLM's earlier work on its cache, above all zeroing it, must end before other processes see the cache.
         torch.cuda.current_stream(self._device).synchronize()
         self._registered = _registered(planes, self.handles, transport)
         self.rdma = self._registered and self._registered.handles
 
     def computed(self) -> int:
-        """Record an event for the present work of the current stream; returns its number."""
+        """Record an event for the present work of the current stream; return its number."""
         number, self._next = self._next, (self._next + 1) % EVENTS
         self._events[number].record()
         return number
@@ -75,16 +75,16 @@ def _registered(planes: LayerPlanes, handles: DeviceHandles, transport: str) -> 
 
 
 def _shared(storage: Any) -> tuple[Any, ...]:
-    """The form that ``UntypedStorage._new_shared_cuda`` takes in another process, after the number of a device."""
+    """Return the arguments of ``UntypedStorage._new_shared_cuda`` in another process, without the device's number."""
     try:
         _, *found, _event_to_wait_for = storage._share_cuda_()
     except RuntimeError as error:
         raise UnsupportedVLLM(
             f"this engine's KV cannot be shared with the process that moves it (CUDA IPC): {error}; "
-            "PYTORCH_CUDA_ALLOC_CONF must not say expandable_segments:True, and --enable-sleep-mode and "
+            "PYTORCH_CUDA_ALLOC_CONF must not contain expandable_segments:True, and --enable-sleep-mode and "
             "--enable-cumem-allocator must be off"
         ) from error
-    # No wait is needed, and the event for it would be one of a device that the other process may not see.
+    # The other process need not wait, and the event to wait for belongs to a device that it may not see.
     return (*found, False)
 
 

@@ -1,12 +1,13 @@
-"""Speculative decoding, as far as it concerns Tercet.
+"""Speculative decoding: the rules that concern moved KV.
 
 A drafter with its own KV has layers like any others, in vLLM's KV cache groups: they are leased, sent and moved with
-the model's. The model checks its guesses, so KV of another drafter, or none, costs guesses and never a token.
+the model's layers. The model checks the drafter's guesses, so missing KV, or KV of another drafter, costs guesses and
+never a token.
 
-KV of EAGLE and MTP drafters at a position depends on the token after it, too. For the last position of a send that is
-the token that the sender has sampled, or would have: a receiver that continues with another token guesses a little
-worse there. For that reason vLLM does not use the last block that it finds in its prefix cache, and the same holds for
-sent KV.
+KV of EAGLE and MTP drafters at a position also depends on the token after it. For the last position of a send, that is
+the token that the sender has sampled, or would have sampled: a receiver that continues with another token guesses a
+little worse there. For that reason vLLM does not use the last block that it finds in its prefix cache, and the same
+holds for sent KV.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
-# They draft from tokens, or from the model's latest results; or, with a custom class, from data outside of vLLM's KV
-# cache.
+# These methods draft from tokens, from the model's latest results or, with a custom class, from data outside of vLLM's
+# KV cache.
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
 
 
@@ -30,15 +31,15 @@ def require_drafter(config: VllmConfig) -> None:
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "extract_hidden_states":
         raise UnsupportedVLLM(
-            "--speculative-config: 'extract_hidden_states' hands hidden states to a KV connector made for them, and an "
-            "engine has one connector; use it on an engine without Tercet"
+            "--speculative-config: 'extract_hidden_states' needs a KV connector for hidden states, but an engine has "
+            "one connector; use this method on an engine without Tercet"
         )
 
 
 def drafter_of(config: VllmConfig) -> str:
-    """Identifies the method and weights of a drafter with its own KV; empty without one.
+    """Return an identifier of the method and weights of a drafter with its own KV; empty without such a drafter.
 
-    Its config is not used: vLLM writes values into it that follow from the engine's flags.
+    The drafter's config is not used: vLLM writes values into it that follow from the engine's flags.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.method in WITHOUT_KV:
@@ -47,9 +48,9 @@ def drafter_of(config: VllmConfig) -> str:
 
 
 def tokens_of_a_step(scheduler: Scheduler) -> int:
-    """Number of tokens for which a decoding sequence has blocks in one step: one, the guesses, and tokens after them.
+    """Return the number of tokens for which a decoding sequence has blocks in one step.
 
-    As vLLM computes ``_spec_decode_step_blocks``.
+    These are one token, the guesses, and the tokens after them, as vLLM computes ``_spec_decode_step_blocks``.
     """
     guesses: int = scheduler.num_spec_tokens
     return 1 + guesses + scheduler.num_lookahead_tokens if guesses else 1

@@ -20,9 +20,9 @@ from tercet.vllm_plugin.worker.stages import AllStages
 def packing_of(
     config: VllmConfig, block_size: int, dtype: torch.dtype, planes: LayerPlanes, attention: Sequence[torch.Tensor]
 ) -> str:
-    """Order of keys and values in a block: CPU kernels pack them for their instruction set.
+    """Return the order of keys and values in a block: CPU kernels pack them for their instruction set.
 
-    ``attention`` are those of the ``planes`` that hold keys and values.
+    ``attention`` are the ``planes`` that hold keys and values.
     """
     if planes.device.type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # the same choice that the kernels make
@@ -30,7 +30,7 @@ def packing_of(
         head_size = config.model_config.get_head_size()
         return f"cpu-{_get_attn_isa(dtype, block_size, head_size, config.cache_config.cache_dtype)}"
     packing = f"{planes.device.type}-{config.cache_config.cache_dtype}"
-    # The transport can convert the order of heads and tokens. Other blocks it handles as bytes only.
+    # The transport can convert the order of heads and tokens. It handles other blocks only as bytes.
     if planes.order is not None:
         return packing
     arrangements = dict.fromkeys(arrangement_of(plane, planes.num_blocks) for plane in attention)
@@ -38,12 +38,12 @@ def packing_of(
 
 
 def _splits_by_head(plane: torch.Tensor, block_size: int) -> bool:
-    """Whether a block holds one head after the other: ``(blocks, kv_heads, block_size, ...)``, as on CPU."""
+    """True if a block holds one head after the other: ``(blocks, kv_heads, block_size, ...)``, as on CPU."""
     return plane.device.type == "cpu" and plane.dim() == 4 and plane.shape[2] == block_size
 
 
 def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -> bool:
-    """Whether keys lie by dimension and values by token, tested by letting the kernel write a block.
+    """True if keys are ordered by dimension and values by token; the test lets the kernel write a block.
 
     Relies on ``cpu_attn_reshape_and_cache`` filling the cache, as ``CPUAttentionBackendImpl`` calls it.
     """
@@ -70,15 +70,15 @@ def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -
 def layout_of(
     config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, stages: AllStages, *, staged: bool
 ) -> KVLayout:
-    """The layout of this rank's KV cache, as a part of the engine's.
+    """Return the layout of this rank's KV cache, as a part of the engine's layout.
 
-    ``staged``: blocks are moved whole, and are not cut between tokens.
+    With ``staged``, blocks are moved whole, and are not cut between tokens.
     """
     model, groups = config.model_config, described(caches, stages.layers)
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
     states = state_formats(caches)
     if states and stages.plane_counts:
-        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves between single pipeline stages only")
+        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves only with one pipeline stage")
     attention = planes.tensors_without(state_layers(caches))
     first = attention[0]
     cache_dtype = first.dtype

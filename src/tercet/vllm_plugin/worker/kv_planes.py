@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors as the bytes that the transport moves."""
+"""vLLM's KV cache tensors, as the bytes that the transport moves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MAP_FIXED = 0x10
 
 
 class LayerPlanes:
-    """The KV cache cut into planes: one per layer, or two if keys and values are apart.
+    """The KV cache cut into planes: one per layer, or two if keys and values are separate.
 
     A plane holds one block after the other, so a block is one run of bytes in it. ``planes_of[layer_name]`` lists the
     planes that a layer writes; of layers that share one cache (cross-layer KV sharing) only the first one writes any.
     The planes of each of ``groups``, which are layers that share block tables, follow one another; ``group_planes`` has
-    their numbers. Planes of different groups may be the same memory.
+    their numbers. Planes of different groups may use the same memory.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class LayerPlanes:
         return len(self.tensors) - 1
 
     def block_stride(self, plane: torch.Tensor) -> int:
-        """Bytes from one of vLLM's blocks of a plane to the next."""
+        """Return the number of bytes from one of vLLM's blocks of a plane to the next."""
         return plane.stride(0) * plane.itemsize * (plane.shape[0] // self.num_blocks)
 
     def share_words(self) -> tuple[int, RegionShape]:
-        """For KV on a device: a file of the same shape with only generation words, which takes no memory."""
+        """Return a file, and its shape, for KV on a device: it has only generation words, and no memory for blocks."""
         length = self.block_bytes * self.num_blocks
         shape = shape_of([length] * len(self.tensors), self.num_blocks, self.block_bytes)
         shape = replace(shape, groups=tuple(self.group_planes), order=self.order)
@@ -75,23 +75,24 @@ class LayerPlanes:
 
     @property
     def order(self) -> BlockOrder | None:
-        """Order of the items of all blocks; None if it differs in some layers, such as those that keep states.
+        """The order of the items of all blocks; None if it differs in some layers, such as those that keep states.
 
-        Such blocks are moved unchanged, between engines with the same order.
+        Blocks without an order are moved unchanged, between engines with the same order.
         """
         orders = {order_of(plane, self.num_blocks) for plane in self.tensors}
         return orders.pop() if len(orders) == 1 else None
 
     def tensors_without(self, layers: Sequence[str]) -> list[torch.Tensor]:
-        """The planes of all other layers."""
+        """Return the planes of all other layers than ``layers``."""
         left_out = {plane for name in layers for plane in self.planes_of[name]}
         return [plane for number, plane in enumerate(self.tensors) if number not in left_out]
 
     def share(self) -> tuple[int, RegionShape]:
-        """Move the KV cache, at its address, into a file that other processes can map; once, before it holds any KV.
+        """Move the KV cache, at its address, into a file that other processes can map.
 
-        The tensors keep their addresses: only the pages behind them are exchanged. Users of a tensor, or of a view,
-        notice nothing.
+        Call this once, before the cache holds any KV. The tensors keep their addresses: only the pages behind them are
+        exchanged. Code that uses a tensor, or a view of it, is not affected. Returns the file's descriptor, and its
+        shape.
         """
         extents = [_extent_of(plane) for plane in self.tensors]
         offsets, size = dict[_Extent, int](), 0
@@ -109,9 +110,9 @@ class LayerPlanes:
 
 
 def is_in_blocks(plane: torch.Tensor, num_blocks: int) -> bool:
-    """Whether each of ``num_blocks`` blocks of a plane, which is ``(blocks, ...)``, is one run of bytes.
+    """True if each of ``num_blocks`` blocks of a plane, which is ``(blocks, ...)``, is one run of bytes.
 
-    Its items may lie in any order, and other layers' blocks between it and the next.
+    Its items may have any order, and other layers' blocks may lie between it and the next block.
     """
     block, together = plane[0], plane.shape[0] // num_blocks
     inside = sorted((stride, size) for stride, size in zip(block.stride(), block.shape, strict=True) if size > 1)
@@ -125,7 +126,7 @@ def is_in_blocks(plane: torch.Tensor, num_blocks: int) -> bool:
 
 
 def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
-    """Order of a block's items in a plane of ``(blocks, heads, tokens, content)``, the shape for kernels.
+    """Return the order of a block's items in a plane of ``(blocks, heads, tokens, content)``, the shape for kernels.
 
     None for another shape, of which only the run of bytes is known, and for blocks that the kernel splits.
     """
@@ -137,7 +138,10 @@ def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
 
 
 def arrangement_of(plane: torch.Tensor, num_blocks: int) -> str:
-    """What must be equal for two planes whose blocks have no :func:`order_of`: their shape, and memory order."""
+    """Return a description of shape and memory order, for planes whose blocks have no :func:`order_of`.
+
+    KV moves between two such planes only if it is equal.
+    """
     inside = sorted(zip(plane.stride()[1:], plane.shape[1:], range(1, plane.dim()), strict=True), reverse=True)
     in_memory = [f"{size}@{dimension}" for _, size, dimension in inside if size > 1]
     return "x".join([str(plane.shape[0] // num_blocks), *in_memory])
@@ -145,7 +149,7 @@ def arrangement_of(plane: torch.Tensor, num_blocks: int) -> str:
 
 @dataclass(frozen=True, order=True)
 class _Extent:
-    """An allocation in whole pages: addresses ``[begin, end)``."""
+    """An allocation in whole pages: the addresses ``[begin, end)``."""
 
     begin: int
     end: int
@@ -156,18 +160,18 @@ def _extent_of(plane: torch.Tensor) -> _Extent:
     start, size = storage.data_ptr(), storage.nbytes()
     alone = size >= OWN_MAPPING_BYTES or (start % PAGE_BYTES == 0 and size % PAGE_BYTES == 0)
     if not alone:
-        # Its first and last page may hold other data, which can change while pages are exchanged.
+        # The first and the last page may hold other data, which can change while pages are exchanged.
         raise UnsupportedVLLM(
-            f"a KV cache tensor of {size} bytes is too small to be shared; it takes {OWN_MAPPING_BYTES}: "
-            "raise VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
+            f"a KV cache tensor of {size} bytes is too small to be shared; it needs {OWN_MAPPING_BYTES} bytes: "
+            "increase VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
         )
     return _Extent(start // PAGE_BYTES * PAGE_BYTES, -(-(start + size) // PAGE_BYTES) * PAGE_BYTES)
 
 
 def _exchange(extent: _Extent, fd: int, offset: int) -> None:
-    """Replace an allocation's pages by the file's.
+    """Replace an allocation's pages by the file's pages.
 
-    The allocator's notes at both ends are copied; the KV in between is not worth it.
+    The allocator's notes at both ends are copied; the KV in between need not be.
     """
     size = extent.end - extent.begin
     for page in (0, size - PAGE_BYTES):
@@ -185,7 +189,7 @@ def _exchange(extent: _Extent, fd: int, offset: int) -> None:
 
 
 def _whole_pages(plane: torch.Tensor) -> torch.Tensor:
-    """States of a layer with vLLM's padding, so that their blocks are as large as those of attention.
+    """Return the states of a layer with vLLM's padding, so that their blocks are as large as those of attention.
 
     Their shape is then ``(blocks, 1, 1, bytes)``; other planes stay unchanged.
     """

@@ -1,4 +1,4 @@
-"""Tercet's change in vLLM's LoRA operators for CPUs: rows of the base model get no adapter."""
+"""A change to vLLM's LoRA operators for CPUs: rows of the base model get no adapter."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BASE_MODEL = -1
 
 
 def leave_the_base_model_alone() -> None:
-    """Let rows without an adapter stay as the base model computes them.
+    """Make rows without an adapter stay as the base model computes them.
 
-    vLLM gives them the index -1, with which its operators for CPUs pick the last adapter of the batch's slots. So a
-    request for the base model would be computed with that adapter, and its KV be taken for the base model's. For
+    vLLM gives these rows the index -1, with which its operators for CPUs pick the last adapter of the batch's slots. A
+    request for the base model would then be computed with that adapter, and its KV be taken for the base model's. For
     embeddings only the second product uses an operator.
     """
     from vllm.lora.ops.torch_ops import lora_ops
@@ -36,7 +36,7 @@ def shrink_rows_with_an_adapter(
     *more: Any,
     **named: Any,
 ) -> None:
-    """vLLM's operator, and zeros for the base model's rows: the product with these adds nothing."""
+    """Run vLLM's operator, then set the base model's rows to zeros: their product adds nothing."""
     shrink(inputs, weights, output, indices, *more, **named)
     output[indices == BASE_MODEL] = 0
 
@@ -50,5 +50,5 @@ def expand_rows_with_an_adapter(
     *more: Any,
     **named: Any,
 ) -> None:
-    """vLLM's operator, to which the base model's rows contribute zeros."""
+    """Run vLLM's operator with zeros as the base model's rows."""
     expand(inputs.masked_fill((indices == BASE_MODEL)[:, None], 0), weights, output, indices, *more, **named)

@@ -1,4 +1,4 @@
-"""Identity of a model: two engines with the same one compute the same KV."""
+"""The identity of a model: two engines with the same fingerprint compute the same KV."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Three windows of each weights file: enough to distinguish a fine-tune from its base without reading gigabytes.
+# Size of each of the three windows that are read of a weights file: enough to distinguish a fine-tune from its base
+# without reading gigabytes.
 WINDOW_BYTES = 64 * 1024
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
-# The source of a config, and the library that loaded it, do not change the model.
+# The path of a config, and the library that loaded it, do not change the model.
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def model_fingerprint(model: str, hf_config: dict[str, Any]) -> str:
-    """A short hash of a model's config and, for a local checkpoint, of samples of its weights."""
+    """Return a short hash of a model's config and, for a local checkpoint, of samples of its weights."""
     digest = hashlib.sha256()
     kept = {key: value for key, value in hf_config.items() if key not in IGNORED_CONFIG_KEYS}
     digest.update(json.dumps(kept, sort_keys=True, default=str).encode())

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def begin_requests_with_output() -> None:
-    """Let the model runner begin requests with the output that their step's metadata names.
+    """Make the model runner begin requests with the output that their step's metadata contains.
 
-    It creates a request's state with no output and hands it to the input batch, which copies prompt and output; the
-    output is put in between. The newer model runner (V2) takes both from the scheduler and needs no hook.
+    The model runner creates a request's state without output and hands it to the input batch, which copies prompt and
+    output; the output is inserted in between. The newer model runner (V2) takes both from the scheduler and needs no
+    hook.
     """
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -44,7 +45,7 @@ def begin_requests_with_output() -> None:
 
 
 def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> None:
-    """Draw from a seeded request's generator as ``steps`` sampling steps would have done."""
+    """Draw from a seeded request's generator as often as ``steps`` sampling steps draw."""
     if generator is None:
         return
     import torch
@@ -58,11 +59,11 @@ def advance(generator: torch.Generator | None, steps: int, vocab_size: int) -> N
 
 
 def keep_generators_of_unfinished_prompts() -> None:
-    """Let seeded requests take several steps for their prompt on a CPU.
+    """Allow seeded requests to take several steps for their prompt on a CPU.
 
     A step that ends inside a prompt samples an unused token, and vLLM rewinds the request's generator by its offset.
-    Generators on a CPU have none: vLLM raises in the worker, and the engine is lost. So there the generator's state is
-    saved and restored instead.
+    Generators on a CPU have no offset: vLLM raises in the worker, and the engine is lost. There the generator's state
+    is saved and restored instead.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -82,7 +83,7 @@ def keep_generators_of_unfinished_prompts() -> None:
 
 
 def _unfinished(runner: Any) -> dict[int, Any]:
-    """The generators, by row, of requests whose prompt is not computed to its end; none except on CPU."""
+    """Return the generators, by row, of requests whose prompt is not fully computed; empty except on a CPU."""
     generators: dict[int, Any] = runner.input_batch.generators
     if not generators:
         return {}

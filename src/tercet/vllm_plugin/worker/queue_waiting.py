@@ -1,9 +1,9 @@
-"""Waiting of vLLM's processes for one another on a CPU: by sleeping instead of polling.
+"""Waiting between vLLM's processes on a CPU: they sleep instead of polling.
 
 An engine core and its workers exchange messages through shared memory. A waiting process polls for a second, yielding
-its core in between, and only then sleeps until it is notified. With an accelerator that only occupies a core. If
-engines compute on those cores, polling slows down steps, of this or another engine, and the processes that send tokens
-to clients. With sleeping, a step begins a fraction of a millisecond later.
+its core in between, and only then sleeps until it is notified. With an accelerator, polling only occupies a core. If
+engines compute on those cores, polling slows down the steps of this engine and others, and the processes that send
+tokens to clients. With sleeping, a step begins a fraction of a millisecond later.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NAPS_AFTER_READ = 1.0  # vLLM's own limit between polling and sleeping
 
 
 def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
-    """How long to poll before sleeping; ``None`` leaves it to vLLM.
+    """Return the seconds to poll before sleeping; ``None`` leaves the time to vLLM.
 
-    Zero on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
+    0 on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
     """
     given = environment.get(SPIN_SECONDS_VARIABLE)
     if given is None:
@@ -42,11 +42,11 @@ def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
 
 
 def let_queue_readers_sleep() -> None:
-    """Let readers of vLLM's message queues sleep as soon as there is nothing to read.
+    """Make readers of vLLM's message queues sleep as soon as there is nothing to read.
 
     vLLM's reader polls for ``busy_loop_s`` seconds and then waits on a socket that writers notify with every message.
     The socket drops a notice while it still carries an earlier one, so right after a read no sleep is longer than
-    ``NAP_MS``; the caller checks again after each return.
+    ``NAP_MS`` milliseconds; the caller checks again after each return.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms import current_platform

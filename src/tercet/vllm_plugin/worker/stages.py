@@ -1,4 +1,4 @@
-"""Contents of an engine's pipeline stages: a worker knows its own layers only, and layouts describe all of them."""
+"""The contents of an engine's pipeline stages: a worker knows only its own layers, and layouts describe all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def engine_rank() -> int:
-    """This worker's rank in its engine: those of the first stage come first."""
+    """Return this worker's rank in its engine; ranks of the first stage come first."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tensor_parallel = get_tp_group()
@@ -22,7 +22,10 @@ def engine_rank() -> int:
 
 
 def over_stages(mine: Any) -> list[Any]:
-    """Values of the workers with this tensor-parallel rank, by pipeline stage; all must call this at the same time."""
+    """Return the values of the workers with this tensor-parallel rank, by pipeline stage.
+
+    All these workers must call this function at the same time.
+    """
     import torch.distributed
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -44,7 +47,7 @@ class StageContents:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[str]], planes: LayerPlanes) -> StageContents:
-        """The contents of this worker."""
+        """Return the contents of this worker."""
         names = [[""] * count for count in planes.group_planes]
         for group, layers in enumerate(groups):
             first = sum(planes.group_planes[:group])
@@ -77,7 +80,7 @@ class AllStages:
 
     @property
     def order(self) -> str:
-        """Identifies the layers' names in the order of their planes, group by group over all stages."""
+        """A hash of the layers' names in the order of their planes, group by group over all stages."""
         digest = hashlib.sha256()
         for group in zip(*(stage.planes for stage in self._stages), strict=True):
             digest.update("\n".join(name for names in group for name in names).encode() + b"\0")

@@ -1,8 +1,8 @@
-"""Decides which layers' KV a worker reports to its agent, and when in a step. Decides only.
+"""Decisions which layers' KV a worker reports to its agent, and when in a step; without I/O.
 
 Layer hooks run if a step runs layer by layer: eagerly, or as piecewise CUDA graphs. A full graph, which decode-only
-steps use, calls none of them; its KV is reported when the step ends. So both kinds of graphs work, and nothing here
-checks which one it was.
+steps use, calls none of them; its KV is reported when the step ends. So both kinds of graphs work, and no code here
+checks which kind it was.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StepLayers:
         self._done, self._told = [], set()
 
     def saved(self, planes: Sequence[int]) -> tuple[int, ...]:
-        """Record that a layer's hook ran, for its ``planes``; returns the planes to report now.
+        """Record that a layer's hook ran, for its ``planes``; return the planes to report now.
 
-        They are reported together once they are large enough: waking the agent costs the cores that compute.
+        Planes are reported together once they are large enough: waking the agent costs time of the cores that compute.
         """
         if not self._plane_bytes:
             return ()
@@ -38,7 +38,7 @@ class StepLayers:
         return self._tell() if len(self._done) * self._plane_bytes >= NOTE_BYTES else ()
 
     def ended(self) -> tuple[int, ...]:
-        """End the step; returns the planes still to report, including those whose hooks did not run."""
+        """End the step; return the planes still to report, including those whose hooks did not run."""
         if not self._plane_bytes:
             return ()
         seen = self._told.union(self._done)

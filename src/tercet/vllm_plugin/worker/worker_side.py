@@ -1,4 +1,4 @@
-"""The worker's half: shares this rank's KV with an agent, and reports finished layers during the forward pass."""
+"""The worker's half of the connector: it shares this rank's KV with an agent, and reports finished layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerSide:
         self._device: DeviceExport | None = None
         self._layers = 0
         self._started: AgentProcess | None = None
-        # A worker has no data of the agents' channels; it answers with the number of layers that it has run.
+        # A worker has none of the agents' counters; it answers with the number of layers that it has run.
         self._host = host
         self._life = ControlServer(lambda _: {"layers": self._layers}, host)
 
@@ -55,7 +55,7 @@ class WorkerSide:
                 self._host,
             )
             self._started = AgentProcess(setup)
-            self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # it inherits the descriptor's number
+            self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # the agent inherits the descriptor's number
         finally:
             os.close(kv)  # the agent has its own; the mapping stays
 
@@ -66,7 +66,7 @@ class WorkerSide:
         return self._started
 
     def handshake(self) -> WorkerHandshake:
-        """This rank's endpoints, for the scheduler's process."""
+        """Return this rank's endpoints, for the scheduler's process."""
         ready, life = self._agent.ready, self._life
         agent = ready.control, ready.secret
         lives_at = life.address, life.secret
@@ -83,7 +83,7 @@ class WorkerSide:
     def save_layer(self, layer_name: str) -> None:
         """Push the blocks that this step completes in one layer, whose attention has just run.
 
-        On a device it was only queued on a stream: the agent waits for it.
+        On a device, the attention was only queued on a stream: the agent waits for it.
         """
         self._layers += 1
         if self._step.pushes:
@@ -91,7 +91,7 @@ class WorkerSide:
 
     def end_step(self) -> None:
         """End the sends whose last block this step computed."""
-        self._layers += 1  # a step that runs as one graph calls no layer's hook, but is progress, too
+        self._layers += 1  # a step that runs as one graph calls no layer's hook, but is also progress
         self._tell_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
             self._agent.tell(StepEnds(tuple(self._step.finish)))
@@ -109,7 +109,7 @@ class WorkerSide:
 
 
 def _block_of(layout: KVLayout) -> BlockShape | None:
-    """How this rank's blocks can be cut between tokens, if they can."""
+    """Return how this rank's blocks can be cut between tokens; None if they cannot."""
     if not layout.splits_by_token:
         return None
     items = 2 * layout.heads_per_rank * layout.head_size * layout.block_size
@@ -117,5 +117,8 @@ def _block_of(layout: KVLayout) -> BlockShape | None:
 
 
 def _cpus_of_engine() -> set[int]:
-    """CPUs of this engine: the scheduler's process, our parent, has them all; this process has those that compute."""
+    """Return the CPUs of this engine.
+
+    The scheduler's process, which is the parent, has all of them; this process has only those that compute.
+    """
     return os.sched_getaffinity(os.getppid())

@@ -1,4 +1,4 @@
-"""Requests to a router's admin API."""
+"""Calls of a router's admin API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tercet.protocol.wire import API_PREFIX, UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
-# Adding an engine waits for the engine's answer, loading a program for the user's module.
+# Adding an engine waits for the engine's answer, and loading a program for the user's module.
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 

@@ -1,7 +1,7 @@
-"""Reads answers of untrusted HTTP servers: not compressed, without redirects, and of limited size.
+"""A reader of answers of untrusted HTTP servers: not compressed, without redirects, and of limited size.
 
-A client may name the server. A megabyte of gzip becomes gigabytes, and a redirect leaves the list of allowed servers,
-to where a secret must not go.
+A client may name the server. A megabyte of gzip can become gigabytes, and a redirect leaves the list of allowed
+servers, and must not carry a secret elsewhere.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import aiohttp
 
 LONGEST = 16 * 1024 * 1024
 PLAIN = {"accept-encoding": "identity"}
-"""The header of requests whose answers are read here."""
+"""Headers of requests whose answers are read here."""
 REDIRECTS = range(300, 400)
 
 
 class AnswerRefused(aiohttp.ClientPayloadError):
-    """The answer is not read, or not to its end; callers treat it as one that was cut off."""
+    """An error for an answer that is not read, or not to its end; callers treat it as an answer that was cut off."""
 
 
 def require_plain(response: aiohttp.ClientResponse) -> None:
@@ -36,7 +36,7 @@ def require_plain(response: aiohttp.ClientResponse) -> None:
 async def read_answer(response: aiohttp.ClientResponse, longest: int | None = None) -> bytes:
     """Return the whole body.
 
-    Raises :class:`AnswerRefused` for one of more than ``longest`` bytes, and what :func:`require_plain` raises.
+    Raises :class:`AnswerRefused` for more than ``longest`` bytes, and errors of :func:`require_plain`.
     """
     require_plain(response)
     longest = LONGEST if longest is None else longest

@@ -10,7 +10,7 @@ import aiohttp
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call got no answer, such as ``Connection refused``; it does not contain the address of the call."""
+    """Return why a call got no answer, such as ``Connection refused``, without the address of the call."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, aiohttp.ServerDisconnectedError):
         return "it closed the connection"

@@ -8,10 +8,10 @@ from tercet.protocol import BadRequest
 
 
 def engine_tls(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Return TLS for the given PEM files; None (the system's TLS) without any file.
+    """Return the TLS context of the given PEM files; None (the system's TLS) without any file.
 
-    ``ca`` has the CA certificates that engines' certificates are checked with, instead of the system's; ``certificate``
-    is the caller's, with its ``key`` unless that is in the same file. Raises :class:`~tercet.protocol.BadRequest` for
+    ``ca`` has the CA certificates by which engines' certificates are checked, instead of the system's; ``certificate``
+    is the caller's, with its ``key`` unless the same file has the key. Raises :class:`~tercet.protocol.BadRequest` for
     unusable files.
     """
     if key is not None and certificate is None:

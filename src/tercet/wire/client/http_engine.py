@@ -1,4 +1,4 @@
-"""An engine that is called by HTTP."""
+"""The client of an engine that is called by HTTP."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ from tercet.wire.streams import EngineConnection, StreamListener
 
 T = TypeVar("T")
 UNAUTHORIZED = 401
-# Between two outputs of a stream an engine may run one long prefill of others; a longer silence means a dead engine.
+# Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill
+# of other requests.
 SILENCE_SECONDS = 300.0
-# A verb that only reserves or frees waits for one engine step at most.
+# A verb that only reserves or frees waits for at most one engine step.
 QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
 # vLLM closes a connection that was idle for 5 s. A call that is sent at that time is lost, and looks like a dead
@@ -78,21 +79,21 @@ KEEPALIVE_SECONDS = 2.0
 
 
 Admit = Callable[[EngineStatus], object]
-"""Raises :class:`~tercet.protocol.TercetError` for an engine that must not be used."""
+"""A function that raises :class:`~tercet.protocol.TercetError` for an engine that must not be used."""
 
 
 class HttpEngine:
-    """Implements :class:`~tercet.protocol.Engine`, where its methods are documented, for a server at ``url``.
+    """The client of an engine at ``url``; it implements :class:`~tercet.protocol.Engine`, which documents its methods.
 
-    Use as an async context manager. With a ``listener`` outputs arrive by the engine's token stream, ``on_load``
+    Use it as an async context manager. With a ``listener``, outputs arrive by the engine's token stream, ``on_load``
     receives the engine's load ten times a second, ``on_proposal`` the moves that it passes on, and ``on_lost`` is
-    called when the stream has closed. Without one, or if the engine cannot connect to it, outputs arrive as server-sent
-    events.
+    called when the stream has closed. Without a listener, or if the engine cannot connect to it, outputs arrive as
+    server-sent events.
 
     The first call is ``status``, whose answer must pass ``admit``. Every later call carries that incarnation. A
-    restarted engine refuses the call; then its status is requested, and ``on_new`` is called, since nothing is left of
-    the old one. ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is for an
-    ``https://`` engine.
+    restarted engine refuses the call; then its status is requested, and ``on_new`` is called, since all state of the
+    old engine is lost. ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is
+    for an ``https://`` engine.
     """
 
     def __init__(
@@ -149,7 +150,8 @@ class HttpEngine:
             await asyncio.wait({ending})
         reserving = asyncio.ensure_future(self._reserve(request, end))
         try:
-            # Shielded: the engine reserves even if we are cancelled, so we must learn the lease to end it.
+            # The task is shielded: the engine reserves even if this call is cancelled, and the lease is needed to end
+            # it.
             reservation = await asyncio.shield(reserving)
         except asyncio.CancelledError:
             reserving.add_done_callback(lambda done: self._release_reserved(request.seq_id, done))
@@ -191,7 +193,7 @@ class HttpEngine:
         try:
             await self._post("release", ReleaseCall(lease=lease), dict[str, Any])
         except (UnknownSequence, LeaseEnded, EngineUnreachable):
-            return  # it has ended already, or its engine has, and then the lease's time to live ends it
+            return  # the lease, or its engine, has ended; otherwise the lease's time to live ends it
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
@@ -242,7 +244,7 @@ class HttpEngine:
                 await stream.until_over()
         finally:
             if stream.begun:
-                self._held.pop(call.seq_id, None)  # the running sequence had the blocks by then
+                self._held.pop(call.seq_id, None)  # the running sequence has the blocks
 
     async def _connection(self) -> EngineConnection | None:
         try:
@@ -251,14 +253,14 @@ class HttpEngine:
             raise EngineNotReached(error.message) from error
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
-        """Receive outputs as server-sent events; leaving early closes the answer, and with it the sequence."""
+        """Receive outputs as server-sent events; if the caller leaves early, end answer and sequence."""
         async with self._call("start_generate", call, PATIENT) as response:
             try:
                 async for data in read_events(response.content.iter_any()):
                     stream.put(self._output_of(data))
                     await stream.until_asked()
             except (aiohttp.ClientError, HttpProcessingError, EventTooLong, TimeoutError, OSError) as error:
-                raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
+                raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
             if not stream.over:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
@@ -269,16 +271,16 @@ class HttpEngine:
         await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
-        """See :class:`~tercet.protocol.TakesAdapters`."""
+        """Load an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
         return await self._post("adapters", LoadAdapterCall(name=name, path=path), AdapterReport, PATIENT)
 
     async def replace_adapter(self, name: str, path: str) -> AdapterReport:
-        """See :class:`~tercet.protocol.TakesAdapters`."""
+        """Replace an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
         async with self._call(_adapter(name), ReplaceAdapterCall(path=path), PATIENT, "PUT") as response:
             return await self._decode(response, AdapterReport)
 
     async def unload_adapter(self, name: str) -> None:
-        """See :class:`~tercet.protocol.TakesAdapters`."""
+        """Unload an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
         async with self._call(_adapter(name), None, QUICK, "DELETE") as response:
             await self._decode(response, dict[str, Any])
 
@@ -289,22 +291,22 @@ class HttpEngine:
         return status
 
     async def sequences(self) -> list[SequenceReport]:
-        """Return the sequences that the engine generates, for any client; for a stuck engine the last known ones."""
+        """Return the sequences that the engine generates for all clients; the last known ones if it is stuck."""
         async with self._call("sequences", None, QUICK) as response:
             return await self._decode(response, list[SequenceReport])
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
-        """Ask the engine to pass a proposal to move a sequence to the router that runs it.
+        """Ask the engine to pass a proposal to move a sequence on to the router that runs the sequence.
 
-        ``seq_id`` is the engine's id for it, or its client's. Returns when the proposal was sent; the router
-        records its result. Raises :class:`~tercet.protocol.UnknownSequence` if the engine does not generate it, and
-        :class:`~tercet.protocol.Conflict` if no router receives its tokens.
+        ``seq_id`` is the engine's id for the sequence, or its client's. Returns when the proposal was sent; the router
+        records its result. Raises :class:`~tercet.protocol.UnknownSequence` if the engine does not generate the
+        sequence, and :class:`~tercet.protocol.Conflict` if no router receives its tokens.
         """
         path = f"sequences/{quote(seq_id, safe='')}/move"
         await self._post(path, MoveCall(destination=destination, reason=reason), dict[str, Any])
 
     def _meet(self, status: EngineStatus) -> None:
-        """Check each time whether the engine may be used, and drop what an earlier incarnation held."""
+        """Check whether the engine may be used, and drop the state of an earlier incarnation."""
         self._refusal = None
         try:
             self._admit(status)
@@ -320,7 +322,7 @@ class HttpEngine:
             self._on_new()
 
     async def _addressed(self) -> dict[str, str]:
-        """Return the headers of a call, with the incarnation that it is for."""
+        """Return the headers of a call, with the incarnation to which it is addressed."""
         if not self._is_known:
             try:
                 await self.status()
@@ -345,7 +347,7 @@ class HttpEngine:
             except Conflict as error:
                 if error.param != INCARNATION_HEADER:
                     raise
-                self._is_known = False  # it refused before it did anything: meet it, and call again
+                self._is_known = False  # the engine refused the call before any work: check it, and call again
                 where = await self._addressed()
                 response = await stack.enter_async_context(self._exchange(verb, call, timeout, where, method))
             yield response
@@ -383,7 +385,7 @@ class HttpEngine:
             return response
 
         response = await ask()
-        # It has only sent a challenge so far.
+        # So far the engine has only sent a challenge.
         if response.status == UNAUTHORIZED and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
             response.release() if response.content.at_eof() else response.close()
             response = await ask()
@@ -402,13 +404,13 @@ class HttpEngine:
         try:
             body = await read_answer(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} broke off: {reason_of(error)}") from error
+            raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
         if response.status >= 400:
             raise _error_of(response.status, body)
         return self._understood(body, kind)
 
     def _too_large(self, error: RequestTooLarge, call: msgspec.Struct | None) -> RequestTooLarge:
-        """Name the large field: an engine that has not read a body cannot know it."""
+        """Return the error with the name of the large field: an engine that has not read a body cannot know it."""
         if error.param is not None or call is None:
             return error
         large = large_field_of(call)

@@ -1,4 +1,4 @@
-"""An engine's side of its membership at a router: it joins, stays and leaves, with the fleet's secret."""
+"""The engine's side of its membership at a router: it joins, stays and leaves, with the fleet's secret."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Join
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
-# The router asks the engine for its status before it answers, and has its other processes follow.
+# The router asks the engine for its status, and updates its other processes, before it answers.
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
 class RouterMembership:
-    """The engine ``name`` at the router ``url``. Use as an async context manager; its end closes the connection.
+    """The membership of the engine ``name`` at the router ``url``.
 
-    Without a ``secret``, a router of the same machine lets it join.
+    An async context manager; its exit closes the connection. Without a ``secret``, only a router of the same machine
+    lets the engine join.
     """
 
     def __init__(self, url: str, name: str, secret: str = "") -> None:
@@ -42,11 +43,11 @@ class RouterMembership:
         await self._client.close()
 
     async def join(self, call: JoinCall) -> Joined:
-        """Be a member, or stay one. Raises :class:`~tercet.protocol.TercetError`, as :meth:`leave` does."""
+        """Join the router, or stay a member. Raises :class:`~tercet.protocol.TercetError`, as :meth:`leave` does."""
         return await self._ask("PUT", "", msgspec.json.encode(call))
 
     async def leave(self, uid: str) -> Joined:
-        """Leave, with this start."""
+        """Leave the router, for the start ``uid`` of the engine."""
         return await self._ask("DELETE", f"/{uid}", None)
 
     async def _ask(self, method: str, rest: str, body: bytes | None) -> Joined:

@@ -1,6 +1,6 @@
-"""Asks engines, one after another, to prefill for a request, until one has, or until a timeout.
+"""Attempts to prefill a request's prompt on other engines, one after another, until one succeeds, or until a timeout.
 
-An engine that fails, refuses or is silent is skipped; one that was lost is not used again before it answers.
+An engine that fails, refuses or is silent is skipped; a lost engine is not used again before it answers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ REMOTE, HERE = "disaggregated", "data_parallel"
 POLL_INTERVAL_S = 0.5
 PROBE_SECONDS = 1.0
 REST_SECONDS = 2.0
-"""Seconds for which a lost engine is not used; after that it has to answer a poll first."""
+"""Seconds for which a lost engine is not used; after that it first has to answer a poll."""
 MOST_LOST = 256
 Look = Callable[[], Awaitable[object]]
-"""Polls an engine; raises :class:`~tercet.protocol.TercetError` for one that is not healthy."""
+"""A function that polls an engine; it raises :class:`~tercet.protocol.TercetError` if the engine is not healthy."""
 
 
 class _Lost(NamedTuple):
@@ -36,7 +36,7 @@ class _Lost(NamedTuple):
 
 
 class PrefillAttempts:
-    """Calls engines that requests name, and remembers lost ones. ``clock`` is monotonic, in seconds."""
+    """Calls of engines that requests name, and a memory of lost engines. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, budget: PrefillBudget, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = budget
@@ -50,9 +50,9 @@ class PrefillAttempts:
         trace: VerbTrace,
         ask: Callable[[str], Awaitable[T]],
     ) -> T:
-        """Return the result of the first of ``hosts`` that does not fail; raises the error of the last one.
+        """Return the result of the first of ``hosts`` that does not fail; raise the error of the last one.
 
-        ``ask`` calls one, by :meth:`watched`; it is cancelled at the timeout.
+        ``ask`` calls one host, by :meth:`watched`; it is cancelled at the timeout.
         """
         began = self.clock()
         failure: TercetError = DeadlineExceeded("no engine was called")
@@ -78,7 +78,7 @@ class PrefillAttempts:
     async def watched(self, host: str, work: Callable[[], Coroutine[Any, Any, T]], look: Look) -> T:
         """Return the result of ``work`` at ``host``, which ``look`` polls in the meantime.
 
-        Raises what either of them raises. In any case, the work has ended, or was cancelled, when this returns.
+        Raises the errors of both. In any case, the work has ended, or was cancelled, when this returns.
         """
         self._require_rested(host)
         tasks = set[asyncio.Future[Any]]()
@@ -101,10 +101,10 @@ class PrefillAttempts:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # the other one's exception is not needed
+            await asyncio.gather(*tasks, return_exceptions=True)  # the other task's exception is not needed
 
     def _require_rested(self, host: str) -> None:
-        """Raise :class:`~tercet.protocol.EngineUnreachable` for an engine that was lost a moment ago."""
+        """Raise :class:`~tercet.protocol.EngineUnreachable` for an engine that was lost within ``REST_SECONDS``."""
         lost = self._lost.get(host)
         if lost is not None and self.clock() < lost.at + REST_SECONDS:
             raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
@@ -121,7 +121,7 @@ async def _answered(host: str, look: Look, patience: float) -> None:
             await look()
     except EngineUnreachable:
         raise
-    except TercetError as error:  # it answers, so it is alive
+    except TercetError as error:  # an engine that answers is alive
         logger.debug("%s answers: %s", host, error)
     except TimeoutError:
         raise EngineUnreachable(f"{host} has sent nothing for {patience:g} s") from None

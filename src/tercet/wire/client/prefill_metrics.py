@@ -10,11 +10,11 @@ PULLED, CACHED, LOCAL = "remote", "cached", "local"
 
 prefills = Counter(
     "tercet_prefills",
-    "Requests that named engines to prefill: `remote` was done by one of them, `cached` was here, `local` is done here "
-    "since none of them could; the code is that of the last error.",
+    "Requests that named engines to prefill: `remote`: one of them prefilled; `cached`: this engine had the KV; "
+    "`local`: this engine prefills, since none of them could; the code is that of the last error.",
     ["outcome", "code"],
 )
-failures = Counter("tercet_prefill_failures", "Engines that were named and did not prefill, by error.", ["code"])
+failures = Counter("tercet_prefill_failures", "Named engines that did not prefill, by error.", ["code"])
 seconds = Histogram(
     "tercet_prefill_seconds",
     "Seconds that requests waited for other engines to prefill, with any result.",

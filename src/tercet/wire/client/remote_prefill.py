@@ -1,7 +1,7 @@
-"""Decode-side coordination: an engine has a prompt's KV computed elsewhere, by the verbs, before it generates.
+"""The decode side's coordination: an engine has a prompt's KV computed elsewhere, by the verbs, before it generates.
 
-If no engine can, it prefills by itself: a request never fails because of this. All resources are given back: the
-reservation ends with its context, and cancelling a call ends the send.
+If no engine can compute it, this engine prefills by itself: a request never fails because of this. All resources are
+given back: the reservation ends with its context, and cancelling a call ends the send.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tercet.wire.client.http_engine import HttpEngine
 from tercet.wire.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
 
 MIN_SEND = 32
-"""With fewer missing tokens, a transfer is not worth a second engine."""
+"""Fewest missing tokens for which a second engine pays."""
 MOST_PEERS = 256
-"""Beyond this number, connections to engines that are not used now are closed."""
+"""Number of connections beyond which those to engines that are not used now are closed."""
 
 
 class Receiver(Protocol):
@@ -43,24 +43,24 @@ class Receiver(Protocol):
     def name(self) -> str: ...
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """See :meth:`tercet.protocol.Engine.prep_recv`."""
+        """Reserve blocks: see :meth:`tercet.protocol.Engine.prep_recv`."""
         ...
 
 
 @dataclass(eq=False)
 class _Peer:
-    """An engine that prefills, and the number of requests there."""
+    """An engine that prefills, and its number of running requests."""
 
     engine: HttpEngine
     in_use: int = 0
 
 
 class RemotePrefill:
-    """Has prompts prefilled by engines that requests name, for a decode engine that may exchange KV with them.
+    """Prefills by engines that requests name, for a decode engine that may exchange KV with them.
 
-    ``revision`` returns that of the decode engine; KV of others is never asked for. ``secret`` and ``tls`` are as for
-    :class:`~tercet.wire.client.HttpEngine`; with ``tls``, or ``https``, engines are called by TLS. Use as an async
-    context manager.
+    ``revision`` returns the decode engine's revision; KV of an engine with an incompatible one is not requested.
+    ``secret`` and ``tls`` are as for :class:`~tercet.wire.client.HttpEngine`; with ``tls``, or ``https``, engines are
+    called by TLS. Use it as an async context manager.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class RemotePrefill:
         self._secret = secret
         self._scheme = "https" if https or tls is not None else "http"
         self._tls = tls
-        # By address and our revision: this engine may be restarted with another, and then needs KV of that one.
+        # Engines by address and by the decode engine's revision: after a restart with another revision it needs other
+        # KV.
         self._peers: OrderedDict[tuple[str, Revision], _Peer] = OrderedDict()
 
     async def __aenter__(self) -> Self:
@@ -96,7 +97,7 @@ class RemotePrefill:
     async def prefilled(
         self, decode: Receiver, request: Request, hosts: Sequence[str], trace: VerbTrace
     ) -> AsyncGenerator[int]:
-        """Yield, while entered, how many tokens of KV ``decode`` holds under a lease that others computed; 0 for none.
+        """Yield how many tokens of KV ``decode`` holds under a lease that others computed; 0 for none.
 
         The lease is given back at the exit unless ``decode`` has begun to generate with it. ``trace`` gets the events.
         """
@@ -123,7 +124,7 @@ class RemotePrefill:
     async def _fill(
         self, decode: str, request: Request, space: Reservation, hosts: Sequence[str], trace: VerbTrace
     ) -> int:
-        """Let the first of ``hosts`` that can fill the reservation; returns how far it is filled."""
+        """Fill the reservation from the first of ``hosts`` that succeeds; return the end of the filled part."""
 
         async def ask(host: str) -> int:
             started = self._clock()
@@ -147,7 +148,7 @@ class RemotePrefill:
             send = partial(engine.remote_send, request, space, space.matched_len)
             return await self._attempts.watched(host, send, look)
 
-    # ---- who is asked ----------------------------------------------------------------------------------------
+    # ---- engines ---------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _peer(self, host: str) -> AsyncGenerator[HttpEngine]:

@@ -1,4 +1,4 @@
-"""An engine without Tercet's plugin, for an endpoint picker: its load is read from ``/metrics``."""
+"""The client of an engine without Tercet's plugin, for an endpoint picker: its load is read from ``/metrics``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from tercet.wire.client.connection_errors import reason_of
 from tercet.wire.client.vllm_metrics import VllmMetrics, parsed
 
 TOGETHER_SECONDS = 2.0
-"""Timeout of one reading; after it the engine counts as one that does not answer."""
-# Shorter than the 5 s after which vLLM closes an idle connection.
+"""Timeout of one reading, in seconds; after it the engine counts as not answering."""
+# Seconds until an idle connection is closed: less than the 5 s of vLLM.
 KEEPALIVE_SECONDS = 4.0
 
 
 class ScrapedEngine:
-    """Reads the page of the engine at ``url`` every ``interval`` seconds while entered.
+    """A reader of the page of the engine at ``url``, every ``interval`` seconds while entered.
 
     ``on_load`` receives each reading; ``on_new`` is called when the process behind the page was replaced. ``kv_events``
-    is the address of the engine's events, if it publishes them. The verbs are not available: Tercet's plugin has them.
+    is the address of the engine's events, if it publishes them. The verbs are not available: only Tercet's plugin has
+    them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ScrapedEngine:
             await self._session.close()
 
     async def status(self) -> EngineStatus:
-        """Return the status by a new reading."""
+        """Return the status from a new reading."""
         found = await self._reading()
         return EngineStatus(
             engine=self.name,
@@ -120,7 +121,7 @@ class ScrapedEngine:
         self._on_load(EngineLoad(waiting=found.waiting, running=found.running, kv_usage=found.kv_usage))
         return found
 
-    # ---- what it cannot do -----------------------------------------------------------------------------------
+    # ---- missing verbs --------------------------------------------------------------------------------------
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
         raise self._without_verbs()
@@ -140,4 +141,4 @@ class ScrapedEngine:
         raise self._without_verbs()
 
     def _without_verbs(self) -> Conflict:
-        return Conflict(f"{self.name} is read from /metrics, as an engine without Tercet's plugin: it has no verbs")
+        return Conflict(f"{self.name} has no verbs: it is read from /metrics, as an engine without Tercet's plugin")

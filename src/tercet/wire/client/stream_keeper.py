@@ -1,4 +1,4 @@
-"""Keeps one engine's token stream connected, from the router's side."""
+"""Upkeep of one engine's token stream, from the router's side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTEMPT_SECONDS = 0.05
 
 
 class StreamKeeper:
-    """Makes an engine connect to ``listener`` by ``connection``, and again when that is lost.
+    """Upkeep of ``connection``: it makes an engine connect to ``listener``, and again when the connection is lost.
 
     ``connect`` makes the engine connect to a router, ``alive`` polls it; both raise
     :class:`~tercet.protocol.EngineUnreachable` if it does not answer. An engine that cannot connect is served by
@@ -54,7 +54,7 @@ class StreamKeeper:
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     async def close(self) -> None:
-        """Disconnect; sequences that the engine still runs for us end."""
+        """Disconnect; sequences that the engine still runs for this router end."""
         for task in (self._keeping, self._connecting):
             if task is not None:
                 task.cancel()
@@ -62,7 +62,7 @@ class StreamKeeper:
         self._listener.forget(self.connection)
 
     async def ready(self) -> EngineConnection | None:
-        """Return the connection, once the engine is connected; None if it has to be served by server-sent events.
+        """Return the connection once the engine is connected; None if server-sent events have to be used.
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if the engine does not answer.
         """
@@ -79,7 +79,7 @@ class StreamKeeper:
     def _tried(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
         if not task.cancelled():
-            task.exception()  # retrieved; those that wait for it get it
+            task.exception()  # mark it as retrieved; the callers that wait get it
 
     async def _try(self) -> None:
         try:
@@ -88,7 +88,7 @@ class StreamKeeper:
                 await self._connect(RouterAddress(address=self.connection.address, key=self.connection.key))
                 if self.connection.connected:
                     break
-                # The engine has not noticed yet that the last connection is lost.
+                # The engine has not noticed yet that its last connection is lost.
                 await asyncio.sleep(ATTEMPT_SECONDS)
         except EngineUnreachable:
             raise
@@ -99,9 +99,9 @@ class StreamKeeper:
             self._falls_back_until = time.monotonic() + RETRY_DELAY_S
             return
         if not self.connection.connected:
-            raise EngineUnreachable(f"{self._name} has connected its token stream and disconnected again")
+            raise EngineUnreachable(f"{self._name} connected its token stream and disconnected at once")
         if self._falls_back_until is not None:
-            STREAM_BACK.tell(engine=self._name, reason="it has connected")
+            STREAM_BACK.tell(engine=self._name, reason="the engine has connected")
         self._falls_back_until = None
 
     async def _keep(self) -> None:
@@ -109,7 +109,7 @@ class StreamKeeper:
             try:
                 await self.ready()
             except EngineUnreachable as error:
-                logger.debug("%s", error)  # it may still be loading, or ended; membership logs that
+                logger.debug("%s", error)  # the engine may still be loading, or have ended; membership logs that
             await asyncio.sleep(CHECK_SECONDS)
             if self.connection.connected and self._silence() > STALE_AFTER:
                 await self._check()
@@ -121,11 +121,11 @@ class StreamKeeper:
                 await self._alive()
         except (EngineUnreachable, TimeoutError):
             if self._silence() > STALE_AFTER:
-                self.connection.drop(f"nothing came for {self._silence():.0f} s, and the engine does not answer")
+                self.connection.drop(f"no data for {self._silence():.0f} s, and the engine does not answer")
         except TercetError as error:
             logger.debug("%s answers: %s", self._name, error)
         if self.connection.connected and self._silence() > STALLED_AFTER:
-            self.connection.drop(f"nothing came for {self._silence():.0f} s")
+            self.connection.drop(f"no data for {self._silence():.0f} s")
 
     def _silence(self) -> float:
         return time.monotonic() - self.connection.last_heard

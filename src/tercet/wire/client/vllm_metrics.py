@@ -1,4 +1,4 @@
-"""An engine's load on vLLM's own ``/metrics`` page, by the Gateway API's model server protocol."""
+"""An engine's load from vLLM's own ``/metrics`` page, by the Gateway API's model server protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 WAITING, RUNNING, USAGE = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
 OLD_USAGE, CONFIG, STARTED = "vllm:gpu_cache_usage_perc", "vllm:cache_config_info", "process_start_time_seconds"
-# A few lines of a page of thousands: found without parsing the others.
+# This finds a few lines of a page of thousands without parsing the others.
 _WANTED = re.compile(
     "^({})(?:{{(.*)}})? (\\S+)$".format("|".join((WAITING, RUNNING, USAGE, OLD_USAGE, CONFIG, STARTED))), re.MULTILINE
 )
@@ -20,7 +20,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class VllmMetrics:
     """One reading. Data parallel ranks behind one page count as one engine: requests are summed, usage is the mean.
 
-    ``block_size`` and ``total_blocks`` are 0 if the page lacks them, ``started`` is empty then.
+    If the page lacks them, ``block_size`` and ``total_blocks`` are 0, and ``started`` is empty.
     """
 
     waiting: int
@@ -33,7 +33,7 @@ class VllmMetrics:
 
 
 def parsed(page: str) -> VllmMetrics:
-    """Parse a page. Raises ``ValueError`` for one that is not vLLM's."""
+    """Parse a page. Raises ``ValueError`` if the page is not vLLM's."""
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     started = ""
     for name, labels, value in _WANTED.findall(page):

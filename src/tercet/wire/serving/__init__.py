@@ -1,1 +1,1 @@
-"""Parts of HTTP servers that routers, engines and pickers have in common: limits, errors, traces, who may call."""
+"""Common parts of the HTTP servers of routers, engines and pickers: limits, errors, traces, callers."""

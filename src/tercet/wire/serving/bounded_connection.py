@@ -19,13 +19,13 @@ from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_
 from tercet.wire.serving.error_answers import breach_error, last_answer
 
 LAST_SECONDS = 2.0
-"""Time for a refused client to read the error; what it sends in that time is dropped."""
+"""Seconds for a refused client to read the error; data that it sends in that time is dropped."""
 # Bytes of a header in addition to its name and value: ": " and the line end.
 BESIDE = 4
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses heads that are too long or too slow, bodies that are too slow, and connections without a request."""
+    """A protocol that refuses heads that are too long or too slow, slow bodies, and connections without a request."""
 
     _incoming: Incoming | None = None
     _part: Part = "nothing"
@@ -35,19 +35,19 @@ class BoundedProtocol(HttpToolsProtocol):
     _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Overrides uvicorn's method."""
+        """Start the deadlines of the connection. Overrides uvicorn's method."""
         super().connection_made(transport)
         self._incoming = Incoming(self, deadlines_of_connections())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Overrides uvicorn's method."""
+        """Stop the deadlines of the connection. Overrides uvicorn's method."""
         self._forget()
         if self._ending is not None:
             self._ending.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Overrides uvicorn's method, and checks the limits."""
+        """Parse received bytes, and check the limits. Overrides uvicorn's method."""
         incoming = self._incoming
         if incoming is None:
             if not self._refused:
@@ -64,19 +64,19 @@ class BoundedProtocol(HttpToolsProtocol):
         incoming.fed(len(data), part, self._progressed)
 
     def handle_websocket_upgrade(self) -> None:
-        """Overrides uvicorn's method: the connection leaves this protocol."""
+        """Stop the deadlines: the connection leaves this protocol. Overrides uvicorn's method."""
         self._forget()
         super().handle_websocket_upgrade()
 
-    # ---- what the parser says --------------------------------------------------------------------------------
+    # ---- calls by the parser --------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Record that a head begins."""
         self._part = "head"
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A head is complete."""
+        """Record that a head is complete, and check its size."""
         self._part, self._progressed = "body", True
         if self._refused:
             return
@@ -86,19 +86,19 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body."""
+        """Record a part of a body."""
         self._progressed = True
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """Record that a request is complete."""
         self._part, self._progressed = "nothing", True
         if not self._refused:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """A request is answered, and its body may not have ended."""
+        """Record that a request is answered; its body may not have ended."""
         if self._incoming is not None:
             self._incoming.answered()
         super().on_response_complete()
@@ -106,10 +106,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
 
-    # ---- what is refused -------------------------------------------------------------------------------------
+    # ---- refusals -------------------------------------------------------------------------------------------
 
     def is_held(self) -> bool:
-        """Whether this server has stopped reading, or still answers an earlier request of the connection."""
+        """True if this server has stopped reading, or still answers an earlier request of the connection."""
         cycle: Any = self.cycle
         answers = cycle is not None and not cycle.response_complete
         return self.flow.read_paused or (answers and self._part == "head")
@@ -127,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(last_answer(breach_error(breach)))
-        # Closed at once with unread bytes, the connection would be reset, and the answer lost.
+        # If the connection were closed with unread bytes, it would be reset, and the answer would be lost.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._ending = asyncio.get_running_loop().call_later(LAST_SECONDS, self.transport.abort)

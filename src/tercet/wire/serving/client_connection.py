@@ -1,4 +1,4 @@
-"""The client's end of a request: uvicorn's connection, which the fast path writes to.
+"""The client's end of a request: uvicorn's connection, to which the fast path writes.
 
 The tokens of one step arrive together, and their frames are written in a row: the code stays in the caches, and a
 client of several streams is woken up once for all of them.
@@ -23,16 +23,16 @@ from tercet.wire.serving.bounded_connection import BoundedProtocol
 logger = logging.getLogger(__name__)
 # The key of the connection in an ASGI scope; other servers have none.
 CONNECTION = "tercet.connection"
-# The connection of a client that reads nothing for this time, with the socket's buffers full, is closed.
+# Seconds for which a client may read nothing, with the socket's buffers full; then its connection is closed.
 UNREAD_SECONDS = 60.0
-# Bytes that may wait for one client; beyond it the connection is closed at once.
+# Most bytes that may wait for one client; beyond that the connection is closed at once.
 MOST_UNREAD = 4 * 1024 * 1024
-# Frames: a producer without pauses must check from time to time whether clients read.
+# Most frames of a batch: a producer without pauses must check from time to time whether clients read.
 LARGEST_BATCH = 128
 
 
 class FrameBatch:
-    """Frames to write at the end of the present pass of the event loop."""
+    """The frames to write at the end of the present pass of the event loop."""
 
     def __init__(self) -> None:
         self._frames: list[tuple[RequestResponseCycle, bytes]] = []
@@ -54,7 +54,7 @@ class FrameBatch:
 
 
 class ClientConnection:
-    """Destination of the answer to one request, on the running event loop."""
+    """The destination of the answer to one request, on the running event loop."""
 
     def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
         self._cycle = cycle
@@ -63,20 +63,20 @@ class ClientConnection:
         self._on_lost: Callable[[], object] | None = None
 
     def write(self, frame: bytes) -> None:
-        """Send one whole chunk, soon, with those of other connections; no-op if the client has left."""
+        """Send one whole chunk soon, with those of other connections; do nothing if the client has left."""
         self._batch.add(self._cycle, frame)
 
     def flush(self) -> None:
-        """Send what :meth:`write` got now: before something else is sent, or its state is read."""
+        """Send the chunks of :meth:`write` now, before other data is sent or the connection's state is read."""
         self._batch.write()
 
     @property
     def is_full(self) -> bool:
-        """Whether more waits for the client than allowed."""
+        """True if more bytes wait for the client than allowed."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
     def require_reader(self) -> None:
-        """Disconnect a client for which too much waits: producers that do not wait call this."""
+        """Disconnect a client for which too many bytes wait; producers that do not wait call this."""
         if self._cycle.transport.get_write_buffer_size() > MOST_UNREAD:
             logger.warning("disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD)
             self._cycle.transport.abort()
@@ -107,7 +107,7 @@ class ClientConnection:
             self._on_lost = None
 
     def lost(self) -> None:
-        """The client has left; for requests sent together uvicorn notifies only the last one's cycle."""
+        """Record that the client has left; for requests sent together uvicorn notifies only the last one's cycle."""
         self._cycle.disconnected = True
         self._cycle.message_event.set()
         if self._on_lost is not None:
@@ -125,19 +125,19 @@ class StreamingProtocol(BoundedProtocol):
     """uvicorn's protocol with limits, which puts each request's connection into its scope.
 
     A client that reads nothing for :data:`UNREAD_SECONDS` is disconnected: its requests are then cancelled, and their
-    output dropped.
+    output is dropped.
     """
 
     _connection: ClientConnection | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """The client has not read the full buffers; uvicorn's writers wait from now on."""
+        """Start the timeout of a client that has not read its full buffers; uvicorn's writers wait from now on."""
         super().pause_writing()
         self._unread = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """End the timeout: the client has read."""
         super().resume_writing()
         self._forget_unread()
 
@@ -152,7 +152,7 @@ class StreamingProtocol(BoundedProtocol):
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Overrides uvicorn's method, and notifies the request's task."""
+        """Notify the request's task that the connection is lost. Overrides uvicorn's method."""
         super().connection_lost(exc)
         self._forget_unread()
         if self._connection is not None:

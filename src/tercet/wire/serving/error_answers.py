@@ -1,7 +1,7 @@
-"""Errors in vLLM's answers: our errors in our words, vLLM's in the form of the client's API.
+"""Errors in vLLM's answers: Tercet's errors with their own messages, vLLM's errors in the form of the client's API.
 
-vLLM's form is OpenAI's except for ``code``, which is the HTTP status there, a number. In OpenAI's it is text or null,
-and typed clients cannot read a number. Layers below vLLM's have other forms (``{"detail": ...}``, plain text). An
+vLLM's form is OpenAI's except for ``code``, which is the HTTP status there, a number. In OpenAI's form it is text or
+null, and typed clients cannot read a number. Layers below vLLM's have other forms (``{"detail": ...}``, plain text). An
 answer's whole body is replaced, or an event of a stream; a stream that fails gets a last event.
 """
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from tercet.wire.serving.request_context import RequestContext
 
 FIRST_ERROR = 400
-# Text in every error event, of any API.
+# This text is in every error event, of any API.
 ERROR_MARK = b'"error"'
 JSON, TEXT = b"application/json", b"text/plain"
 LONGEST_TEXT = 1000
 
 
 def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
-    """Headers of an error answer."""
+    """Return the headers of an error answer."""
     headers = [(b"content-type", JSON)]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
@@ -54,16 +54,19 @@ def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:
 
 
 def breach_error(breach: Breach) -> TercetError:
-    """The error for a client whose connection is closed because of this breach."""
+    """Return the error for a client whose connection is closed because of this breach."""
     return (HeadTooLarge if breach is Breach.LONG_HEAD else RequestTimeout)(breach.value)
 
 
 def fault_of(error: BaseException) -> TercetError:
-    """What an error of vLLM's layers is to a client: its own fault, if it is about text that is none."""
+    """Return the error that a client gets for an exception of vLLM's layers.
+
+    The request is at fault if the exception is about text that cannot be encoded; otherwise the router is.
+    """
     seen: list[BaseException] = [error]
     for each in seen:
         if isinstance(each, UnicodeEncodeError):
-            return BadRequest(f"the request {NO_TEXT}, in JSON that stands in one of its texts")
+            return BadRequest(f"the request {NO_TEXT}, in JSON inside one of its strings")
         causes = [each.__cause__, each.__context__]
         if isinstance(each, BaseExceptionGroup):
             causes += cast("BaseExceptionGroup[BaseException]", each).exceptions
@@ -72,7 +75,7 @@ def fault_of(error: BaseException) -> TercetError:
 
 
 def last_answer(error: TercetError, path: str = "") -> bytes:
-    """An error as the last answer on a client's HTTP/1.1 connection, with head and body."""
+    """Return an error as the last answer on a client's HTTP/1.1 connection, with head and body."""
     body = error_body(path, error)
     lines = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
@@ -84,7 +87,7 @@ def last_answer(error: TercetError, path: str = "") -> bytes:
 
 
 def with_named_code(body: bytes) -> bytes:
-    """An error of vLLM's with its status' name as code, such as ``bad_request``; other bodies unchanged."""
+    """Return an error of vLLM with the name of its status as code, such as ``bad_request``; other bodies unchanged."""
     error = _object(body).get("error")
     said = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
     if "message" not in said or not isinstance(code := said.get("code"), int):
@@ -93,7 +96,7 @@ def with_named_code(body: bytes) -> bytes:
 
 
 def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """vLLM's error with all fields of OpenAI's form."""
+    """Return vLLM's error with all fields of OpenAI's form."""
     param, code = said.get("param"), said.get("code")
     if not isinstance(code, str):
         code = _name_of(code if isinstance(code, int) else status, param)
@@ -125,9 +128,10 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 class ErrorSend:
-    """Passes an answer on, with errors in the form of the path; once a program of ``context`` has failed, in our words.
+    """An ASGI ``send`` that passes an answer on, with errors in the form of the path's API.
 
-    ``began`` tells whether the client has a part of the answer, ``ended`` whether it has all.
+    Once a program of ``context`` has failed, the error is the program's. ``began`` is True if the client has a part of
+    the answer, ``ended`` if it has all.
     """
 
     def __init__(self, send: Send, context: RequestContext) -> None:
@@ -141,7 +145,7 @@ class ErrorSend:
         self._opening = self._last = b""
 
     async def __call__(self, message: Message) -> None:
-        """ASGI's ``send``."""
+        """Send a message, as ASGI's ``send``."""
         if message["type"] == "http.response.start":
             if message["status"] >= FIRST_ERROR:
                 self._start = message
@@ -159,7 +163,7 @@ class ErrorSend:
         await self._send(message)
 
     async def fail(self, error: TercetError) -> None:
-        """The application has failed: the answer is this error, or ends with it. Call it at most once."""
+        """Answer with this error, or end the answer with it: the application has failed. Call this at most once."""
         if not self.began:
             start: Message = {"type": "http.response.start", "status": error.status, "headers": []}
             self._start, self._body = start, b""
@@ -208,7 +212,7 @@ class ErrorSend:
         return b"".join(self._event(event) if ERROR_MARK in event else event for event in found)
 
     def _event(self, event: bytes) -> bytes:
-        """An error in our words, or with OpenAI's code; any other event unchanged."""
+        """Return an error event with the program's error, or with OpenAI's code; any other event unchanged."""
         said = object_of(event)
         error, failed = said.get("error"), self._context.failed
         if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
@@ -221,7 +225,10 @@ class ErrorSend:
 
 
 def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
-    """vLLM's converter reports what it could not convert, which is the error of the underlying chat answer."""
+    """Return the error event for Anthropic's API, from the error of the underlying chat answer.
+
+    vLLM's converter only reports that it could not convert that error.
+    """
     if context.failed is not None:
         return last_events(context.path, context.failed)
     inner = context.stream_error or said
@@ -232,7 +239,7 @@ def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
 
 
 def _said(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
-    """The error object of a body, in OpenAI's form; None if it has none, or it is from an unknown source."""
+    """Return the error object of a body, in OpenAI's form; None if it has none, or its form is unknown."""
     if not body:
         return None
     if kind.startswith(TEXT):

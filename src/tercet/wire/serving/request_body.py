@@ -1,4 +1,4 @@
-"""Reads bodies of HTTP requests up to a limit, so that no client can make a server keep more."""
+"""A reader of HTTP requests' bodies with a limit, so that no client can make a server keep more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tercet.protocol import RequestTooLarge
 async def read_whole(
     receive: Receive, announced: str, limit: int, taker: str, kept: Callable[[int], object] = lambda _: None
 ) -> bytes | None:
-    """The body of an ASGI request; None if its client leaves before its end.
+    """Return the body of an ASGI request; None if its client leaves before its end.
 
     ``announced`` is its ``content-length``, or empty. Raises :class:`~tercet.protocol.RequestTooLarge` for more than
     ``limit`` bytes, the limit of the ``taker``. ``kept`` is called with every piece's size, and may raise.
@@ -36,6 +36,6 @@ async def read_whole(
             more = message.get("more_body", False)
         return b"".join(chunks)
     finally:
-        # What is raised refers to this call, and may outlive it by far.
+        # An exception refers to this frame, and may outlive it by far.
         chunks.clear()
         message = nothing

@@ -1,7 +1,7 @@
-"""What belongs to one HTTP request: found out once, when it comes in, and passed on from there.
+"""The context of one HTTP request: determined once, when it arrives, and passed on from there.
 
 The handlers of vLLM call its engine client without this context, in the request's task or in tasks that they start.
-:func:`current` is for them alone.
+Only they need :func:`current`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class InPortions(Protocol):
-    """Lets the sequences of one request in, some at a time."""
+    """A limit that admits the sequences of one request a few at a time."""
 
     def one(self) -> AbstractAsyncContextManager[None]:
-        """While entered, one more of them runs."""
+        """Return a context in which one more of the sequences runs."""
         ...
 
 
@@ -34,11 +34,11 @@ class Preparation(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether others of the client may have theirs."""
+        """True if other bodies of the client may have their turn."""
         ...
 
     def end(self) -> None:
-        """Let others of the client have theirs; calls after the first one do nothing."""
+        """End the turn, so that other bodies of the client may have theirs; calls after the first one do nothing."""
         ...
 
 
@@ -51,12 +51,12 @@ class FastStream(Protocol):
 
     @property
     def calls_tool(self) -> bool:
-        """Whether what was streamed calls a tool."""
+        """True if the streamed answer calls a tool."""
         ...
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What the router itself goes by; the rest is vLLM's. Empty where the body is not what vLLM would take.
+    """The fields that the router itself uses; vLLM reads the others. Empty if vLLM would not accept the body.
 
     ``session_name`` is a session that the body names by fields that vLLM does not read.
     """
@@ -70,17 +70,17 @@ class Asked(msgspec.Struct, frozen=True):
 
 NOTHING = Asked()
 CONTEXT = "tercet.context"
-"""The key of an ASGI scope that has the request's context."""
+"""The key of the request's context in an ASGI scope."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
     """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
 
-    ``began`` is when it came, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence that it
-    started (``n``, or several prompts), and so have ``sequences``, which say what was generated; ``wants_trace``: its
-    client gets them. ``client_left``: before it came in. ``failed`` is the error that has ended the first of them that
-    failed, or the refusal.
+    ``began`` is the time of its arrival, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence
+    that it started (``n``, or several prompts), and so has ``sequences``, with the generated output; with
+    ``wants_trace`` its client gets the traces. ``client_left`` is True if its client left before it was admitted.
+    ``failed`` is the error that ended the first of its sequences that failed, or the refusal.
     """
 
     path: str = ""
@@ -94,34 +94,36 @@ class RequestContext:
     wants_trace: bool = False
     failed: TercetError | None = None
     client_left: bool = False
-    # What vLLM said of an error in the chat stream of which it makes the answer, in OpenAI's words.
+    # The error, in OpenAI's form, in the chat stream from which vLLM makes the answer.
     stream_error: Mapping[str, Any] | None = None
-    # The tasks of sequences by vLLM's ids, prompts begun, how many sequences there may be, and by what they come in.
+    # The tasks of sequences by vLLM's ids, the number of prompts begun, the most sequences allowed, and their
+    # admission.
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     generations: int = 0
     most_sequences: int | None = None
     portions: InPortions | None = None
     preparation: Preparation | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # On the fast path: what adds its sequence to vLLM, once vLLM has prepared it, and then the stream that serves it.
+    # On the fast path: the function that adds its sequence to vLLM, once vLLM has prepared it, and the stream that
+    # serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
     stream: FastStream | None = None
     has_ended: bool = False
-    # Whether the answer calls a tool, and who is told when it has ended.
+    # Whether the answer calls a tool, and the functions to call when it has ended.
     calls_tool: bool = False
     when_ended: list[Callable[[RequestContext], object]] = field(
         default_factory=list["Callable[[RequestContext], object]"]
     )
 
     def prepared(self) -> None:
-        """Its first sequence runs, or none will: if its body is long, the client's next long body may begin."""
+        """Record that its first sequence runs, or that none will: the client's next long body may then be prepared."""
         if self.preparation is not None:
             self.preparation.end()
 
     def end(self) -> None:
-        """The answer is sent, or its client has left: no sequence goes on, and none begins.
+        """End the request: the answer is sent, or its client has left. Its sequences end, and no more begin.
 
-        vLLM aborts what it has added. It forgets a request whose task is cancelled while it is being added.
+        vLLM aborts the sequences that it has added. It drops a request whose task is cancelled while it is being added.
         """
         self.has_ended = True
         for tell in self.when_ended:
@@ -134,13 +136,13 @@ _current: ContextVar[RequestContext | None] = ContextVar("tercet_request", defau
 
 
 def current() -> RequestContext:
-    """The context of the HTTP request being served; an empty one outside of any."""
+    """Return the context of the HTTP request being served; an empty one outside of any request."""
     return _current.get() or RequestContext()
 
 
 @contextmanager
 def serving(context: RequestContext) -> Generator[None]:
-    """While entered, this is the HTTP request being served; it ends here."""
+    """Make ``context`` the one of the HTTP request being served in this block; end it at the exit."""
     token = _current.set(context)
     try:
         yield

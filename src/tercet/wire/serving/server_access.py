@@ -1,4 +1,4 @@
-"""Callers of this engine's verbs, and their addresses: decided once, from the server's start options."""
+"""Access to this engine's verbs: the keys and addresses, decided once, from the server's start options."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ASKS_FOR_A_KEY = (
 
 
 def callers_of(args: Namespace, secret: str) -> Callers:
-    """The keys for the verbs of a vLLM server with these arguments, in a fleet with this secret, if it has one.
+    """Return the keys for the verbs of a vLLM server with these arguments, including the fleet's ``secret`` if set.
 
-    Raises :class:`~tercet.protocol.BadRequest` if there is none, and other machines can reach the server.
+    Raises :class:`~tercet.protocol.BadRequest` if there is no key, and other machines can reach the server.
     """
     keys = [*secrets_of(secret), *api_keys(args)]
     if not args.uds:
@@ -32,16 +32,16 @@ def callers_of(args: Namespace, secret: str) -> Callers:
 
 
 def api_keys(args: Namespace) -> Sequence[str]:
-    """vLLM's own keys, by vLLM's rule: those of its command line, else that of its variable; empty ones are ignored.
+    """Return vLLM's own keys, by vLLM's rule: those of its command line, otherwise that of its variable.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a blank one.
+    Empty keys are ignored. Raises :class:`~tercet.protocol.BadRequest` for a blank one.
     """
     given = [key_of(key, "--api-key") for key in args.api_key or ()]
     return [key for key in given or [key_of(os.environ.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)] if key]
 
 
 def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host`` and there is no key."""
+    """Raise :class:`~tercet.protocol.BadRequest` if other machines can reach ``host`` and there is no key."""
     if not any(key.strip() for key in keys) and not is_loopback(host):
         raise BadRequest(
             f"--host: other machines can reach the verbs of an engine at {host or 'any address'}, so {SET_A_SECRET} "
@@ -51,7 +51,7 @@ def require_key_beyond_loopback(host: str | None, keys: Sequence[str]) -> None:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches a server that listens on ``host``; None is any address."""
+    """True if only this machine can reach a server that listens on ``host``; None is any address."""
     if not host:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Adds the traces of a request's sequences to its answer, for clients that send ``x-tercet-trace: true``."""
+"""Addition of sequences' traces to their request's answer, for clients that send ``x-tercet-trace: true``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": Fals
 
 
 def wants_trace(headers: Mapping[str, str]) -> bool:
-    """Whether a client wants it. Raises :class:`~tercet.protocol.BadRequest` for a header with another value."""
+    """True if a client wants traces. Raises :class:`~tercet.protocol.BadRequest` for a header with an invalid value."""
     said = headers.get(TRACE_HEADER, "false").strip().lower()
     if said not in _MEANS:
         raise BadRequest(f"{TRACE_HEADER}: {said!r} is neither true nor false", TRACE_HEADER)
@@ -27,7 +27,7 @@ def wants_trace(headers: Mapping[str, str]) -> bool:
 
 
 class TracingSend:
-    """Passes an answer on: a stream with one more event before ``[DONE]``, a JSON answer with the key ``tercet``."""
+    """An ASGI ``send`` that adds traces: as an event before ``[DONE]`` in a stream, as the key ``tercet`` in JSON."""
 
     def __init__(self, send: Send, traces: Sequence[Any]) -> None:
         self._send = send
@@ -38,7 +38,7 @@ class TracingSend:
         self._events: EventSplitter | None = None
 
     async def __call__(self, message: Message) -> None:
-        """ASGI's ``send``."""
+        """Send a message, as ASGI's ``send``."""
         if message["type"] == "http.response.start":
             kind = _content_type(message).lower()
             self._is_json = kind.startswith(b"application/json")

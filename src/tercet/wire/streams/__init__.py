@@ -1,8 +1,8 @@
 """Token streams: one connection from each engine to each router carries the outputs of all sequences.
 
 The router listens (:class:`StreamListener`), engines connect (:class:`RouterConnections`). An engine sends one message
-per engine step and router, with the new tokens of all of the router's sequences and the engine's load; at least one
-every 100 ms. The router sends heartbeats, new sequences and cancellations the other way.
+per engine step and router, with the new tokens of all of the router's sequences and the engine's load; it sends at
+least one message every 100 ms. In the other direction, the router sends heartbeats, new sequences and cancellations.
 """
 
 from tercet.wire.streams.engine_connection import EngineConnection, SequenceInbox

@@ -1,4 +1,4 @@
-"""One engine's connection, on the router's side: incoming data, by sequence."""
+"""The router's side of one engine's connection: incoming data, by sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tercet.protocol.wire import StartGenerateCall, large_field_of
 from tercet.settings.log_lines import request_id
 from tercet.wire.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
 
-# Bytes that an engine may leave unread before it gets no more calls.
+# Most bytes that an engine may leave unread; beyond that it gets no more calls.
 MOST_UNREAD = 16 * 1024 * 1024
 _batches = msgspec.msgpack.Decoder(OutputBatch)
 
@@ -28,8 +28,9 @@ class EngineConnection:
 
     The engine connects to ``address`` and shows ``key`` there. ``on_load`` receives every report of its load,
     ``on_proposal`` every move that it passes on. ``numbers`` numbers the sequences and never repeats one in this
-    process, so late data matches no sequence. Only the engine's known ``incarnation`` may connect; any one before it is
-    known. ``on_lost`` is called when the connection is closed, which may be the engine's end.
+    process, so late data matches no sequence. Only the engine's known ``incarnation`` may connect; any incarnation may
+    connect before it is known. ``on_lost`` is called when the connection is closed, which may mean that the engine has
+    ended.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class EngineConnection:
 
     @property
     def connected(self) -> bool:
-        """Whether tokens can arrive."""
+        """True if tokens can arrive."""
         return self._transport is not None
 
     @contextmanager
@@ -71,7 +72,7 @@ class EngineConnection:
                 self._send(StreamCommand(cancelled=(number,)))
 
     def start(self, call: StartGenerateCall) -> None:
-        """Send a call to generate; outputs and errors come to the sequence that ``call.router`` numbers.
+        """Send a call to generate; outputs and errors arrive at the sequence that ``call.router`` numbers.
 
         Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
         :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.
@@ -80,7 +81,7 @@ class EngineConnection:
         if not fits(frame):
             large = large_field_of(call)
             raise RequestTooLarge(
-                f"{large}: the call has {len(frame)} bytes, and a message at most {LONGEST_FRAME}", large
+                f"{large}: the call has {len(frame)} bytes, and at most {LONGEST_FRAME} are allowed", large
             )
         if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
             raise EngineUnreachable(f"{self.engine} does not read its messages")
@@ -93,7 +94,7 @@ class EngineConnection:
         return StreamCommand(starts=(call,), names=(request_id(),), traces=traces)
 
     def receive(self, frame: bytes) -> None:
-        """Handle a frame from the engine; raises one of ``UNREADABLE`` for an invalid frame."""
+        """Handle a frame from the engine. Raises one of ``UNREADABLE`` for an invalid frame."""
         batch = _batches.decode(frame)
         self.last_heard = time.monotonic()
         if batch.load is not None:
@@ -107,13 +108,13 @@ class EngineConnection:
     def attach(self, transport: asyncio.Transport) -> None:
         """Use a new connection of the engine; data on an earlier one is lost."""
         if self._transport is not None:
-            self.drop("it connected again")
+            self.drop("the engine connected again")
         self._transport = transport
         self.last_heard = time.monotonic()
         self.heartbeat()
 
     def detach(self, transport: asyncio.Transport, why: str) -> None:
-        """A connection is closed."""
+        """Record that a connection is closed."""
         if transport is self._transport:
             self.drop(why)
             self.on_lost()
@@ -144,7 +145,7 @@ class _Sequence:
 
 
 class SequenceInbox:
-    """The sequences of one engine. Decides without I/O; ``engine`` is its name in messages.
+    """The sequences of one engine, without I/O; ``engine`` is its name in messages.
 
     Every open sequence gets outputs whose positions follow each other, until the last one or an error. Repeated outputs
     are dropped. A gap is an error: no client gets a token that does not follow the one before.
@@ -159,11 +160,11 @@ class SequenceInbox:
         self.sequences[number] = _Sequence(position, stream)
 
     def close(self, number: int) -> bool:
-        """Close a sequence that is not wanted any more; returns whether it was still open."""
+        """Close a sequence whose outputs are not wanted any more; return whether it was still open."""
         return self.sequences.pop(number, None) is not None
 
     def receive(self, deltas: Iterable[TokenDelta]) -> list[int]:
-        """Deliver a message's deltas; returns the numbers of sequences that the engine should stop."""
+        """Deliver a message's deltas; return the numbers of sequences that the engine should stop."""
         unwanted: list[int] = []
         for delta in deltas:
             sequence = self.sequences.get(delta.number)

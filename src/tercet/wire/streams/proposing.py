@@ -13,11 +13,11 @@ from tercet.wire.streams.router_connection import SequenceSender
 def propose_move(senders: Mapping[str, SequenceSender | None], seq_id: str, call: MoveCall) -> None:
     """Send a router the proposal to move a sequence.
 
-    ``senders`` has the sender of each sequence that the engine generates, by the engine's ids; None without a router
-    . ``seq_id`` is one of these ids, or its client's.
+    ``senders`` has the sender of each sequence that the engine generates, by the engine's ids; None without a router.
+    ``seq_id`` is one of these ids, or its client's.
 
-    Raises :class:`~tercet.protocol.UnknownSequence` if it is not here, and :class:`~tercet.protocol.Conflict` if no
-    router runs it.
+    Raises :class:`~tercet.protocol.UnknownSequence` if the sequence is not here, and :class:`~tercet.protocol.Conflict`
+    if no router runs it.
     """
     found = find_id(senders, seq_id)
     if found is None:

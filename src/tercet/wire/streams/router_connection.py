@@ -1,4 +1,4 @@
-"""One engine's connection to one router."""
+"""The engine's side of its connection to one router."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from tercet.wire.streams.wire_format import (
 
 logger = logging.getLogger(__name__)
 Start = Callable[[StartGenerateCall, StreamDestination], Awaitable[None]]
-"""Starts to generate for a router; returns once the engine has the sequence, or raises."""
-# Bytes that a router may leave unread before it counts as dead. The longest message must not cause that, so a large
-# message that does not fit below this mark ends its sequence.
+"""A function that starts to generate for a router; it returns once the engine has the sequence, or raises."""
+# Most bytes that a router may leave unread; beyond that it counts as dead. The longest message must not cause that, so
+# a large message that does not fit below this mark ends its sequence.
 MOST_UNSENT = 2 * LONGEST_FRAME
 LARGE = 1024 * 1024
-# Cancellations of sequences that are not here: ended, or not yet arrived by HTTP.
+# Number of cancellations that are kept for sequences that are not here: they have ended, or not yet arrived by HTTP.
 CANCELLED_KEPT = 4096
 _commands = msgspec.msgpack.Decoder(ReceivedCommand)
 _calls = msgspec.msgpack.Decoder(StartGenerateCall)
@@ -61,7 +61,7 @@ _unread_calls = msgspec.msgpack.Decoder(UnreadCall)
 
 @dataclass(slots=True, eq=False)
 class SequenceSender:
-    """Sends one sequence's outputs to its router. Use :meth:`RouterConnection.sender`."""
+    """The sender of one sequence's outputs to its router. :meth:`RouterConnection.sender` returns it."""
 
     connection: RouterConnection
     number: int
@@ -87,7 +87,7 @@ class SequenceSender:
 
     @property
     def open(self) -> bool:
-        """Whether the router still wants outputs."""
+        """True if the router still wants outputs."""
         return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:
@@ -96,10 +96,10 @@ class SequenceSender:
 
 
 class RouterConnection(asyncio.Protocol):
-    """Sends output batches, and receives commands. ``lost`` is called at its end, when every sequence is stopped.
+    """A connection that sends output batches and receives commands.
 
-    ``address`` is the router's. ``start`` runs commands; its errors end the sequence. A call has ``longest_call``
-    bytes at most.
+    ``lost`` is called at its end, which stops all sequences. ``address`` is the router's. ``start`` runs commands; its
+    errors end the sequence. A call has at most ``longest_call`` bytes.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class RouterConnection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the router has accepted the connection, and has not disconnected since."""
+        """True if the router has accepted the connection, and has not disconnected since."""
         transport = self._transport
         return self._accepted.is_set() and transport is not None and not transport.is_closing()
 
     async def greet(self, key: str, engine: str, incarnation: str) -> None:
-        """Introduce the engine; returns once the router has accepted it. Raises ``OSError`` if it does not."""
+        """Introduce the engine; return once the router has accepted it. Raises ``OSError`` if the router refuses it."""
         if self._transport is not None:
             self._transport.write(frame_of(StreamHello(PROTOCOL, key, engine, incarnation)))
         await self._accepted.wait()
@@ -137,24 +137,24 @@ class RouterConnection(asyncio.Protocol):
             raise self._failure
 
     def sender(self, number: int, position: int, stop: Callable[[], object]) -> SequenceSender:
-        """Return the sender of a sequence; ``stop`` is called if it is not wanted any more, but not after its end."""
+        """Return the sender of a sequence; ``stop`` is called if the sequence has to end early."""
         if number in self._cancelled:
             del self._cancelled[number]
             raise Conflict(f"router: sequence {number} was cancelled before it began", "router")
         if number in self.senders:
-            raise Conflict(f"router: sequence {number} runs already", "router")
+            raise Conflict(f"router: sequence {number} is running already", "router")
         if not self.open:
             raise RouterUnreachable("router: the router has disconnected", "router")
         sender = self.senders[number] = SequenceSender(self, number, position, stop)
         return sender
 
     def send(self, delta: TokenDelta) -> None:
-        """Send it with all other deltas of this pass of the event loop."""
+        """Send a delta, together with all other deltas of this pass of the event loop."""
         self._flush_soon()
         self._deltas.append(delta)
 
     def propose(self, proposal: MoveProposal) -> None:
-        """Send it with them."""
+        """Send a proposal, together with the deltas of this pass of the event loop."""
         self._flush_soon()
         self._proposals.append(proposal)
 
@@ -163,11 +163,11 @@ class RouterConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def report(self) -> None:
-        """Send everything that is pending now; at least the engine's load."""
+        """Send all pending data now, or at least the engine's load."""
         self._flush()
 
     def tick(self) -> None:
-        """Send a report if nothing was sent lately; close if the router is silent or does not read."""
+        """Send a report if nothing was sent lately; close the connection if the router is silent or does not read."""
         now = time.monotonic()
         if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
@@ -175,7 +175,7 @@ class RouterConnection(asyncio.Protocol):
             self._flush()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -188,7 +188,7 @@ class RouterConnection(asyncio.Protocol):
         load = self._load()
         try:
             frame = frame_of(OutputBatch(tuple(deltas), load, proposals))
-        except Exception:  # one of them cannot be encoded
+        except Exception:  # one of the deltas cannot be encoded
             frame = None
         if frame is not None and self._has_room(frame):
             self._transport.write(frame)
@@ -214,8 +214,8 @@ class RouterConnection(asyncio.Protocol):
                 error = RouterUnreachable(f"router: the router has {self._unread()} unread bytes", "router")
             else:
                 error = BadRequest(
-                    f"sampling_params: the output of one step has {len(frame)} bytes, and a message at most "
-                    f"{LONGEST_FRAME}: ask for fewer log probabilities",
+                    f"sampling_params: the output of one step has {len(frame)} bytes, and at most {LONGEST_FRAME} "
+                    "are allowed: request fewer log probabilities",
                     "sampling_params",
                 )
         transport.write(frame_of(OutputBatch((failed_delta(delta.number, delta.position, error),))))
@@ -237,7 +237,7 @@ class RouterConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._accepted.is_set():
-            self._failure = exc or ConnectionError("it did not accept the key")
+            self._failure = exc or ConnectionError("the router did not accept the key")
             self._accepted.set()
         self._lost()
         senders, self.senders = self.senders, {}
@@ -283,7 +283,7 @@ class RouterConnection(asyncio.Protocol):
         size, large = len(memoryview(received)), large_field_of(call)
         if size > self._longest_call:
             raise RequestTooLarge(
-                f"{large}: the call has {size} bytes, and this engine takes {self._longest_call} "
+                f"{large}: the call has {size} bytes, and this engine accepts at most {self._longest_call} "
                 "(max_request_bytes in kv_connector_extra_config)",
                 large,
             )
@@ -292,12 +292,12 @@ class RouterConnection(asyncio.Protocol):
     async def _begin(self, call: StartGenerateCall, router: StreamDestination) -> None:
         try:
             await self._start(call, router)
-        except Exception as error:  # it fails its own sequence only
+        except Exception as error:  # an error fails only its sequence
             self.send(failed_delta(router.number, len(call.output), failure_of(error)))
 
 
 def failure_of(error: Exception) -> TercetError:
-    """The error that a router gets for a failed sequence; unexpected errors are also logged."""
+    """Return the error that a router gets for a failed sequence; log unexpected errors."""
     if isinstance(error, TercetError):
         return error
     logger.error("a sequence failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""An engine's side of token streams: its connections to routers, and their sequences."""
+"""The engine's side of token streams: its connections to routers, and their sequences."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_CONNECTIONS = 256
 
 
 class RouterConnections:
-    """One engine's connections, one for each router that it was asked to connect to.
+    """One engine's connections, one for each router to which it was asked to connect.
 
     ``incarnation`` identifies this start of the engine. ``load`` returns its load; it is called often, so it must be
-    cheap. ``start`` generates for routers that ask for it over their connections. Without connections nothing runs.
-    A call to ``start`` has ``longest_call`` bytes at most.
+    cheap. ``start`` generates for routers that request it over their connections. Without connections nothing runs. A
+    call to ``start`` has at most ``longest_call`` bytes.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class RouterConnections:
         if making is None:
             making = self._connecting[where] = asyncio.get_running_loop().create_task(self._connect(where))
             making.add_done_callback(lambda made: self._connected(where, made))
-        # Shielded: others may wait for the same connection.
+        # The task is shielded: other callers may wait for the same connection.
         return await asyncio.shield(making)
 
     def tell_now(self) -> int:
-        """Send every router a report at once; returns their number."""
+        """Send every router a report at once; return their number."""
         for connection in list(self._connections.values()):
             connection.report()
         return len(self._connections)
@@ -100,7 +100,7 @@ class RouterConnections:
     def _connected(self, where: tuple[str, str], made: asyncio.Task[RouterConnection]) -> None:
         self._connecting.pop(where, None)
         if not made.cancelled():
-            made.exception()  # retrieved; callers that still wait get it
+            made.exception()  # mark it as retrieved; callers that still wait get it
 
     def _report(self) -> None:
         self._tick = None
@@ -118,7 +118,7 @@ def _parsed(address: str) -> tuple[str, int]:
 
 
 class StreamRelay:
-    """Generates for routers, each sequence in a task that ends when its router disconnects.
+    """A generator for routers: each sequence runs in a task that ends when its router disconnects.
 
     ``senders`` has the sender of each sequence's outputs, by its id.
     """
@@ -129,15 +129,15 @@ class StreamRelay:
         self._tasks = TaskSet()
 
     async def start(self, seq_id: str, router: StreamDestination, position: int, outputs: OutputStream) -> None:
-        """Generate; ``position`` is that of the first token among the sequence's output. Errors are sent, too.
+        """Generate; ``position`` is the position of the first token in the sequence's output. Errors are also sent.
 
-        Returns once the router is connected. Raises :class:`~tercet.protocol.RouterUnreachable` if it cannot be
+        Returns once the router is connected. Raises :class:`~tercet.protocol.RouterUnreachable` if the router cannot be
         reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
         """
         connection = await self.router_connections.connect(router.address, router.key)
         running: list[asyncio.Task[None]] = []
         sender = connection.sender(router.number, position, lambda: [task.cancel() for task in running])
-        self.senders.setdefault(seq_id, sender)  # the engine refuses a second one of the same id
+        self.senders.setdefault(seq_id, sender)  # the engine refuses a second sequence with the same id
         running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
 
     async def _relay(self, seq_id: str, sender: SequenceSender, outputs: OutputStream) -> None:
@@ -145,7 +145,7 @@ class StreamRelay:
             await outputs.run(sender.send)
             if sender.open:
                 sender.fail(EngineError("the engine ended the sequence without a finish reason"))
-        except Exception as error:  # it fails its own sequence only
+        except Exception as error:  # an error fails only its sequence
             sender.fail(error)
         finally:
             sender.close()

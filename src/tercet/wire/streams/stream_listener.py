@@ -1,4 +1,4 @@
-"""Listener for engines' connections at a router."""
+"""The listener for engines' connections at a router."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from tercet.wire.streams.wire_format import (
 
 logger = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
-# Connections that have not identified themselves yet, in addition to one per expected engine: beyond this the oldest
-# one is closed for a new one.
+# Most connections that have not identified themselves, in addition to one per expected engine: beyond this number the
+# oldest one is closed for a new one.
 MOST_STRANGERS = 256
 
 
 class StreamListener:
-    """Engines' connections of one router process, and the ports where they arrive. An async context manager.
+    """Engines' connections of one router process, and the ports at which they arrive. An async context manager.
 
-    It listens only on the addresses of this machine that face its engines: at ``port``, or any free port if that is 0.
+    It listens only on the addresses of this machine that face its engines: at ``port``, or at any free port if that is
+    0.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -68,7 +69,7 @@ class StreamListener:
         on_load: Callable[[EngineLoad], None],
         on_proposal: Callable[[MoveProposal], None] = lambda _: None,
     ) -> EngineConnection:
-        """The connection of one more engine, which may arrive until :meth:`forget`."""
+        """Return the connection of one more engine, which may connect until :meth:`forget`."""
         connection = EngineConnection(engine, self._numbers, on_load, on_proposal)
         self._connections[connection.key] = connection
         return connection
@@ -102,7 +103,7 @@ class StreamListener:
         return _Arrival(self._find, self._arrivals)
 
     def _find(self, key: str) -> EngineConnection | None:
-        # Every key is compared, each in constant time, so that the time of an answer reveals nothing about any of them.
+        # Every key is compared, each in constant time, so that the time of an answer reveals nothing about any key.
         given = key.encode()
         found = [each for known, each in self._connections.items() if secrets.compare_digest(known.encode(), given)]
         return found[0] if found else None
@@ -121,7 +122,7 @@ class _Arrival(asyncio.Protocol):
         self._find = find
         self._arrivals = arrivals  # in the order of their arrival
         self._splitter = FrameSplitter(LONGEST_HELLO)
-        self.connection: EngineConnection | None = None  # unknown before it has shown a key
+        self.connection: EngineConnection | None = None  # None before the engine has shown a key
         self._why = "the connection was closed"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -143,14 +144,14 @@ class _Arrival(asyncio.Protocol):
                 elif not self._transport.is_closing():
                     self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
         except (ItemTooLong, *UNREADABLE) as error:
-            self._why = f"it violated the protocol: {error}"
+            self._why = f"the engine violated the protocol: {error}"
             if self.connection is not None:
                 logger.error("%s violated the protocol of token streams: %s", self.connection.engine, error)
                 self.connection.detach(self._transport, self._why)
             self.abort()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def _greet(self, hello: StreamHello) -> None:
@@ -171,7 +172,7 @@ class _Arrival(asyncio.Protocol):
 
 
 async def _local_host(url: str) -> str:
-    """The address of this machine from which ``url`` is reached."""
+    """Return the address of this machine from which ``url`` is reached."""
     loop = asyncio.get_running_loop()
     try:
         parts = urlsplit(url)

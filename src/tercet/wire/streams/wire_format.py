@@ -26,20 +26,20 @@ from tercet.protocol.wire import StartGenerateCall, StreamDestination, TokenId
 
 PROTOCOL = "tercet-stream/4"
 REPORT_SECONDS = 0.1
-"""Interval of an engine's load reports if it sends nothing else."""
+"""Interval of an engine's load reports if it sends nothing else, in seconds."""
 HEARTBEAT_SECONDS = 1.0
-"""Interval of a router's heartbeats."""
+"""Interval of a router's heartbeats, in seconds."""
 SILENCE_SECONDS = 15.0
-"""Silence of the other side after which a connection is closed."""
+"""Seconds of silence of the other side after which a connection is closed."""
 LENGTH_BYTES = 4
 LONGEST_HELLO = 1024
 # The log probabilities of a long prompt are one delta.
 LONGEST_FRAME = 64 * 1024 * 1024
-"""Longest message, in bytes after its length. Data that does not fit ends its own sequence, and nothing else."""
+"""Longest message, in bytes after its length. Data that does not fit ends only its own sequence."""
 
 
 class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Optional parts of a delta; most have none. ``error`` is that of an HTTP answer, and the last."""
+    """The optional parts of a delta; most deltas have none. ``error`` is as in an HTTP answer, and is the last part."""
 
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -52,8 +52,8 @@ class DeltaDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of the sequence that the router calls ``number``.
 
-    ``position`` is that of the first of them among the sequence's output tokens, including those that were generated
-    elsewhere; it follows the delta before without a gap.
+    ``position`` is the position of the first of them among the sequence's output tokens, including those that were
+    generated elsewhere; it follows the delta before without a gap.
     """
 
     number: int
@@ -63,12 +63,12 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_last(self) -> bool:
-        """Whether its sequence ends here."""
+        """True if its sequence ends here."""
         details = self.details
         return details is not None and (details.finish_reason is not None or details.error is not None)
 
     def to_output(self) -> Output:
-        """Return the delta as a program's output; raises the :class:`~tercet.protocol.TercetError` that it carries."""
+        """Return the delta as a program's output. Raises the :class:`~tercet.protocol.TercetError` that it carries."""
         details = self.details
         if details is None:
             return Output(self.token_ids)
@@ -119,9 +119,9 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat.
 
-    Every call in ``starts`` has its ``router``. Its results come back as the sequence's deltas. ``names`` are the
-    clients' ids of the requests, empty without one, and ``traces`` have the ``traceparent`` and ``tracestate`` of each
-    call, if there are any; older engines do not read them.
+    Every call in ``starts`` has its ``router``. Its results return as the sequence's deltas. ``names`` are the clients'
+    ids of the requests, empty without one, and ``traces`` have the ``traceparent`` and ``tracestate`` of each call, if
+    it has any; older engines do not read them.
     """
 
     cancelled: tuple[int, ...] = ()
@@ -131,7 +131,7 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`StreamCommand` whose calls are decoded later, one by one: an invalid one fails only itself."""
+    """A :class:`StreamCommand` whose calls are decoded later, one by one: an invalid call fails only itself."""
 
     cancelled: tuple[int, ...] = ()
     starts: tuple[msgspec.Raw, ...] = ()
@@ -150,11 +150,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame_of(message: OutputBatch | StreamHello | StreamCommand) -> bytes:
-    """Encode the message; the sender checks whether it :func:`fits`."""
+    """Return the encoded message; the sender checks whether it :func:`fits`."""
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def fits(frame: bytes) -> bool:
-    """Whether the other side accepts the frame."""
+    """True if the other side accepts the frame."""
     return len(frame) <= LENGTH_BYTES + LONGEST_FRAME

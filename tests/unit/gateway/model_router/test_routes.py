@@ -26,19 +26,19 @@ def test_each_model_has_its_router() -> None:
 def test_an_unknown_name_is_one_only_once_all_have_said_what_they_serve() -> None:
     known, late = backend("u", "a"), backend("v", answers=False)
     routes = ModelRoutes([known, late])
-    with pytest.raises(EngineUnreachable, match="have not yet said which models they serve: v"):
+    with pytest.raises(EngineUnreachable, match="have not yet listed their models: v"):
         routes.choose("b", 0.5)
     late.models, late.answers = {"c": {}}, True
     with pytest.raises(UnknownModel, match=r"^The model `b` does not exist\.$"):
         routes.choose("b", 0.5)
     late.answers = False  # what it said still holds: its model is not unknown
-    with pytest.raises(EngineUnreachable, match="no router of the model 'c' can be asked now: v"):
+    with pytest.raises(EngineUnreachable, match="no router of the model 'c' is available now: v"):
         routes.choose("c", 0.5)
 
 
 def test_without_a_name_there_must_be_one_model() -> None:
     assert ModelRoutes([backend("u", "a", "alias"), backend("v", "a")]).only_model() == "a"
-    with pytest.raises(BadRequest, match="there are several: a, b"):
+    with pytest.raises(BadRequest, match="choose one of a, b"):
         ModelRoutes([backend("u", "a"), backend("v", "b")]).only_model()
 
 

@@ -70,7 +70,7 @@ async def test_an_output_that_no_message_holds_ends_its_own_sequence() -> None:
             other.sender.send(Output((8,)))
             sender.send(large(1000))
             sender.send(Output((6,)))  # nobody gets a token that does not follow the one before
-            with pytest.raises(BadRequest, match="ask for fewer log probabilities") as caught:
+            with pytest.raises(BadRequest, match="request fewer log probabilities") as caught:
                 await anext(outputs)
             assert caught.value.param == "sampling_params"
             await asyncio.wait_for(stopped.wait(), 10)
@@ -181,7 +181,7 @@ async def test_a_call_that_is_more_than_an_engine_takes_is_refused_by_its_field(
             picture = MultiModalFeature(modality="image", digest="0" * 64, offset=0, length=2, data=b"x" * 600)
             more: dict[str, Any] = {"mm_features": (picture,)} if features else {"prompt": [1] * 600}
             pair.engine.start(msgspec.structs.replace(call, **more))
-            with pytest.raises(RequestTooLarge, match=r"takes 500 .max_request_bytes") as refused:
+            with pytest.raises(RequestTooLarge, match=r"accepts at most 500 .max_request_bytes") as refused:
                 await anext(outputs)
             assert refused.value.param == ("mm_features" if features else "prompt")
         await other.require_whole(pair)

@@ -148,7 +148,7 @@ async def test_an_engine_that_does_not_answer_is_unreachable_and_not_a_fallback(
 
 
 @pytest.mark.parametrize(
-    ("answers", "why"), [(True, r"nothing came for \d+ s$"), (False, r"nothing came for \d+ s, .* does not answer$")]
+    ("answers", "why"), [(True, r"no data for \d+ s$"), (False, r"no data for \d+ s, .* does not answer$")]
 )
 async def test_a_stream_that_falls_silent_ends_its_sequences(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, answers: bool, why: str

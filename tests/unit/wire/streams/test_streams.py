@@ -261,7 +261,7 @@ async def test_a_new_connection_ends_what_the_old_one_carried() -> None:
         with pair.engine.sequence(0, outputs):
             again = RouterConnections("e", "i", lambda: LOAD, no_start)
             await again.connect(pair.address, pair.engine.key)
-            with pytest.raises(EngineUnreachable, match="it connected again"):
+            with pytest.raises(EngineUnreachable, match="the engine connected again"):
                 await anext(outputs)
             await until(lambda: len(pair.router_connections) == 0)
             assert pair.engine.connected

@@ -1,8 +1,8 @@
-"""HTTP/1.1 passed on byte for byte: common code of both proxies.
+"""HTTP/1.1 that is passed on byte for byte: common code of both proxies.
 
-``fields`` says which header fields are for the next hop only, ``messages`` reads and writes messages on a connection,
-``origin`` calls the server behind a proxy. Nothing is decoded, decompressed, merged, renamed or added on the way; there
-are no cookies and no redirects.
+``fields`` selects the header fields for the next hop only, ``messages`` reads and writes messages on a connection,
+``origin`` calls the server behind a proxy. Nothing is decoded, decompressed, merged, renamed or added on the way;
+cookies and redirects are not handled.
 """
 
 from tercet.wire.client.passing.fields import Fields, end_to_end, first, passed_on, passed_trailers, values

@@ -1,17 +1,17 @@
-"""Header fields as bytes, in order: which of them a proxy passes on (RFC 9110, 7.6.1)."""
+"""Header fields as bytes, in order, and the choice of those that a proxy passes on (RFC 9110, 7.6.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 Fields = Sequence[tuple[bytes, bytes]]
-"""Names as they were written, in any case, and values without surrounding white space."""
+"""Header fields: names as they were written, in any case, and values without surrounding white space."""
 
 HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"transfer-encoding", b"upgrade"}
 )  # fmt: skip
-# The length of a message: each sender defines it again.
+# Fields for the length of a message: each sender sets them again.
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 # Fields that must be known before the body, and may not be trailers (RFC 9110, 6.5.1).
 NO_TRAILERS = frozenset(
@@ -23,37 +23,43 @@ NO_TRAILERS = frozenset(
 
 
 def values(fields: Fields, name: bytes) -> list[bytes]:
-    """Values of all fields with that lower-case name."""
+    """Return the values of all fields with that lower-case name."""
     return [value for each, value in fields if each.lower() == name]
 
 
 def first(fields: Fields, name: bytes) -> str | None:
-    """The first value, one character per byte; None without one."""
+    """Return the first value of a field, one character per byte; None without one."""
     return next((value.decode("latin-1") for each, value in fields if each.lower() == name), None)
 
 
 def end_to_end(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
-    """Fields that are passed on: not those for the next hop, named by ``Connection``, of framing, or in ``but``."""
+    """Return the fields that a proxy passes on.
+
+    Left out are fields for the next hop, fields named by ``Connection``, fields of framing, and those in ``but``.
+    """
     dropped = HOP_BY_HOP | FRAMING | _named_by_connection(fields) | set(but)
     return [(name, value) for name, value in fields if name.lower() not in dropped]
 
 
 def passed_on(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
-    """The same, with the framing fields in their place, for a message whose body is passed on as it arrives."""
+    """Return the fields of :func:`end_to_end` and of framing, for a message whose body is passed on as it arrives."""
     dropped = (HOP_BY_HOP | _named_by_connection(fields) | set(but)) - FRAMING
     found, seen = list[tuple[bytes, bytes]](), set[bytes]()
     for name, value in fields:
         known = name.lower()
         if known in dropped or known in seen:
             continue
-        if known in FRAMING:  # h11 has refused contradictory ones
+        if known in FRAMING:  # h11 has refused contradictory fields
             seen.add(known)
         found.append((name, value))
     return found
 
 
 def passed_trailers(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
-    """Trailers that are passed on: only allowed ones. Some servers treat a trailer like a header field."""
+    """Return the trailers that a proxy passes on.
+
+    Some fields are not allowed as trailers, since some servers treat a trailer like a header field.
+    """
     return end_to_end(fields, NO_TRAILERS | set(but))
 
 
@@ -62,5 +68,5 @@ def _named_by_connection(fields: Fields) -> set[bytes]:
 
 
 def is_encoded(fields: Fields) -> bool:
-    """Whether the content is compressed, or encoded otherwise."""
+    """True if the content is compressed, or encoded otherwise."""
     return any(value.strip().lower() not in (b"", b"identity") for value in values(fields, b"content-encoding"))

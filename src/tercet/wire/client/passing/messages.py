@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages on one connection: h11 does the protocol and asyncio the bytes."""
+"""HTTP/1.1 messages on one connection: h11 implements the protocol, asyncio transports the bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MOST_JOINED = 256 * 1024
 
 
 class BrokeOff(ConnectionError):
-    """The other side closed the connection before its message was whole."""
+    """An error: the other side closed the connection before its message was complete."""
 
 
 class NotReadable(Exception):
-    """The other side did not send valid HTTP/1.1; has HTTP's status for that."""
+    """An error: the other side did not send valid HTTP/1.1; ``status`` is the HTTP status for it."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class NotReadable(Exception):
 
 
 class MessageTooLarge(NotReadable):
-    """A head, or the lines between chunks, that are longer than the limit."""
+    """An error: a head, or the lines between chunks, are longer than the limit."""
 
 
 class Connection:
-    """One side of a connection. ``our_role`` is h11's; a head, or trailers, have at most ``max_head`` bytes."""
+    """One side of a connection. ``role`` is h11's; a head, or trailers, have at most ``max_head`` bytes."""
 
     def __init__(
         self, role: type[h11.CLIENT] | type[h11.SERVER], reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
@@ -54,7 +54,7 @@ class Connection:
     # ---- reading ---------------------------------------------------------------------------------------------
 
     async def event(self) -> Any:
-        """Return the next of h11's events.
+        """Return the next h11 event.
 
         Raises :class:`BrokeOff`, :class:`NotReadable`, and :class:`OSError` of the socket.
         """
@@ -68,11 +68,11 @@ class Connection:
         return event
 
     async def part(self) -> bytes:
-        """Return the body's next bytes; empty at its end, when ``trailers`` are set. Raises as :meth:`event`."""
+        """Return the body's next bytes; empty at its end, when ``trailers`` are set. Raises as :meth:`event` does."""
         event = await self.event()
         if type(event) is h11.EndOfMessage:
             self.trailers = _raw(event.headers)
-            self._held = event  # also at further calls
+            self._held = event  # also for further calls
             self.is_whole.set()
             return b""
         if type(event) is not h11.Data:
@@ -80,7 +80,7 @@ class Connection:
         parts, size = [bytes(event.data)], len(event.data)
         while size < MOST_JOINED:
             if event.chunk_end and self.http.trailing_data[0] == b"\r\n":
-                self._is_dry = True  # as after each token: known earlier than by h11
+                self._is_dry = True  # as after each token: seen here earlier than by h11
                 break
             event = self._read()
             if type(event) is not h11.Data:
@@ -110,25 +110,28 @@ class Connection:
         self.http.receive_data(data)
 
     async def begun(self) -> None:
-        """Return once the other side has begun another message. Raises :class:`BrokeOff` if it closes instead."""
+        """Return once the other side has begun another message.
+
+        Raises :class:`BrokeOff` if it closes the connection instead.
+        """
         while not self.http.trailing_data[0]:
             if self._at_end:
                 raise BrokeOff("it closed the connection")
             await self._more()
 
     async def gone(self) -> None:
-        """Return once the other side has closed the connection; what it sends before that is kept."""
+        """Return once the other side has closed the connection; data that it sends before that is kept."""
         ahead = 0
         while data := await self.reader.read(READ_BYTES):
             self.http.receive_data(data)
             ahead += len(data)
-            if ahead > READ_BYTES:  # more than one request ahead: it is alive, and its end will be noticed later
+            if ahead > READ_BYTES:  # more than one request ahead: it is alive, and its end is noticed later
                 await asyncio.Event().wait()
         self._at_end = True
         self.http.receive_data(b"")
 
     def next_message(self) -> bool:
-        """Prepare for another message; returns whether there may be one on this connection."""
+        """Prepare for another message; return whether this connection can have one."""
         if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE or self._at_end:
             return False
         if self.http.our_role is h11.CLIENT and self.http.trailing_data[0]:
@@ -141,7 +144,7 @@ class Connection:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     async def send(self, event: Any) -> None:
-        """Write one of h11's events, and wait until there is room for more."""
+        """Write an h11 event, and wait until there is room for more."""
         data = cast("bytes | None", self.http.send(event))
         if isinstance(event, (h11.Request, h11.Response)):
             self._in_chunks = b"\r\ntransfer-encoding: chunked\r\n" in (data or b"").lower()
@@ -150,8 +153,8 @@ class Connection:
             await self.writer.drain()
 
     async def send_part(self, part: bytes) -> None:
-        """Write a part of a body; nothing if it is empty."""
-        if self._in_chunks and part:  # h11 does not count these, and would take a third of the time of a token
+        """Write a part of a body; do nothing if it is empty."""
+        if self._in_chunks and part:  # h11 does not count chunked bytes, and would take a third of a token's time
             self.writer.write(b"%x\r\n%b\r\n" % (len(part), part))
             await self.writer.drain()
         elif part:
@@ -167,7 +170,7 @@ class Connection:
             await self.send(h11.EndOfMessage())
 
     def close(self) -> None:
-        """Close the connection after sending what was written."""
+        """Close the connection after all written data is sent."""
         self.writer.close()
 
     def abort(self) -> None:
@@ -176,12 +179,12 @@ class Connection:
 
 
 def raw_fields(event: h11.Request | h11.Response | h11.InformationalResponse) -> list[tuple[bytes, bytes]]:
-    """The fields of a head, with names as they were written."""
+    """Return the fields of a head, with names as they were written."""
     return _raw(event.headers)
 
 
 def framing(fields: Fields) -> list[tuple[bytes, bytes]]:
-    """Framing of a message with these fields when it is passed on: chunked, or with its length."""
+    """Return the framing of a message with these fields when it is passed on: chunked, or with its length."""
     if values(fields, b"transfer-encoding"):
         return [(b"Transfer-Encoding", b"chunked")]
     return [(b"Content-Length", value) for value in values(fields, b"content-length")[:1]]
@@ -193,7 +196,7 @@ def _raw(headers: Any) -> list[tuple[bytes, bytes]]:
 
 
 def _require_one_length(event: h11.Request | h11.Response | h11.InformationalResponse) -> None:
-    """Refuse a second definition of a message's end: that allows request smuggling (RFC 9112, 6.3)."""
+    """Refuse a second definition of a message's end: it allows request smuggling (RFC 9112, 6.3)."""
     names = {name for name, _ in event.headers}
     if {b"content-length", b"transfer-encoding"} <= names:
         raise NotReadable("a message has both Content-Length and Transfer-Encoding")

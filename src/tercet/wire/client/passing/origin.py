@@ -1,4 +1,4 @@
-"""The server behind a proxy: gets the client's bytes, and its answer is returned unchanged."""
+"""The server behind a proxy: it gets the client's bytes, and its answer is returned unchanged."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_IDLE = 256
 REPEATABLE = frozenset({b"GET", b"HEAD", b"OPTIONS", b"TRACE", b"PUT", b"DELETE"})
 """Idempotent methods: a second request has no further effect (RFC 9110, 9.2.2)."""
 Told = Callable[[int, bytes, Fields], Awaitable[object]]
-"""Receives informational answers (1xx): status, reason and fields."""
+"""A function that receives informational answers (1xx): status, reason and fields."""
 
 
 class NotConnected(ConnectionError):
-    """There is no connection to the server; see its cause."""
+    """An error: there is no connection to the server; its cause is the reason."""
 
 
 class OriginAnswer:
@@ -64,10 +64,10 @@ class OriginAnswer:
 
 
 class Origin:
-    """One server. A connection that was idle for ``keep_alive_s`` is not used any more.
+    """One server. A connection that was idle for ``keep_alive_s`` seconds is not used any more.
 
-    ``tls`` is for an ``https://`` server. An answer's head has at most ``max_head`` bytes. :meth:`close` closes all
-    connections.
+    ``tls`` is for an ``https://`` server. Connecting takes at most ``connect_s`` seconds. An answer's head has at most
+    ``max_head`` bytes. :meth:`close` closes all connections.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Origin:
         """Return the server's answer as soon as its head has arrived, perhaps before the whole ``body`` was sent.
 
         ``fields`` define the body's framing. Raises :class:`NotConnected`, :class:`BrokeOff`,
-        :class:`~tercet.wire.client.passing.NotReadable` and :class:`OSError`, and what ``body`` raises.
+        :class:`~tercet.wire.client.passing.NotReadable` and :class:`OSError`, and the errors of ``body``.
         """
         request = h11.Request(method=method, target=self._prefix + target, headers=list(fields))
         may_repeat = method in REPEATABLE and (body is None or isinstance(body, bytes))
@@ -103,7 +103,7 @@ class Origin:
                 return await self._asked(connection, request, body, told, trailers)
             except BaseException as error:
                 connection.abort()
-                # It closed an idle connection just when we reused it.
+                # The server closed an idle connection just when it was reused.
                 if not (is_used and may_repeat and isinstance(error, OSError)):
                     raise
 
@@ -137,7 +137,7 @@ class Origin:
         async for part in body:
             try:
                 await connection.send_part(part)
-            except OSError:  # it stopped reading; the reader sees whether it has answered
+            except OSError:  # the server stopped reading; the reader sees whether it has answered
                 return
         with contextlib.suppress(OSError):
             await connection.send_end(trailers())
