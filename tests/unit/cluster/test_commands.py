@@ -195,7 +195,7 @@ def test_engines_that_share_a_device_get_a_share_of_its_memory() -> None:
     given = ("--gpu-memory-utilization", "0.3")
     assert value_of(engine_argv(spec(gpus=("0",), gpu_memory=0.45, extra_args=given)), given[0]) == "0.3"
     assert gpu_memory_of(given) == 0.3
-    with pytest.raises(BadRequest, match="is not a share"):
+    with pytest.raises(BadRequest, match="must be greater than 0 and at most 1"):
         gpu_memory_of(("--gpu-memory-utilization", "45"))
 
 
@@ -342,7 +342,7 @@ def test_an_engine_that_strangers_cannot_call_starts(spec: EngineSpec, environme
     [
         (spec_at("0.0.0.0"), "set TERCET_SECRET to"),
         (spec_at("0.0.0.0", "--api-key", ""), "set TERCET_SECRET to"),
-        (spec_at("127.0.0.1", "--api-server-count=2"), "one API server keeps the leases"),
+        (spec_at("127.0.0.1", "--api-server-count=2"), "one API server keeps an engine's leases"),
     ],
     ids=str,
 )
