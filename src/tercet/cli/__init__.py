@@ -1,4 +1,4 @@
-"""The command line: ``tercet up | engine | router | demo``."""
+"""The command line, such as ``tercet up``, ``tercet engine``, ``tercet router`` and ``tercet demo``."""
 
 import signal
 
@@ -7,7 +7,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line; this is the ``tercet`` script."""
-    # The imports below take a moment, and there is nothing yet that Ctrl-C would have to stop or explain.
+    # The imports below take a moment, and nothing has started yet that Ctrl-C must stop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tercet.cli.app import main as run
 

@@ -1,4 +1,4 @@
-"""``python -m tercet.cli``."""
+"""Entry point of ``python -m tercet.cli``."""
 
 from tercet.cli import main
 

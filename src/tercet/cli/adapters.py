@@ -1,4 +1,4 @@
-"""``tercet adapters``: the LoRA adapters of a running router's fleet, shown and changed."""
+"""``tercet adapters``: show and change the LoRA adapters of a running router's fleet."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def adapters(
         str | None,
         typer.Argument(
             metavar="NAME=PATH",
-            help="An adapter to load: its name, and its path on every engine. NAME alone with `--unload`.",
+            help="Adapter to load: its name, and its path on every engine. With `--unload`: NAME only.",
             show_default=False,
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Give a name that is loaded the files that are at PATH now.")
+        bool, typer.Option("--replace", help="Load the files at PATH again for an adapter that is loaded.")
     ] = False,
-    unload: Annotated[bool, typer.Option("--unload", help="Accept no more requests for the adapter.")] = False,
+    unload: Annotated[bool, typer.Option("--unload", help="Refuse new requests for the adapter.")] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Show, load, replace or unload LoRA adapters of a running fleet.
 
-    Without NAME=PATH it shows each adapter: name, digest of its contents, path, and the engines that have it. An
-    adapter is loaded on every engine that takes adapters, or on none; then requests may name it as their model. Engines
-    must have been started with `--enable-lora`, and allow it (`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`). An adapter is not
-    replaced while requests use it; requests that run with an unloaded one continue on their engine.
+    Without NAME=PATH the command lists each adapter: name, digest of its contents, path, and the engines that have it.
+    An adapter is loaded on every engine that accepts adapters, or on none; then requests may name it as their model.
+    Start engines with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. An adapter is not replaced while
+    requests use it; running requests of an unloaded adapter continue on their engine.
 
     Examples:
     - `tercet adapters`
@@ -49,13 +49,13 @@ def adapters(
     if adapter is None:
         if replace or unload:
             flag = "--replace" if replace else "--unload"
-            raise BadRequest(f"{flag}: goes with an adapter", flag)
+            raise BadRequest(f"{flag}: needs an adapter; give its NAME", flag)
         show_answer(ask(url, admin_key, "GET", "/adapters"), as_json, _in_words)
         return
     with given_as({"name": "NAME", "path": "PATH"}):
         if unload:
             ask(url, admin_key, "DELETE", f"/adapters/{quote(adapter, safe='')}")
-            say(f"{adapter} is served no more")
+            say(f"{adapter} is unloaded")
             return
         name, path = _name_and_path(adapter)
         if replace:
@@ -68,7 +68,9 @@ def adapters(
 def _name_and_path(adapter: str) -> tuple[str, str]:
     name, equals, path = adapter.partition("=")
     if not (name and equals and path):
-        raise BadRequest(f"NAME=PATH: {adapter!r} has not both; such as sql=/models/adapters/sql-v3", "NAME=PATH")
+        raise BadRequest(
+            f"NAME=PATH: {adapter!r} must have a name and a path, such as sql=/models/adapters/sql-v3", "NAME=PATH"
+        )
     return name, path
 
 

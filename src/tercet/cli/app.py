@@ -1,4 +1,4 @@
-"""The ``tercet`` command and how it ends: one line of complaint, exit code 2 for what was refused, 1 for a failure."""
+"""The ``tercet`` command and its exit: an error is one line, with exit code 2 for refused input and 1 for a failure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tercet.protocol import TercetError
 from tercet.settings import Declared, declared
 from tercet.settings.declaration import near
 
-# What runs for long, by what the environment says as well.
+# Commands that run for a long time and read settings from environment variables.
 SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "rescheduler", "demo", "chaos"})
-# As click has it for what it prints by itself.
+# The exit code that click uses when nothing reads its output.
 NOBODY_READS = 1
-# The bases of what typer says about the command line; they come from the click that it brings, and have no public name.
+# Base classes of typer's errors about the command line; they come from its bundled click, and have no public name.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
 _NoSuchOption: Any = next(each for each in _UsageError.__subclasses__() if each.__name__ == "NoSuchOption")
@@ -55,10 +55,10 @@ def tercet(
 
     Start with `tercet demo`. Then:
 
-    - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` runs it your way.
-    - `tercet status` shows a running one, `tercet chat` talks to it, `tercet down` ends one in the background.
-    - `tercet engine` and `tercet router` are its parts, for whatever runs your processes.
-    - `tercet program`, `tercet engines`, `tercet adapters` and `tercet moves` change them while traffic flows.
+    - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` uses your program.
+    - `tercet status` shows a running fleet, `tercet chat` sends it questions, `tercet down` stops a background fleet.
+    - `tercet engine` and `tercet router` run one process of a fleet, for your own process manager.
+    - `tercet program`, `tercet engines`, `tercet adapters` and `tercet moves` change a fleet while it serves.
     """
     if context.invoked_subcommand in SERVERS:
         for line in unknown_variables(context.invoked_subcommand or ""):
@@ -67,7 +67,7 @@ def tercet(
 
 @cache
 def _command() -> Any:
-    """The command line as click has it; it takes a tenth of a second to build."""
+    """Return click's object of the command line; building it takes a tenth of a second."""
     return typer.main.get_command(app)
 
 
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _run(argv: list[str]) -> int:
-    """Exit code of one command line, with its complaint on standard error."""
+    """Run one command line and return its exit code; print its error on standard error."""
     return exit_code_of(lambda: _with_all_written(_command().main(argv, prog_name="tercet", standalone_mode=False)))
 
 
@@ -88,14 +88,14 @@ def _with_all_written(code: int | None) -> int | None:
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
-    """Exit code of a command, with its complaint on standard error."""
+    """Run a command and return its exit code; print its error on standard error."""
     try:
         return run() or 0
     except _NoSuchOption as error:
         return _complain(f"No such option: {error.option_name}; {_nearest(error)}", 2)
     except _CommandLineError as error:
         message = error.format_message().rstrip(".")
-        # Of a command that was given without any argument the help is printed already, and there is nothing to add.
+        # The message is empty if a command was given without arguments: its help is printed already.
         command = error.ctx.command_path if error.ctx is not None else "tercet"
         return _complain(f"{message}; see {command} --help", 2) if message else 2
     except TercetError as error:
@@ -108,7 +108,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 
 
 def _nearest(error: Any) -> str:
-    """The option that was probably meant, and all that the command has."""
+    """Return a hint for an unknown option: the most similar one, and all options of the command."""
     path = error.ctx.command_path
     kind = kind_of(error.ctx.command)
     for setting in () if kind is None else declared(kind):
@@ -123,7 +123,7 @@ def _nearest(error: Any) -> str:
 
 
 def _example(setting: Declared) -> str:
-    """A value of a setting as YAML has it: its default, if it has one."""
+    """Return an example value of a setting in YAML: its default if it has one, else its kind."""
     value = setting.shown_default if setting.default not in (None, (), {}) else setting.shown_kind
     return f"[{value}]" if setting.is_list else value
 
@@ -134,5 +134,5 @@ def _complain(text: str, code: int) -> int:
 
 
 def exit_on_signal(number: int, _frame: FrameType | None) -> None:
-    """Unwinds, so that whatever was started is stopped."""
+    """Raise ``SystemExit``, so that cleanup code stops what was started."""
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""``tercet bench``: measures a server, compares programs, and draws what was measured."""
+"""``tercet bench``: measure a server, compare programs, and draw the results."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ bench = typer.Typer(
 def serve(config: ServeConfig, result: Path | None) -> None:
     """Measure one server at one or more loads.
 
-    TTFT, TPOT, ITL and end-to-end latency as `vllm bench serve` defines them, and once more from the moment at which a
-    request should have been sent. Ctrl-C ends the run and keeps what was measured.
+    Reports TTFT, TPOT, ITL and end-to-end latency as `vllm bench serve` defines them, and also counted from the time at
+    which a request should have been sent. Ctrl-C ends the run and keeps its results.
 
     Examples:
     - `tercet bench serve --request-rate 0.5,1,2 --num-prompts 50 --workload sonnet,input_len=512,output_len=64`
@@ -79,8 +79,8 @@ def compare(config: CompareConfig, result: Path | None) -> None:
     """Compare programs on the same engines, in interleaved rounds.
 
     Each request names its program in the header `x-tercet-program`: nothing is restarted between rounds. In a round all
-    programs get the same arrival times and lengths, with different words, so that none finds another one's prefixes.
-    The ratios have bootstrap confidence intervals; few rounds make them wide.
+    programs get the same arrival times and lengths, with different words, so that they share no prefixes. The ratios
+    have bootstrap confidence intervals; few rounds make them wide.
 
     Examples:
     - `tercet bench compare --program data_parallel --program disaggregated --request-rate 0.5,1 --rounds 5`
@@ -93,19 +93,24 @@ def compare(config: CompareConfig, result: Path | None) -> None:
 
 @bench.command()
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of serve, compare or sim.")],
-    figure: Annotated[list[Path] | None, typer.Option(help="A figure to draw: .png, .svg or .pdf. Repeatable.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Write the Markdown here instead of printing it.")] = None,
-    title: Annotated[
-        str | None, typer.Option(help="Above the figure.", show_default="the model, the workload and the arrivals")
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Result files of serve, compare or sim.")],
+    figure: Annotated[
+        list[Path] | None, typer.Option(help="File of a figure to draw: .png, .svg or .pdf. Repeatable.")
     ] = None,
-    log: Annotated[bool, typer.Option("--log", help="Logarithmic axes for latencies.")] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="File for the table in Markdown, which is otherwise printed.")
+    ] = None,
+    title: Annotated[
+        str | None,
+        typer.Option(help="Title above the figure.", show_default="the model, the workload and the arrivals"),
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="Draw latencies on logarithmic axes.")] = False,
 ) -> None:
-    """Draw load against TTFT, TPOT, JCT and rates, with a line per program; and print the same as a table.
+    """Draw TTFT, TPOT, JCT and rates over load, with a line per program, and print them as a table.
 
-    Files of several runs go into one figure. What was measured alike is pooled: the same program, model, machine,
-    engines and workload. Other runs are separate lines, whose labels say how they differ. A figure whose name
-    ends with `-dark`, such as `rates-dark.svg`, is for dark pages.
+    Files of several runs go into one figure. Runs with the same program, model, machine, engines and workload are
+    pooled. Other runs are separate lines, whose labels say how they differ. A figure whose name ends with `-dark`, such
+    as `rates-dark.svg`, is for dark pages.
 
     Examples:
     - `tercet bench report run.json`
@@ -133,13 +138,13 @@ def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell
 def _measure_and_report(
     config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf, file: Path | None
 ) -> None:
-    """Measure, print every point, and write the file; exits with 130 or 143 when told to stop, after that.
+    """Measure, print every point, and write the file; then exit with 130 or 143 if a signal stopped the run.
 
-    Raises :class:`~tercet.protocol.TercetError`, also when not one request succeeded.
+    Raises :class:`~tercet.protocol.TercetError`, also if all requests failed.
     """
     file = file or Path(f"bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     if file.is_dir() or not file.absolute().parent.is_dir():
-        raise BadRequest(f"--result-filename {file}: must be a file in a directory that exists", "result-filename")
+        raise BadRequest(f"--result-filename {file}: must be a file in an existing directory", "result-filename")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome, asked = runner.run(_measure(config, contenders, cells_of))
     if not config.save_detailed:
@@ -152,13 +157,13 @@ def _measure_and_report(
     if asked:
         sys.exit(128 + asked[0])
     if not any(point.metrics.get("completed") for point in outcome.points):
-        raise EngineError("every request failed; the file has the reason of each")
+        raise EngineError("every request failed; see the reasons in the file")
 
 
 async def _measure(
     config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf
 ) -> tuple[BenchResult, list[int]]:
-    """What was measured, and the signals that have ended it, if any."""
+    """Return the results, and the signals that ended the run, if any."""
     created, on = now(), machine()
     bench = await prepare(config, contenders, lambda name: resolve_model(name, lambda line: say(f"  model: {line}")))
     cells = cells_of(bench)
@@ -166,7 +171,7 @@ async def _measure(
     running = asyncio.ensure_future(experiment.run())
 
     def stop() -> None:
-        say("\nstopping; what was measured is kept (Ctrl-C again drops it)")
+        say("\nstopping; the results so far are kept (Ctrl-C again discards them)")
         experiment.interrupt()
 
     with signals_to(stop, running.cancel) as asked:

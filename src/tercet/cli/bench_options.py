@@ -1,4 +1,4 @@
-"""Commands of ``tercet bench`` whose flags are the settings of a benchmark, and how the special ones are read."""
+"""Commands of ``tercet bench``: their flags are the settings of a benchmark, and some have special parsers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ from tercet.protocol.wire import UNREADABLE
 SEVERAL = ("request_rate", "concurrency")
 BY_HAND: dict[str, Any] = {
     "extra_body": Annotated[
-        str | None, typer.Option(metavar="JSON", help="More fields of every request's body.", rich_help_panel=REQUESTS)
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Extra fields of every request's body, as a JSON object.", rich_help_panel=REQUESTS
+        ),
     ],
     "goodput": Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME:MS[,...]", help="The SLO, as in `ttft:500,tpot:50,e2el:5000`.", rich_help_panel=OUTPUT
+            metavar="NAME:MS[,...]",
+            help="SLO in milliseconds, as in `ttft:500,tpot:50,e2el:5000`.",
+            rich_help_panel=OUTPUT,
         ),
     ],
     "result_filename": Annotated[
         Path | None,
-        typer.Option(help="The JSON file to write.", show_default="bench-<time>.json", rich_help_panel=OUTPUT),
+        typer.Option(help="JSON file for the results.", show_default="bench-<time>.json", rich_help_panel=OUTPUT),
     ],
     "config": Annotated[
-        Path | None, typer.Option("--config", help="A YAML file with the same keys; flags win.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option("--config", help="YAML file with the same keys; flags override it.", rich_help_panel=OUTPUT),
     ],
 }
 
 
 def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | None], None]], Callable[..., None]]:
-    """A command that takes a configuration of ``kind``, from flags over a file, and the file for its result.
+    """Return a decorator for a command that takes a configuration of ``kind`` and the path of its result file.
 
-    Of environment variables only ``TERCET_URL`` is looked at: what a measurement is like depends on what its command
-    and its file say.
+    Flags override the file. ``TERCET_URL`` is the only environment variable that is read: the command line and the file
+    determine a measurement.
     """
 
     def decorate(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:
@@ -66,11 +72,11 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except UNREADABLE as error:
-        raise BadRequest(f"--extra-body: is not a JSON object: {error}", "extra-body") from error
+        raise BadRequest(f"--extra-body: must be a JSON object: {error}", "extra-body") from error
 
 
 def limits_of(texts: Sequence[str]) -> dict[str, str]:
-    """``NAME:MS[,...]`` items as a mapping; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return ``NAME:MS[,...]`` items as a mapping; raise :class:`~tercet.protocol.BadRequest`."""
     found: dict[str, str] = {}
     for item in (item for text in texts for item in text.replace(" ", ",").split(",") if item):
         name, colon, value = item.partition(":")

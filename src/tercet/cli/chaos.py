@@ -1,4 +1,4 @@
-"""``tercet chaos``: faults on purpose, on a simulated fleet or a real one."""
+"""``tercet chaos``: inject faults into a simulated fleet or a real one."""
 
 from __future__ import annotations
 
@@ -47,51 +47,55 @@ NO_FAULTS = "none"
 
 
 class ChaosConfig(Settings, frozen=True):
-    """One run: which fleet, which faults, how many clients."""
+    """Settings of one run: its fleet, its faults and its clients."""
 
-    real: Annotated[bool, Setting("Real processes on this machine instead of a simulated fleet.")] = False
-    seed: Annotated[int, Setting("Faults and clients follow from it.")] = 0
-    minutes: Annotated[Positive, Setting("Duration of the run.")] = 1.0
+    real: Annotated[bool, Setting("Run real processes on this machine instead of a simulated fleet.")] = False
+    seed: Annotated[int, Setting("Seed of the faults and the clients.")] = 0
+    minutes: Annotated[Positive, Setting("Duration of the run.", unit="minutes")] = 1.0
     fleet: Annotated[
-        str | None, Setting("Engines of each role.", metavar="PREFILL,DECODE", default="40,60; --real: 1,1")
+        str | None, Setting("Number of engines of each role.", metavar="PREFILL,DECODE", default="40,60; --real: 1,1")
     ] = None
     faults: Annotated[
         str | None,
         Setting(
-            f"Kinds of faults: {NAMES}; or {NO_FAULTS}.", metavar="KIND[,KIND...]", default="all that can happen there"
+            f"Kinds of faults: {NAMES}; or {NO_FAULTS}.",
+            metavar="KIND[,KIND...]",
+            default="all kinds that this fleet supports",
         ),
     ] = None
-    without: Annotated[str | None, Setting("All but these.", metavar="KIND[,KIND...]")] = None
+    without: Annotated[str | None, Setting("Kinds of faults to leave out.", metavar="KIND[,KIND...]")] = None
     fault_rate: Annotated[
-        Positive | None, Setting("Faults a minute, while enough engines are well.", default="2000; --real: 6")
+        Positive | None, Setting("Faults per minute, while enough engines are healthy.", default="2000; --real: 6")
     ] = None
     adversary: Annotated[
         str | None,
         Setting(f"Tricks of a hostile client: {TRICK_NAMES}; or {NO_TRICKS}.", metavar="KIND[,KIND...]", default="all"),
     ] = None
     adversary_rate: Annotated[
-        Positive | None, Setting("Tricks of the hostile client a minute.", default="60; --real: 12")
+        Positive | None, Setting("Tricks of the hostile client per minute.", default="60; --real: 12")
     ] = None
     request_rate: Annotated[Positive | None, Setting("Requests per second.", default="20; --real: 0.6")] = None
     patience: Annotated[Positive, Setting("Longest allowed gap in a client's stream.", unit="seconds")] = 60.0
-    schedule: Annotated[str | None, Setting("Take the faults from a file that --save wrote.", metavar="FILE")] = None
-    save: Annotated[str | None, Setting("Write the faults here before they begin.", metavar="FILE")] = None
-    plan: Annotated[bool, Setting("Print the faults and do nothing.")] = False
+    schedule: Annotated[str | None, Setting("Read the faults from a file that --save wrote.", metavar="FILE")] = None
+    save: Annotated[str | None, Setting("Write the faults to a file before the run.", metavar="FILE")] = None
+    plan: Annotated[bool, Setting("Print the faults without running them.")] = False
     simulate: Annotated[
         str | None,
-        Setting("With --real: simulated engines, each in its own process.", metavar="PROFILE"),
+        Setting("Profile of simulated engines, each in its own process; needs --real.", metavar="PROFILE"),
     ] = None
-    log_dir: Annotated[str | None, Setting("With --real: where logs go.", metavar="FOLDER", default="nowhere")] = None
-    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; after `--`.", flag="")] = ()
+    log_dir: Annotated[str | None, Setting("Folder for logs; needs --real.", metavar="FOLDER", default="no logs")] = (
+        None
+    )
+    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; they follow `--`.", flag="")] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.real and (self.simulate or self.log_dir or self.engine_args):
-            raise BadRequest("--simulate, --log-dir and vLLM's flags go with --real", "--real")
+            raise BadRequest("--simulate, --log-dir and vLLM's flags need --real", "--real")
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Engines that prefill, and that decode; raises :class:`~tercet.protocol.BadRequest`."""
+        """The numbers of prefill and of decode engines; raises :class:`~tercet.protocol.BadRequest`."""
         found = re.fullmatch(r"(\d+),(0*[1-9]\d*)", self.fleet or ("1,1" if self.real else "40,60"))
         if found is None:
             raise BadRequest(f"--fleet: {self.fleet!r} is not PREFILL,DECODE, such as 4,8", "--fleet")
@@ -99,12 +103,12 @@ class ChaosConfig(Settings, frozen=True):
 
     @property
     def tricks(self) -> tuple[TrickKind, ...]:
-        """What the hostile client does; raises :class:`~tercet.protocol.BadRequest`."""
+        """The kinds of tricks of the hostile client; raises :class:`~tercet.protocol.BadRequest`."""
         return TRICKS if self.adversary is None else parse_tricks(self.adversary)
 
     @property
     def replay(self) -> str:
-        """The command that runs the same again."""
+        """The command line that repeats this run."""
         words = ["tercet", "chaos"]
         for each in declared(type(self)):
             value = getattr(self, *each.path)
@@ -118,15 +122,15 @@ class ChaosConfig(Settings, frozen=True):
 def chaos(config: ChaosConfig) -> None:
     """Break a fleet under load, and check that clients get every token once.
 
-    The clients' answers must be those of a run without faults, every request must end, and blocks, leases, sequences,
-    connections and processes must be back at the end. Exit status 1 if they are not. Meanwhile a hostile client sends
-    what one client could stop all others with: requests of too many sequences, long bodies, structures that take long
-    to compile, bodies and heads without an end. Each must be refused or cut off, and must cost the others nothing.
+    The clients' answers must equal those of a run without faults, every request must end, and all blocks, leases,
+    sequences, connections and processes must be released at the end. Otherwise the exit status is 1. Meanwhile a
+    hostile client sends requests that could stop all others: too many sequences, long bodies, structures that take long
+    to compile, bodies and heads without an end. Each must be refused or cut off, and must not delay the others.
 
     Without --real the fleet runs in virtual time: the router's service, its clients of engines and the engines'
-    servers are those of production, over virtual sockets; engines are simulated. The same seed is the same run, on any
-    machine. With --real `tercet up`'s processes get the signals, in float32, behind proxies that can be cut; the
-    faults and the clients are the same for a seed, and what comes of them is not.
+    servers are the production code, over virtual sockets; engines are simulated. The same seed gives the same run on
+    any machine. With --real the processes of `tercet up` get the signals, in float32, behind proxies that can be cut;
+    a seed then determines the faults and the clients, but not the results.
 
     Examples:
     - `tercet chaos --seed 7 --minutes 5`
@@ -151,7 +155,7 @@ def chaos(config: ChaosConfig) -> None:
 
 
 class _Site(NamedTuple):
-    """Where faults happen: which kinds there are, how often they and tricks come by default, and how to run them."""
+    """A fleet for faults: its shape, default faults and tricks per minute, its load, and the function that runs it."""
 
     shape: FleetShape
     rate: float
@@ -199,7 +203,7 @@ def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
         planned = msgspec.structs.replace(load_schedule(Path(config.schedule)), seed=config.seed)
         for fault in planned.faults:
             if fault.engine not in shape.engines or fault.kind not in shape.kinds:
-                raise BadRequest(f"--schedule: this fleet has no {fault.engine}, or {fault.kind} cannot happen to it")
+                raise BadRequest(f"--schedule: this fleet has no {fault.engine}, or no fault {fault.kind}")
         return planned
     if config.faults == NO_FAULTS:
         return FaultSchedule(config.seed, config.minutes * 60, ())

@@ -23,7 +23,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
 from tercet.wire.client.connection_errors import reason_of
 
-# Between two tokens of an answer; a request may also wait for a place.
+# sock_read limits the seconds between two tokens, and the wait of a request in the router's queue.
 ANSWER = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)
 PROMPT = "> "
 Message = dict[str, str]
@@ -32,16 +32,14 @@ Message = dict[str, str]
 def chat(
     url: Url = HERE,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="The model's name.", show_default="the router's")] = None,
-    system: Annotated[
-        str | None, typer.Option(help="System message: the behaviour that the model is asked for.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    model: Annotated[str | None, typer.Option(help="Name of the model.", show_default="the router's model")] = None,
+    system: Annotated[str | None, typer.Option(help="System message, which sets the model's behaviour.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature, as in OpenAI's API.")] = None,
 ) -> None:
-    """Talk to a running fleet: what you write is asked with all that was said before.
+    """Chat with a running fleet; each question is sent with the conversation so far.
 
-    Ctrl-C ends the answer, Ctrl-D, or Ctrl-C at the prompt, the chat. What comes through a pipe is one question.
+    Ctrl-C ends an answer. Ctrl-D, or Ctrl-C at the prompt, ends the chat. Text from a pipe is one question.
 
     Examples:
     - `tercet chat`
@@ -56,16 +54,16 @@ def chat(
     else:
         question = sys.stdin.read().strip()
         if not question:
-            raise BadRequest("standard input: there is no question in it", "stdin")
+            raise BadRequest("standard input: is empty; write a question into it", "stdin")
         reason = asyncio.run(talk.ask(question, write))
         write("\n")
         _note_if_cut(reason, max_tokens)
 
 
 def _talk(talk: Chat, max_tokens: int) -> None:
-    """Question after question, until Ctrl-D, or Ctrl-C where nothing is being answered."""
+    """Read and answer questions until Ctrl-D, or Ctrl-C at the prompt."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # arrow keys and what was written before, where Python has them
+        importlib.import_module("readline")  # arrow keys and history, if this Python has readline
 
     asyncio.run(talk.find_model())
     note(f"{talk.model} at {talk.url}; Ctrl-C ends an answer, Ctrl-D the chat")
@@ -80,7 +78,7 @@ def _talk(talk: Chat, max_tokens: int) -> None:
 
 
 def _answer(talk: Chat, question: str, max_tokens: int) -> None:
-    """A failure ends the answer and not the chat."""
+    """Answer one question; an error ends the answer, not the chat."""
     try:
         reason = asyncio.run(talk.ask(question, write))
     except KeyboardInterrupt:
@@ -93,13 +91,13 @@ def _answer(talk: Chat, question: str, max_tokens: int) -> None:
 
 
 def _note_if_cut(finish_reason: str, max_tokens: int) -> None:
-    """Say that an answer is not complete."""
+    """Print a note if the token limit cut the answer."""
     if finish_reason == "length":
         note(f"(cut after {max_tokens} tokens; --max-tokens sets another limit)")
 
 
 class Chat:
-    """What was said so far, at the router at ``url``; ``options`` are fields of each request."""
+    """A conversation with the router at ``url``; ``options`` are fields of each request."""
 
     def __init__(self, url: str, api_key: str | None, options: dict[str, Any], system: str | None = None) -> None:
         self.url = url
@@ -109,24 +107,24 @@ class Chat:
 
     @property
     def model(self) -> str:
-        """The model's name, once it is known."""
+        """The model's name; empty until it is known."""
         return self._options.get("model", "")
 
     async def find_model(self) -> None:
-        """Ask which model there is, unless one was named. Raises :class:`~tercet.protocol.TercetError`."""
+        """Ask the router for its model, unless one is given. Raises :class:`~tercet.protocol.TercetError`."""
         if self.model:
             return
         async with self._request("GET", "/v1/models") as response:
             try:
                 self._options["model"] = msgspec.json.decode(await response.read())["data"][0]["id"]
             except (*UNREADABLE, KeyError, IndexError, TypeError) as error:
-                raise EngineUnreachable(f"what answers at {self.url} is not a router", "url") from error
+                raise EngineUnreachable(f"the server at {self.url} is not a router", "url") from error
 
     async def ask(self, question: str, show: Callable[[str], object]) -> str:
-        """Ask, and pass the answer's text to ``show`` as it comes; returns why the answer ended, as the server says.
+        """Ask, pass the answer's text to ``show`` as it arrives, and return the server's finish reason.
 
-        What was answered until it ended, or was ended, belongs to the conversation; a question without any answer does
-        not. Raises :class:`~tercet.protocol.TercetError`.
+        A partial answer is added to the conversation; a question without any answer is not. Raises
+        :class:`~tercet.protocol.TercetError`.
         """
         await self.find_model()
         asked: Message = {"role": "user", "content": question}
@@ -160,20 +158,20 @@ class Chat:
 
 
 async def _texts(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
-    """Text and finish reason of a stream's events, up to its end.
+    """Yield text and finish reason of each event of a stream until its end.
 
-    Raises :class:`~tercet.protocol.EngineError` for one that tells of an error.
+    Raises :class:`~tercet.protocol.EngineError` if an event is an error, or the stream ends early.
     """
     async for data in read_events(chunks):
         if data == DONE:
             return
         for found in _texts_of(data):
             yield found
-    raise EngineError("the answer broke off")
+    raise EngineError("the connection closed before the answer ended")
 
 
 def _texts_of(said: bytes) -> list[tuple[str, str]]:
-    """Of one event. Raises :class:`~tercet.protocol.EngineError`."""
+    """Return text and finish reason of each choice of one event. Raises :class:`~tercet.protocol.EngineError`."""
     try:
         event: dict[str, Any] = msgspec.json.decode(said, type=dict[str, Any])
         if "error" in event:
@@ -187,7 +185,7 @@ def _texts_of(said: bytes) -> list[tuple[str, str]]:
 
 
 def _message(body: bytes) -> str:
-    """What an error in OpenAI's words says, or all of it."""
+    """Return the message of an error in OpenAI's format, or the whole body."""
     with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
         return str(msgspec.json.decode(body)["error"]["message"])
     return body.decode(errors="replace").strip()

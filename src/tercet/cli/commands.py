@@ -1,4 +1,4 @@
-"""The commands of ``tercet``, each imported when it is used: one imports a quarter of what all of them do."""
+"""The commands of ``tercet``, each imported at its first use: one command imports a quarter of all modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LazyCommands(Mapping[str, Any]):
     """Commands by name; reading one imports and builds it."""
 
     def __getitem__(self, name: str) -> Any:
-        return _built(name)  # raises KeyError for an unknown one
+        return _built(name)  # raises KeyError for an unknown command
 
     def __contains__(self, name: object) -> bool:
         return name in MODULES
@@ -42,7 +42,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """The ``tercet`` command itself."""
+    """The command ``tercet``, which holds all other commands."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

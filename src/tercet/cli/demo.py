@@ -1,4 +1,4 @@
-"""``tercet demo``: an answer that crossed engines, and what happened on its way."""
+"""``tercet demo``: show an answer that two engines compute together, and the steps of its request."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ QUESTION = "Who keeps the lighthouse of Varn, and what did she do on the night w
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(min=2, help="Length of the answer.")] = MAX_TOKENS,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer (tokens).")] = MAX_TOKENS,
 ) -> None:
-    """Start two engines with a small model, and ask them a question together.
+    """Start two engines with a small model, and ask them one question.
 
-    One engine reads the prompt and pushes its KV into the other one, which answers. Takes about a minute, most of it
-    loading.
+    One engine prefills the prompt and pushes its KV into the other one, which decodes the answer. The demo takes about
+    a minute, most of it for loading.
     """
     say("Starting a prefill engine, a decode engine and a router, with SmolLM2-135M.")
     run_fleet(UpConfig(port=0), lambda fleet: _show(fleet, max_tokens))
@@ -57,12 +57,12 @@ async def _show(fleet: StartedFleet, max_tokens: int) -> None:
     console.print(f"\n[dim]{PASSAGE}[/dim]\n[bold]{QUESTION}[/bold]\n")
     _report(await _ask(fleet, max_tokens), "What happened")
     say("\nThe same question again:\n")
-    _report(await _ask(fleet, max_tokens), "What happened, now that both engines know the passage")
-    say("\nStopping. Your own: tercet up --help")
+    _report(await _ask(fleet, max_tokens), "What happened, now that both engines have cached the passage")
+    say("\nStopping. To run your own fleet: tercet up --help")
 
 
 async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
-    """Stream one answer to the screen; returns its trace. Raises :class:`~tercet.protocol.EngineError`."""
+    """Print one answer as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
     body = {
         "model": "smollm2", "stream": True, "max_tokens": max_tokens, "temperature": 0,
         "messages": [{"role": "user", "content": f"{PASSAGE}\n{QUESTION}"}],
@@ -77,13 +77,13 @@ async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
             trace = await show_answer(response.content.iter_any())
     except (aiohttp.ClientError, TimeoutError) as error:
         console.print()
-        raise EngineError(f"the router's answer broke off: {reason_of(error)}") from error
+        raise EngineError(f"the router's answer was interrupted: {reason_of(error)}") from error
     console.print("\n")
     return trace
 
 
 async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
-    """Print a stream's text as it comes; returns the trace. Raises :class:`~tercet.protocol.EngineError`."""
+    """Print a stream's text as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
     trace: Trace | None = None
     async for data in read_events(chunks):
         if data == DONE:
@@ -98,7 +98,7 @@ async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
             console.print(choice.get("delta", {}).get("content") or "", end="", markup=False)
             console.file.flush()
     if trace is None:
-        raise EngineError("the answer came without a trace of what the engines did")
+        raise EngineError("the router's answer has no trace")
     return trace
 
 
@@ -112,7 +112,7 @@ def _report(trace: Trace, title: str) -> None:
 
 
 def sentence(event: TraceEvent) -> str:
-    """What an engine did, in words."""
+    """Return a sentence that describes one step of an engine."""
     took = f"({event.seconds * 1000:.0f} ms)"
     match event.verb:
         case "prep_recv":

@@ -1,4 +1,4 @@
-"""``tercet up --detach`` and ``tercet down``: a fleet in the background, and its end."""
+"""``tercet up --detach`` and ``tercet down``: start and stop a fleet in the background."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from tercet.protocol import BadRequest, EngineError
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
 
 POLL_INTERVAL_S = 0.2
-# In addition to loading: a first conversion of the model.
+# The addition is for a first conversion of the model.
 START_SECONDS = READY_SECONDS + 300.0
-# The exit code of a fleet whose settings cannot be used.
+# The exit code of a fleet whose settings are refused.
 REFUSED = 2
 COMMAND = "from tercet.cli.detached import main; main()"
 
 
 def detach(config: UpConfig) -> DetachedFleet:
-    """Start a fleet in the background and return it when it is ready, having said how to stop it.
+    """Start a fleet in the background, wait until it is ready, print how to stop it, and return it.
 
-    Raises :class:`~tercet.protocol.TercetError` if it does not become ready, and then
-    :class:`~tercet.protocol.BadRequest` for what it refused; Ctrl-C until then stops it.
+    Raises :class:`~tercet.protocol.BadRequest` if the fleet refuses its settings, and another
+    :class:`~tercet.protocol.TercetError` if it does not become ready. Ctrl-C during the wait stops the fleet.
     """
     if config.port:
         require_free(config.host, config.port)
@@ -63,7 +63,10 @@ def detach(config: UpConfig) -> DetachedFleet:
 
 
 def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In its own session, which no terminal ends; its settings, which may hold keys, are in a file."""
+    """Start the fleet's process in a new session, which no terminal ends.
+
+    A private file holds its settings, which may include keys.
+    """
     file = log_dir / "up.json"
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -77,12 +80,12 @@ def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes
 
 
 def _variables() -> set[str]:
-    """Those whose settings are in the file already."""
+    """Return the environment variables of settings, which the file already holds."""
     return {each.env for each in declared(UpConfig)}
 
 
 def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFleet:
-    """Show what the fleet says until it is ready."""
+    """Print the fleet's log until it is ready, and return its record."""
     deadline = time.monotonic() + START_SECONDS
     with log.open("rb") as said:
         while time.monotonic() < deadline:
@@ -100,7 +103,7 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
 
 
 def main() -> None:
-    """The background process: a fleet until it is told to stop."""
+    """Run the fleet in the background process until a signal stops it."""
     from tercet.cli.app import exit_code_of, exit_on_signal
 
     signal.signal(signal.SIGTERM, exit_on_signal)
@@ -121,7 +124,7 @@ async def _announce(config: UpConfig, fleet: RunningFleet | RayFleet) -> None:
 
 @asynccontextmanager
 async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, detached: bool) -> AsyncGenerator[None]:
-    """While entered, ``tercet scale`` finds the fleet, and ``tercet down`` a ``detached`` one."""
+    """Register the fleet for ``tercet scale``, and for ``tercet down`` if it is ``detached``, until the block ends."""
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = stop_seconds_of(config)
     log_dir = str(fleet.log_dir)
@@ -134,20 +137,18 @@ async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, de
 
 
 def stop_seconds_of(config: UpConfig) -> float:
-    """The longest time that the end of the fleet takes."""
+    """Return the longest time, in seconds, that stopping the fleet takes."""
     on_ray = RAY_STOP_SECONDS if config.on is not None else 0.0
     return config.shutdown_timeout_s + 3 * GRACE_SECONDS + on_ray
 
 
 def down(
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the router whose fleet is stopped.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All fleets that run in the background.")] = False,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the router whose fleet to stop.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Stop all background fleets.")] = False,
 ) -> None:
-    """Stop a fleet that `tercet up --detach` has started, once what runs has ended.
+    """Stop a fleet that `tercet up --detach` started, after its running requests end.
 
-    Ctrl-C has it stop at once.
+    Ctrl-C stops the fleet at once.
     """
     for fleet in _chosen(detached_fleets(), port, every):
         stop_detached(fleet)
@@ -156,7 +157,7 @@ def down(
 def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[DetachedFleet]:
     ports = ", ".join(str(fleet.port) for fleet in fleets)
     if every and port is not None:
-        raise BadRequest("--all: goes without --port", "--all")
+        raise BadRequest("--all: cannot be combined with --port", "--all")
     chosen = [fleet for fleet in fleets if port in (None, fleet.port)]
     if not chosen:
         where = "" if port is None else f" at port {port}{f', but at {ports}' if ports else ''}"
@@ -164,25 +165,25 @@ def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[
     if len(chosen) > 1 and not every:
         if port is not None:
             urls = ", ".join(fleet.url for fleet in chosen)
-            raise BadRequest(f"--port: fleets run at {urls}; say --all, or stop one by its process", "--port")
-        raise BadRequest(f"--port: fleets run at the ports {ports}; name one, or say --all", "--port")
+            raise BadRequest(f"--port: fleets run at {urls}; give --all, or send SIGTERM to one process", "--port")
+        raise BadRequest(f"--port: fleets run at the ports {ports}; give one of them, or --all", "--port")
     return chosen
 
 
 def stop_detached(fleet: DetachedFleet) -> None:
-    """Stop one; raises :class:`~tercet.protocol.EngineError` if it takes too long."""
+    """Stop a fleet; raise :class:`~tercet.protocol.EngineError` if it runs longer than its ``stop_seconds``."""
     announce(f"stopping {fleet.url}")
     _signal(fleet)
     deadline = time.monotonic() + fleet.stop_seconds
     while fleet.runs:
         if time.monotonic() > deadline:
-            raise EngineError(f"{fleet.url} has not stopped within {fleet.stop_seconds:.0f} s; logs: {fleet.log_dir}")
+            raise EngineError(f"{fleet.url} did not stop within {fleet.stop_seconds:.0f} s; logs: {fleet.log_dir}")
         try:
             time.sleep(POLL_INTERVAL_S)
         except KeyboardInterrupt:
-            announce("stopping at once: requests that still run end with an error")
+            announce("stopping at once: running requests end with an error")
             _signal(fleet)
-    detached_fleets()  # takes away what one that was killed has left
+    detached_fleets()  # removes the record of a fleet that was killed
     announce(f"stopped {fleet.url}")
 
 

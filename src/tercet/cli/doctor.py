@@ -1,4 +1,4 @@
-"""``tercet doctor``: what this machine can do, what each missing part costs, and what to do about it."""
+"""``tercet doctor``: check this machine for engines and routers, with the cost and the remedy of each finding."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Findings, and the facts behind them, as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print findings, and the facts behind them, as JSON.")
+    ] = False,
 ) -> None:
-    """Say what this machine can do for engines and routers, what each missing part costs, and what to do.
+    """Check this machine for engines and routers, and print the cost and the remedy of each finding.
 
-    It looks at vLLM and each place where Tercet reaches into it, devices, cores, memory, ways for KV, limits, ports,
-    and a Ray node that runs here. It starts nothing, and takes as long as importing vLLM. The exit code is 0 if engines
-    can be started here, also where something costs, and 1 if they cannot.
+    The command checks vLLM and Tercet's hooks into it, devices, cores, memory, KV transports, limits, ports, and a Ray
+    node of this machine. It starts no process, and takes as long as importing vLLM. The exit code is 0 if engines can
+    be started here, even if slower than they could be, and 1 if they cannot.
 
     Examples:
     - `tercet doctor`
     - `tercet doctor --json`
     """
     if not as_json:
-        note("looking at this machine; importing vLLM takes some seconds")
+        note("checking this machine; importing vLLM takes some seconds")
     machine = look_at_machine()
     ray = ray_processes()
     findings = [*findings_of(machine), *ray_findings(ray)]
@@ -49,7 +51,7 @@ def doctor(
 
 
 def in_words(findings: Sequence[Finding]) -> Iterator[str]:
-    """Findings as lines: what is broken last, where one looks first."""
+    """Return findings as lines; broken parts come last, next to the shell's prompt."""
     width = max(len(finding.part) for finding in findings)
     for state in MARKS:
         for finding in (each for each in findings if each.state == state):

@@ -1,4 +1,4 @@
-"""``tercet epp``: an endpoint picker for Envoy, in the foreground."""
+"""``tercet epp``: run an endpoint picker for Envoy in the foreground."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tercet.settings.extras import require_extra
 
 @settings_command(PickerConfig)
 def epp(config: PickerConfig) -> None:
-    """Run an endpoint picker: Envoy asks it, by external processing, which engine each request goes to.
+    """Run an endpoint picker, which Envoy asks by external processing for the engine of each request.
 
-    The requests themselves go from Envoy to the engines. `deploy/envoy/` has a configuration of Envoy for it.
+    Envoy sends the requests to the engines itself. `deploy/envoy/` has a configuration of Envoy.
 
     Examples:
     - `tercet epp --engine http://10.0.0.5:8001 --engine http://10.0.0.6:8001`

@@ -1,4 +1,4 @@
-"""``tercet engines``: the fleet of a running router, changed; and what all commands that talk to a router share."""
+"""``tercet engines``: change the fleet of a running router; and the options of all commands that call a router."""
 
 from __future__ import annotations
 
@@ -24,38 +24,36 @@ from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
 from tercet.wire.client.ask_router import ask_router
 
-Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="The router's base URL.")]
+Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]
 AdminKey = Annotated[
     str | None,
     typer.Option(
         envvar=ADMIN_KEY_VARIABLE,
-        help=f"Admin key of the router, if any; else the first in the file that `{ADMIN_KEY_FILE_VARIABLE}` names.",
+        help=f"Admin key of the router. Without it the first key of the file `{ADMIN_KEY_FILE_VARIABLE}` is used.",
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        envvar=CLIENT_KEY_VARIABLE, help="Key of a client, if the router was started with `-- --api-key` or the like."
-    ),
+    typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="The router's answer as it is.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the router's answer as JSON.")]
 HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
 
 
 @contextmanager
 def understood() -> Generator[None]:
-    """What is made of an answer inside; raises :class:`~tercet.protocol.EngineUnreachable` for one of another shape."""
+    """Raise :class:`~tercet.protocol.EngineUnreachable` if the block finds an answer of another shape."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise EngineUnreachable(
-            f"no router of this version answers there: {type(error).__name__}: {error}", "url"
+            f"the answer is not that of a router of this version: {type(error).__name__}: {error}", "url"
         ) from error
 
 
 def ask(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
-    """The router's answer; raises :class:`~tercet.protocol.TercetError`."""
+    """Call the router and return its answer; raise :class:`~tercet.protocol.TercetError`."""
     require_url(url, "--url", HERE)
     return asyncio.run(ask_router(url, method, path, body, _key(admin_key)))
 
@@ -68,7 +66,7 @@ def _key(given: str | None) -> str:
 
 
 def text_of(file: Path, name: str) -> str:
-    """What a file holds that is sent; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the text of a file; raise :class:`~tercet.protocol.BadRequest` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -76,7 +74,7 @@ def text_of(file: Path, name: str) -> str:
 
 
 def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[str]]) -> None:
-    """Print an answer as it is, or the lines that say the same."""
+    """Print an answer as JSON, or as the lines of ``in_words``."""
     with understood():
         lines = [json.dumps(answer, indent=2)] if as_json else list(in_words(answer))
     for line in lines:
@@ -86,7 +84,7 @@ def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[s
 engines = typer.Typer(
     name="engines", no_args_is_help=True, help="Change the engines of a running router; see `tercet status`."
 )
-Name = Annotated[str, typer.Argument(help="The engine's name in the fleet.")]
+Name = Annotated[str, typer.Argument(help="Name of the engine in the fleet.")]
 
 
 @engines.command()
@@ -97,7 +95,7 @@ def add(
     url: Url = HERE,
     admin_key: AdminKey = None,
 ) -> None:
-    """Add an engine that runs already; it must serve the fleet's model, and as long a context.
+    """Add a running engine; it must serve the fleet's model, with the same context length.
 
     Example: `tercet engines add decode-2 http://10.0.0.7:8001 --role decode`
     """
@@ -112,17 +110,17 @@ def add(
 @engines.command()
 def drain(
     name: Name,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it be picked again.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs on it any more.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Pick the engine again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the engine has no running sequences.")] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
 ) -> None:
-    """Empty an engine: nothing new begins there, and what runs goes on at other engines, with its KV.
+    """Drain an engine: it gets no new requests, and its running sequences move to other engines with their KV.
 
-    What cannot be moved finishes where it is.
+    A sequence that cannot be moved finishes on the engine.
     """
     if undo and wait:
-        raise BadRequest("--wait: there is nothing to wait for with --undo", "--wait")
+        raise BadRequest("--wait: cannot be combined with --undo", "--wait")
     engine = ask(url, admin_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
@@ -131,15 +129,15 @@ def drain(
             left = engine["in_flight"]
             engine = {each["name"]: each for each in ask(url, admin_key, "GET", "/engines")}[name]
             if engine["in_flight"] != left:
-                say(f"{engine['in_flight']} sequences left on {name}")
+                say(f"{engine['in_flight']} sequences still run on {name}")
 
 
 @engines.command()
 def remove(name: Name, url: Url = HERE, admin_key: AdminKey = None) -> None:
-    """Forget an engine at once; what runs on it finishes. The engine's process is left alone."""
+    """Remove an engine from the fleet at once; its running sequences finish, and its process continues."""
     gone = ask(url, admin_key, "DELETE", _path(name))
     with understood():
-        say(f"{name} removed; sequences that still run on it: {gone['in_flight']}")
+        say(f"{name} removed; {gone['in_flight']} sequences still run on it")
 
 
 @engines.command("role")
@@ -149,7 +147,7 @@ def set_role(
     url: Url = HERE,
     admin_key: AdminKey = None,
 ) -> None:
-    """Give an engine another role."""
+    """Change the role of an engine."""
     changed = ask(url, admin_key, "PUT", f"{_path(name)}/role", {"role": role})
     with understood():
         say(engine_in_words(changed))
@@ -157,7 +155,7 @@ def set_role(
 
 @engines.command("roles")
 def explain_roles(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
-    """Show the objectives, how many requests met them, and why roles change or stay (`--roles auto`)."""
+    """Show the objectives, the share of requests that met them, and the reasons for roles (`--roles auto`)."""
     show_answer(ask(url, admin_key, "GET", "/roles"), as_json, roles_in_words)
 
 
@@ -166,9 +164,9 @@ def _path(name: str) -> str:
 
 
 def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
-    """One engine, in a line."""
+    """Return one engine as a line; its name is padded to ``width`` characters."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
-    leaving = leaving or ("paused" if engine.get("paused") else "")  # a router before 0.3 does not tell
+    leaving = leaving or ("paused" if engine.get("paused") else "")  # a router before 0.3 does not report it
     state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "

@@ -1,4 +1,4 @@
-"""How the processes of a fleet get on while they load: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a fleet's processes while they load: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.table import Table
 from tercet.cli.terminal import announce, console
 from tercet.cluster.running_fleet import LOADING
 
-# Without a terminal: how often what still loads is said.
+# Interval, without a terminal, of the line that lists loading processes.
 STILL_SECONDS = 10.0
 
 
 @dataclass
 class _Loading:
-    """One process; times are of the monotonic clock."""
+    """A process that loads; times are of the monotonic clock, in seconds."""
 
     began: float
     stage: str
@@ -26,7 +26,7 @@ class _Loading:
 
 
 class FleetProgress:
-    """Told of every process's states (:data:`~tercet.cluster.running_fleet.OnEvent`); says them."""
+    """Display of the states of processes; it is called as a :data:`~tercet.cluster.running_fleet.OnEvent`."""
 
     def __init__(self) -> None:
         self._loading: dict[str, _Loading] = {}
@@ -42,14 +42,14 @@ class FleetProgress:
         self.close()
 
     def close(self) -> None:
-        """The start is over, and what follows is said in lines; may be called twice."""
+        """End the live table; later states are printed as lines. A second call has no effect."""
         self._ticking.cancel()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def __call__(self, name: str, state: str) -> None:
-        """One process reached a state."""
+        """Show that the process ``name`` reached ``state``."""
         now = time.monotonic()
         word, _, stage = state.partition(": ")
         if word != LOADING:

@@ -1,4 +1,4 @@
-"""What ``tercet top`` shows: rows of engines, sorted and filtered, and what each key does to that. Pure."""
+"""The view of ``tercet top``: rows of engines, sorted and filtered, and the effect of each key. There is no I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.cli.terminal import printable
 Column = Literal["name", "role", "state", "on", "running", "waiting", "kv", "step"]
 COLUMNS: tuple[Column, ...] = ("name", "role", "state", "on", "running", "waiting", "kv", "step")
 _TITLES: Mapping[Column, str] = {"on": "sequences", "kv": "KV", "step": "step"}
-# Sorted from the largest value on, since one looks for that; names from the first one on.
+# These columns are sorted with the largest value first, the others alphabetically.
 _FALLING = frozenset({"on", "running", "waiting", "kv", "step"})
 _STATES = {"serving": "green", "draining": "yellow", "stopping": "yellow"}
 LONGEST_FILTER = 40
@@ -23,7 +23,7 @@ LAST_KEYS = "s: sort by next column  r: reverse  /: filter  esc: show all  q: qu
 
 
 class Row(NamedTuple):
-    """One engine. ``kv`` is a share (0 to 1), ``step`` in seconds; None is unknown."""
+    """One engine. ``kv`` is a share (0 to 1), ``step`` is in seconds; None means unknown."""
 
     name: str
     role: str
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def rows_of(status: Mapping[str, Any]) -> list[Row]:
-    """The engines of a router's status."""
+    """Return a row for each engine of a router's status."""
     return [_row(engine) for engine in status["engines"]]
 
 
@@ -51,7 +51,7 @@ def _row(engine: Mapping[str, Any]) -> Row:
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """How the fleet is looked at: sorted by a column, with the engines that a text occurs in. ``typing`` it, or not."""
+    """State of the view: sort column, reversed order (``turned``), filter text, and True for ``typing`` it."""
 
     column: Column = "name"
     turned: bool = False
@@ -59,7 +59,7 @@ class FleetView(msgspec.Struct, frozen=True):
     typing: bool = False
 
     def after(self, key: str) -> FleetView | None:
-        """The view after a key (one character); None if it ends."""
+        """Return the view after a key (one character); None if the key ends it."""
         if self.typing:
             return self._typed(key)
         match key:
@@ -90,7 +90,7 @@ class FleetView(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, filter=self.filter + more)
 
     def shown(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that are seen, in their order; unknown values come last."""
+        """Return the rows that match the filter, sorted; unknown values come last."""
         wanted = self.filter.lower()
         found = [row for row in rows if wanted in f"{row.name} {row.role} {row.state}".lower()]
         known = [row for row in found if getattr(row, self.column) is not None]
@@ -101,13 +101,13 @@ class FleetView(msgspec.Struct, frozen=True):
 
 
 def drawn(status: Mapping[str, Any], view: FleetView, height: int) -> Table:
-    """The fleet as a table of at most ``height`` lines."""
+    """Return the fleet as a table of at most ``height`` lines."""
     rows = rows_of(status)
     shown = view.shown(rows)
     program = status["program"].get("program") or "several programs"
     head = (
         f"{', '.join(status['models'])}  {'serves' if status['serving'] else 'does not serve'}  {program}  "
-        f"{len(rows)} engines, {sum(row.on for row in rows)} sequences, {len(status['moves'])} moves under way"
+        f"{len(rows)} engines, {sum(row.on for row in rows)} sequences, {len(status['moves'])} running moves"
     )
     seen = Table(box=None, pad_edge=False, title=printable(head), title_justify="left", header_style="bold")
     for column in COLUMNS:

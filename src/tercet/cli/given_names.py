@@ -1,4 +1,4 @@
-"""What is wrong with a value is said of the flag or argument by which it is given."""
+"""Errors about values, renamed so that they begin with the flag or argument that gave the value."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from tercet.protocol import BadRequest
 from tercet.settings import Settings, declared
 
-# The attribute of a command's function that has the class of its settings.
+# Attribute of a command's function: the class of its settings.
 SETTINGS_OF = "settings_kind"
-# Of settings whose parts are checked where they are used, under other names.
+# Flags of settings whose parts are checked later, under these names.
 PARTS: Mapping[str, str] = {"args": "--program-arg", "profile": "--simulate", "engine options": "--option"}
 
 
 @contextmanager
 def given_as(names: Mapping[str, str]) -> Generator[None]:
-    """A :class:`~tercet.protocol.BadRequest` that begins with one of these names has what it stands for instead."""
+    """Replace a name at the start of a :class:`~tercet.protocol.BadRequest` of the block by its flag in ``names``."""
     try:
         yield
     except BadRequest as error:
@@ -28,10 +28,10 @@ def given_as(names: Mapping[str, str]) -> Generator[None]:
 
 
 def kind_of(command: Any) -> type[Settings] | None:
-    """The settings that are the flags of a command of the command line; None if it has others."""
+    """Return the class of settings whose fields are the flags of ``command``; None if its flags are not settings."""
     return getattr(command.callback, SETTINGS_OF, None)
 
 
 def flags_of(kind: type[Settings]) -> dict[str, str]:
-    """The flag of each setting, by its key."""
+    """Return the flag of each setting, by its key."""
     return {each.key: each.flag for each in declared(kind) if each.flag}

@@ -1,4 +1,4 @@
-"""``tercet engine --join``: engines that become members of a running router's fleet, in the foreground."""
+"""``tercet engine --join``: run engines in the foreground as members of a running router's fleet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
-    """As many engines like ``spec``, at consecutive ports, which share this machine's cores or devices."""
+    """Return ``instances`` specs like ``spec``, at consecutive ports, which share this machine's cores or devices."""
     shares, computes = [DeviceShare(())] * instances, spec.simulate is None
     devices = devices_for_engines() if computes else ()
     if devices:
@@ -58,11 +58,13 @@ def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
 def join_router(spec: EngineSpec, router: str, role: Role, instances: int, drain_seconds: float) -> None:
     """Run ``instances`` engines as members of the fleet of ``router`` until SIGINT or SIGTERM.
 
-    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 once told to stop.
+    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal.
     """
     require_url(router, "--join", "http://10.0.0.9:8000")
     if spec.host in _ANY_ADDRESS:
-        raise BadRequest(f"--host: the router reaches the engine there, so {spec.host!r} cannot be it", "host")
+        raise BadRequest(
+            f"--host: {spec.host!r} is not an address; give the one at which the router reaches the engine", "host"
+        )
     specs = specs_of(spec, instances)
     for each in specs:
         require_private(each)
@@ -90,7 +92,7 @@ async def _run(engines: Sequence[JoiningEngine], router: str, secret: str, drain
     hurried: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        announce("leaving; a second signal stops at once")
+        announce("leaving the fleet; a second signal stops at once")
         running.cancel()
 
     def hurry() -> None:

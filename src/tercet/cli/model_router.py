@@ -1,4 +1,4 @@
-"""``tercet model-router``: several models behind one address, in the foreground."""
+"""``tercet model-router``: serve several models at one address, in the foreground."""
 
 from __future__ import annotations
 

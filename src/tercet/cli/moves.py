@@ -1,4 +1,4 @@
-"""``tercet moves``: sequences of a running router on their way from engine to engine."""
+"""``tercet moves``: show the moves of a running router, and move a sequence."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ POLL_SECONDS = 0.5
 def moves(
     seq_id: Annotated[
         str | None,
-        typer.Argument(help="A sequence to move, by its id: `tercet status --sequences` shows it.", show_default=False),
+        typer.Argument(help="Id of a sequence to move; `tercet status --sequences` lists ids.", show_default=False),
     ] = None,
     destination: Annotated[
-        str | None, typer.Argument(help="The engine to which it is moved.", show_default=False)
+        str | None, typer.Argument(help="Engine to which the sequence is moved.", show_default=False)
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Continue with moves to come, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show new moves too, until Ctrl-C.")] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
     """Show the moves of a running router, or move one sequence.
 
-    A line for each move: sequence, source, destination, reason, outcome, stages, and the pause of its client.
+    Each move is one line: sequence, source, destination, reason, outcome, stages, and the pause of its client.
 
     Examples:
     - `tercet moves --follow`
@@ -40,9 +40,9 @@ def moves(
     """
     if seq_id is not None:
         if destination is None:
-            raise BadRequest("DESTINATION: is needed: the engine to which the sequence is moved", "DESTINATION")
+            raise BadRequest("DESTINATION: is required; give the engine to which the sequence is moved", "DESTINATION")
         if follow:
-            raise BadRequest("--follow: goes without a sequence", "--follow")
+            raise BadRequest("--follow: cannot be combined with a sequence", "--follow")
         _move(url, admin_key, seq_id, destination, as_json)
         return
     with understood():
@@ -55,12 +55,12 @@ def _move(url: str, admin_key: str | None, seq_id: str, destination: str, as_jso
     answer = ask(url, admin_key, "POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
-        told = "passed on to the router that runs it, which has it on record" if passed_on else in_words(answer)
+        told = "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
         say(json.dumps(answer) if as_json else told)
 
 
 def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:
-    """The moves in the order in which they began; those under way are waited for if others are to follow."""
+    """Yield moves in the order in which they began; with ``follow``, wait for the end of each running move."""
     last = 0
     while True:
         for move in ask(url, admin_key, "GET", f"/moves?since={last}"):
@@ -74,7 +74,7 @@ def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, 
 
 
 def in_words(move: dict[str, Any]) -> str:
-    """One move, in a line."""
+    """Return one move as a line."""
     line = (
         f"{move['number']:5}  {move['seq_id']}  {move['source']} -> {move['destination']}  {move['reason']}  "
         f"{move['outcome']}"
@@ -82,6 +82,6 @@ def in_words(move: dict[str, Any]) -> str:
     stages = f"{len(move['stages'])} stage{'' if len(move['stages']) == 1 else 's'}"
     size = f"{stages}, {move['bytes'] / 1e6:.1f} MB"
     if move["error"]:
-        return f"{line}: {move['error']}" + (f"; sent until then: {size}" if move["stages"] else "")
+        return f"{line}: {move['error']}" + (f"; sent before: {size}" if move["stages"] else "")
     pause = "" if move["pause"] is None else f", pause {move['pause'] * 1000:.0f} ms"
     return f"{line}  {move['tokens']} tokens, {size}, {move['recomputed']} tokens recomputed{pause}"

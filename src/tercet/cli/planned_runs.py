@@ -1,4 +1,4 @@
-"""What ``tercet sim`` does with a planned run besides its table: a figure, and the comparison with the oracle."""
+"""Further results of ``tercet sim --planner``: a figure, and the comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ FIGURE, REGRET = "--planner-figure", "--planner-regret"
 
 
 def require_planned_run(moving: MovingSettings, over: Sequence[str] | None, figure: Path | None) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` unless there is one planned run, and the figure can be drawn."""
+    """Raise :class:`~tercet.protocol.BadRequest` unless there is one planned run, and the figure can be drawn."""
     flag = REGRET if figure is None else FIGURE
     if moving.planner == NO_PLANNER:
-        raise BadRequest(f"{flag}: goes with --planner", flag)
+        raise BadRequest(f"{flag}: needs --planner", flag)
     if over:
-        raise BadRequest(f"{flag}: goes without --over", flag)
+        raise BadRequest(f"{flag}: cannot be combined with --over", flag)
     if figure is not None:
         require_folder(figure, FIGURE)
         require_drawing(figure, FIGURE)
 
 
 def draw_planned_run(simulation: Simulation, report: SimulationReport, file: Path) -> None:
-    """Draw the first of the runs."""
-    from tercet.lab.planning.run_figure import plot_planned_run  # it needs an extra
+    """Draw the first run of ``report`` into ``file``; do nothing if it was not planned."""
+    from tercet.lab.planning.run_figure import plot_planned_run  # matplotlib comes with an extra
 
     (point, *_), wanted = report.points, simulation.moving.objectives
     if point.planned is None:
@@ -43,10 +43,10 @@ def draw_planned_run(simulation: Simulation, report: SimulationReport, file: Pat
 
 
 def say_regret(simulation: Simulation, report: SimulationReport, note: Callable[[str], None]) -> None:
-    """Simulate the same with the oracle; the regret is what it serves more within the SLO for an engine-hour."""
+    """Simulate the same load with the oracle, and print the regret: the share of goodput per engine-hour it gains."""
     moving = msgspec.structs.replace(simulation.moving, planner="oracle")
     oracle = msgspec.structs.replace(simulation, moving=moving)
     for point in report.points:
         ours = point.metrics()["goodput_per_engine_hour"] or 0.0
         best = oracle.point(point.rate, note).metrics()["goodput_per_engine_hour"] or 0.0
-        note(f"regret: {ours:.0f} against {best:.0f} of the oracle, {1 - ours / best if best else 0:.1%}")
+        note(f"regret: goodput per engine-hour {ours:.0f}, oracle {best:.0f}, {1 - ours / best if best else 0:.1%}")

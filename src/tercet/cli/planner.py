@@ -1,4 +1,4 @@
-"""``tercet planner``: a process that simulates what a router's fleet should be."""
+"""``tercet planner``: run a planner, which simulates other fleets for a router."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tercet.settings.planner_config import PlannerConfig
 
 @settings_command(PlannerConfig)
 def planner(config: PlannerConfig) -> None:
-    """Plan a router's fleet: simulate what other roles would give for the last minutes' requests, and advise or act.
+    """Plan a router's fleet: simulate the last minutes' requests with other roles, and advise or act.
 
-    It runs at a low priority, in a stated share of one core. The router needs objectives. Every interval it says what
-    it expects of the fleet, and what came of what it had expected before.
+    The planner runs at a low priority, in a set share of one core. The router needs objectives. In each interval the
+    planner reports its forecast for the fleet, and how its earlier forecast came true.
 
     Examples:
     - `tercet planner --url http://127.0.0.1:8000`

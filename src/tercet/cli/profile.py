@@ -1,4 +1,4 @@
-"""``tercet profile``: step-time profiles of simulated engines."""
+"""``tercet profile``: list, print and measure the step-time profiles of simulated engines."""
 
 from __future__ import annotations
 
@@ -33,29 +33,40 @@ CONTEXT = 1024
 def profile(
     name: Annotated[
         str | None,
-        typer.Argument(help="A shipped profile or a JSON file to print; with --engine, the name of the new one."),
+        typer.Argument(help="Built-in profile or JSON file to print; with --engine, the name of the new profile."),
     ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Measure an idle engine's server; a second one lets transfers be measured and, on the same host, how "
-            "much longer steps take while both compute.",
+            help="URL of an idle engine to measure. With a second one, transfers are measured and, on the same host, "
+            "how much longer steps take while both compute.",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="With --engine: the profile's file.")] = None,
-    router: Annotated[
-        str | None, typer.Option(metavar="URL", help="A router before them: what it adds to a request is measured.")
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the new profile; required with --engine.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Name of the device, for the profile.")] = platform.machine(),
-    max_step_tokens: Annotated[int, typer.Option(help="The engine's `--max-num-batched-tokens`.")] = 512,
-    repeats: Annotated[int, typer.Option(help="Measurements of each step; the median counts.")] = 3,
-    bandwidth: Annotated[float, typer.Option(help="Bytes per second between engines, if not measured.")] = 1e9,
-    latency: Annotated[float, typer.Option(help="Seconds from last byte to answer, if not measured.")] = 0.0005,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="URL of a router before the engines; the time that it adds to a request is measured."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Name of the device in the profile.")] = platform.machine(),
+    max_step_tokens: Annotated[
+        int, typer.Option(help="Value of the engine's `--max-num-batched-tokens` (tokens).")
+    ] = 512,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each step; the median is used.")] = 3,
+    bandwidth: Annotated[
+        float, typer.Option(help="Bandwidth between engines, if not measured (bytes per second).")
+    ] = 1e9,
+    latency: Annotated[
+        float, typer.Option(help="Time from the last byte to the answer, if not measured (seconds).")
+    ] = 0.0005,
 ) -> None:
     """List the step-time profiles of simulated engines, print one, or measure one on a running engine.
 
-    The list has steps in milliseconds (decodes at 1024 tokens of context). A measurement takes some minutes.
+    The list has step times in milliseconds; decode steps have 1024 tokens of context. A measurement takes some minutes.
 
     Examples:
     - `tercet profile`
@@ -65,12 +76,12 @@ def profile(
     """
     if engine:
         if output is None:
-            raise BadRequest("--output: is needed: the file of the profile that is measured", "--output")
+            raise BadRequest("--output: is required; give a file for the profile", "--output")
         link = Transfer(bytes_per_second=bandwidth, latency=latency)
         _measure_and_write(engine, output, router, name, device, max_step_tokens, repeats, link)
     elif output is not None or router is not None:
         flag = "--output" if output is not None else "--router"
-        raise BadRequest(f"{flag}: goes with --engine", flag)
+        raise BadRequest(f"{flag}: needs --engine", flag)
     elif name is None:
         show_table("profiles", HEADINGS, [_row(load_profile(each)) for each in shipped_profiles()])
     else:
@@ -94,7 +105,7 @@ def _measure_and_write(
     require_folder(output, "--output")
     import_extra("scipy.optimize", "tercet profile --engine")
     if len(engine) > 2:
-        raise BadRequest("--engine: one is measured, and a second one receives; there is no use for more", "--engine")
+        raise BadRequest("--engine: at most two are allowed: the measured engine and a receiver", "--engine")
     plan = MeasurementPlan(
         name=name or output.stem,
         device=device,
@@ -126,7 +137,7 @@ async def _measure(urls: list[str], plan: MeasurementPlan) -> Measured:
 
 
 def _finish(output: Path, found: Profile, how: str) -> None:
-    """Write a profile, and say how well it fits."""
+    """Write a profile, and print the mean error of its fit."""
     write_file(output, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", "--output")
     errors = ", ".join(f"{kind} {error:.1%}" for kind, error in found.provenance.fit_error.items())
     typer.echo(f"{output}: {how}mean error of the fit: {errors}")

@@ -1,4 +1,4 @@
-"""``tercet program``: the programs and the scheduling file that a running router uses, shown and changed."""
+"""``tercet program``: show and change the programs and the scheduling file of a running router."""
 
 from __future__ import annotations
 
@@ -18,39 +18,49 @@ def program(
         list[str] | None,
         typer.Argument(
             metavar="PROGRAM...",
-            help="A built-in program, or `file.py:function`. PROGRAM=WEIGHT, once or more, splits the traffic; weights "
-            "need not sum to 100.",
+            help="Built-in program, or `file.py:function`. One or more PROGRAM=WEIGHT split the traffic; weights need "
+            "not sum to 100.",
             show_default=False,
         ),
     ] = None,
     program_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A parameter of the program; in a split PROGRAM:KEY=VALUE. Repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="Parameter of the program; in a split PROGRAM:KEY=VALUE. Repeatable."),
     ] = None,
     by_header: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEADER=VALUE,PROGRAM", help="Requests that do not take part in the split; repeatable."),
+        typer.Option(
+            metavar="HEADER=VALUE,PROGRAM",
+            help="Rule: requests with this header use PROGRAM, not the split. Repeatable.",
+        ),
     ] = None,
     by_model: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODEL,PROGRAM", help="The same, by the name that they give the model; repeatable."),
+        typer.Option(
+            metavar="MODEL,PROGRAM", help="Rule: requests with this model name use PROGRAM, not the split. Repeatable."
+        ),
     ] = None,
     sticky: Annotated[
-        str | None, typer.Option(metavar="HEADER", help="Requests with the same value of it get the same program.")
+        str | None,
+        typer.Option(
+            metavar="HEADER", help="Header for the split: requests with the same value of it get the same program."
+        ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="A JSON or YAML file: `program` and `args`, or `split`, `rules`, `sticky`.")
+        Path | None, typer.Option(help="JSON or YAML file with `program` and `args`, or `split`, `rules`, `sticky`.")
     ] = None,
     scheduling: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Use another scheduling file, or reload it. It is here, or on the router's machine.",
+            help="Scheduling file to use or reload; on this machine, or on the router's machine.",
         ),
     ] = None,
     by_path: Annotated[
         bool,
-        typer.Option("--by-path", help="Send a file's path: the router reads it, below its `--admin-folder`."),
+        typer.Option(
+            "--by-path", help="Send a file's path instead of its text: the router reads it, below its `--admin-folder`."
+        ),
     ] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
@@ -58,9 +68,9 @@ def program(
 ) -> None:
     """Show or change the program of a running router, and its scheduling file.
 
-    Without PROGRAM, `--plan` and `--scheduling` it shows both. Requests under way end under the program that they began
-    with. A file that exists here is sent as it is now; the program is called what you write. A file that does not load
-    changes nothing. Plugins that a scheduling file names are read on the router's machine.
+    Without PROGRAM, `--plan` and `--scheduling` the command shows both. A running request keeps its program until its
+    end. The text of a file that exists here is sent; the program gets the name that you write. If a file does not load,
+    nothing changes. The router's machine must have the plugins that a scheduling file names.
 
     Examples:
     - `tercet program`
@@ -93,23 +103,26 @@ def _body(
     sticky: str | None,
     plan: Path | None,
 ) -> dict[str, Any] | None:
-    """What is asked for of programs; None if nothing. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the body of a call that changes programs, or None if nothing is to be changed.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
     flags = {"--program-arg": program_arg, "--by-header": by_header, "--by-model": by_model, "--sticky": sticky}
     given = [flag for flag, value in flags.items() if value]
     if plan is not None:
         if programs:
-            raise BadRequest("PROGRAM: give a program, or a file with --plan", "PROGRAM")
+            raise BadRequest("PROGRAM: cannot be combined with --plan", "PROGRAM")
         if given:
-            raise BadRequest(f"{given[0]}: goes with PROGRAM; a plan has all of it", given[0])
+            raise BadRequest(f"{given[0]}: cannot be combined with --plan; write it into the plan", given[0])
         return dict(read_yaml(plan, "--plan").values)
     if not programs:
         if given:
-            raise BadRequest(f"{given[0]}: goes with PROGRAM", given[0])
+            raise BadRequest(f"{given[0]}: needs PROGRAM", given[0])
         return None
     if len(programs) > 1 or "=" in programs[0]:
         return _split(programs, program_arg, by_header, by_model, sticky)
     if of_a_split := [flag for flag in given if flag != "--program-arg"]:
-        raise BadRequest(f"{of_a_split[0]}: goes with PROGRAM=WEIGHT", of_a_split[0])
+        raise BadRequest(f"{of_a_split[0]}: needs a split; give PROGRAM=WEIGHT", of_a_split[0])
     return {**_called(programs[0]), "args": key_values(program_arg, "--program-arg")}
 
 
@@ -135,7 +148,7 @@ def _split(
 
 
 def _file(name: str, by_path: bool) -> dict[str, Any]:
-    """A scheduling file: its path, and its text if it is here."""
+    """Return the path of a scheduling file, and its text if the file exists on this machine."""
     here = Path(name).expanduser()
     body = {"file": str(here.absolute()) if here.is_file() else name}
     if here.is_file() and not by_path:
@@ -147,7 +160,7 @@ def _file(name: str, by_path: bool) -> dict[str, Any]:
 
 
 def send_sources(body: dict[str, Any]) -> None:
-    """Have the plan carry the text of each file that exists here; the router reads the others, if it may."""
+    """Add to the plan the text of each file that exists here; the router reads the other files, if it is allowed to."""
     for arm in (body, *_arms(body.get("split")), *_arms(body.get("rules"))):
         name = arm.get("program")
         if not isinstance(name, str) or "source" in arm:
@@ -162,14 +175,14 @@ def _arms(found: Any) -> list[dict[str, Any]]:
 
 
 def _located(name: str) -> str:
-    """``file.py:function`` by the file's full path, if there is such a file here."""
+    """Return ``file.py:function`` with the file's full path if the file exists here, else ``name``."""
     path, colon, function = name.rpartition(":")
     file = Path(path).expanduser()
     return f"{file.absolute()}:{function}" if colon and file.is_file() else name
 
 
 def _called(name: str) -> dict[str, Any]:
-    """A program, under the name that was written for it."""
+    """Return the fields of a program: its location, and the written name if it differs."""
     located = _located(name)
     return {"program": located} if located == name else {"program": located, "name": name}
 
@@ -181,14 +194,16 @@ def _share(item: str) -> tuple[str, float]:
             raise ValueError
         return name, float(weight)
     except ValueError:
-        raise BadRequest(f"PROGRAM=WEIGHT: {item!r} is not, for example, disaggregated=90", "PROGRAM=WEIGHT") from None
+        raise BadRequest(
+            f"PROGRAM=WEIGHT: {item!r} must be a program and a number, such as disaggregated=90", "PROGRAM=WEIGHT"
+        ) from None
 
 
 def _rules(given: Sequence[str], flag: str) -> Iterator[tuple[str, str]]:
     for item in given:
         of, comma, name = item.rpartition(",")
         if not comma or not of or not name:
-            raise BadRequest(f"{flag}: {item!r} has no program after a comma", flag)
+            raise BadRequest(f"{flag}: {item!r} must end with a comma and a program", flag)
         yield of, name
 
 
@@ -202,7 +217,9 @@ def _args_of_each(given: Sequence[str]) -> dict[str, dict[str, str]]:
     for key, value in key_values(given, "--program-arg").items():
         name, colon, parameter = key.rpartition(":")
         if not colon:
-            raise BadRequest(f"--program-arg: {key!r} does not say whose: PROGRAM:KEY=VALUE", "--program-arg")
+            raise BadRequest(
+                f"--program-arg: {key!r} must name its program in a split: PROGRAM:KEY=VALUE", "--program-arg"
+            )
         found.setdefault(name, {})[parameter] = value
     return found
 
@@ -232,7 +249,7 @@ def _scheduling_in_words(state: dict[str, Any]) -> Iterator[str]:
 
 
 def state_in_words(state: dict[str, Any]) -> Iterator[str]:
-    """The programs in use, and what became of those before."""
+    """Return lines about the programs in use and the previous version."""
     yield f"version {state['version']}: {_plan_in_words(state)}"
     for name, count in state["failures_in_a_row"].items():
         yield f"  {name} failed on its last {count} requests"

@@ -1,9 +1,9 @@
-"""``tercet up`` as a Ray job: Ray ends a job within seconds, and its fleet takes the time that it needs.
+"""``tercet up`` as a Ray job: Ray ends a job within seconds, but the fleet stops in its own time.
 
-Ray sends SIGTERM to the job's command and to all of its descendants at the same time, and SIGKILL three seconds later.
-A router takes a second SIGTERM as the order to stop at once, and engines on Ray descend from no job: answers would be
-cut, and engines would stay. So the fleet runs in a process that does not descend from the job's command. It gets one
-SIGTERM when the command gets one, or ends in whatever way.
+Ray sends SIGTERM to the job's command and all its descendants at the same time, and SIGKILL three seconds later. A
+router stops at once at a second SIGTERM, and engines on Ray are not descendants of the job: answers would be cut, and
+engines would continue to run. The fleet therefore runs in a process that is not a descendant of the job's command. That
+process gets one SIGTERM when the command gets one, or ends for any reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.settings import decode_settings, encode_settings, read_yaml
 
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets it in a job's command."""
+"""Variable that Ray sets in the environment of a job's command."""
 COMMAND = "from tercet.cli.ray_job import main; main()"
 LOOK_SECONDS = 3600.0
 STDOUT = 1
@@ -32,16 +32,16 @@ KILLED = 128 + signal.SIGKILL
 
 
 def is_a_job(environment: Mapping[str, str]) -> bool:
-    """Whether a process with this environment is, or descends from, the command of a Ray job."""
+    """True if a process with this environment is the command of a Ray job, or a descendant of it."""
     return JOB_VARIABLE in environment
 
 
 def run_as_a_job(config: UpConfig) -> int:
-    """Run the fleet until it ends, or Ray ends the job; returns its exit code. It writes to this process's output.
+    """Run the fleet until it ends, or Ray ends the job; return its exit code. It writes to this process's output.
 
-    Raises :class:`~tercet.protocol.EngineError` if it cannot be started.
+    Raises :class:`~tercet.protocol.EngineError` if the fleet's process cannot be started.
     """
-    # In memory that the fleet's process opens: settings may hold keys, and no file is left whatever is killed.
+    # Settings may hold keys: in memory files, nothing remains on disk, whichever process is killed.
     settings, code = os.memfd_create("settings"), os.memfd_create("exit code")
     with open(settings, "wb", closefd=False) as out:
         out.write(msgspec.json.encode(encode_settings(config)))
@@ -59,12 +59,12 @@ def run_as_a_job(config: UpConfig) -> int:
 
 
 def _opened(descriptor: int) -> Path:
-    """A path by which another process opens what this one has open."""
+    """Return a path by which another process opens an open file of this process."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 def main() -> None:
-    """The fleet's process: ``-c COMMAND SETTINGS CODE``."""
+    """Run the fleet's process: ``-c COMMAND SETTINGS CODE``."""
     from tercet.cli.app import exit_code_of, exit_on_signal
 
     signal.signal(signal.SIGTERM, exit_on_signal)

@@ -1,4 +1,4 @@
-"""Roles and objectives of a running router, in words."""
+"""Roles and objectives of a running router as lines of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def roles_in_words(found: dict[str, Any]) -> Iterator[str]:
-    """What the router answers about roles, in lines."""
+    """Return the router's answer about roles as lines."""
     yield objectives_in_words(found["objectives"])
     yield from classes_in_words(found["objectives"])
     by_role = {role: [name for name, its in found["engines"].items() if its == role] for role in ("prefill", "decode")}
@@ -24,20 +24,20 @@ def roles_in_words(found: dict[str, Any]) -> Iterator[str]:
 
 
 def classes_in_words(objectives: dict[str, Any]) -> Iterator[str]:
-    """A line for each class of requests."""
+    """Return a line for each class of requests."""
     for each in objectives.get("classes", ()):
         said = objectives_in_words(each).removeprefix("objectives: ")
         yield f"  {objectives['header']}: {each['name']}: {said}"
 
 
 def objectives_in_words(objectives: dict[str, Any]) -> str:
-    """The objectives, and how many requests met them, in a line."""
+    """Return the objectives, and the share of requests that met them, as a line."""
     limits = [f"{name.upper()} {objectives[name]:g} s" for name in ("ttft", "tpot") if objectives[name] is not None]
     if not limits:
         return "no objectives"
     said = f"objectives: {', '.join(limits)} for {objectives['share']:.1%} of the requests"
     if objectives["attainment"] is None:
-        return f"{said}; none has ended"
+        return f"{said}; no request has ended yet"
     return f"{said}; met by {objectives['attainment']:.1%} of {objectives['requests']}"
 
 

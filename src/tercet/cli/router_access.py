@@ -1,4 +1,4 @@
-"""What a router would refuse once it has loaded, said before anything is loaded: keys, and who reaches it."""
+"""Checks of a router's keys and addresses before anything is loaded; the router repeats them after loading."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tercet.settings.variables import API_KEY_VARIABLE
 
 
 def require_private_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for keys that cannot be used, and a router that is open to strangers.
+    """Raise :class:`~tercet.protocol.BadRequest` for unusable keys, and for a router that is open to other machines.
 
-    Its files of keys are read.
+    A router is open if other machines reach it without a key. The check reads the files of keys.
     """
     told = key_of(value_of(config.vllm_args, "--api-key") or "", "--api-key")
     given = told or key_of(inherited.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)

@@ -1,4 +1,4 @@
-"""Shows a recorded run in a browser: a server on this machine, until Ctrl-C."""
+"""Server of the page of a recorded run, on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE_SECONDS = 1
 
 
 def show_run(result: bytes, port: int = 0) -> None:
-    """Serve the page of ``result`` at a port, any free one if 0, until a signal; says where it is."""
+    """Serve the page of ``result`` at ``port`` (0: any free port) until a signal; print its URL."""
     with socket.create_server((HOST, port)) as listening:
         asyncio.run(_serve(result, listening))
 
@@ -32,7 +32,7 @@ async def _serve(result: bytes, listening: socket.socket) -> None:
     with signals_to(stopped.set, stopped.set):
         serving = asyncio.ensure_future(server.serve([listening]))
         if await server.started_by(serving):
-            say(f"the run is at http://{HOST}:{listening.getsockname()[1]}/ until Ctrl-C")
+            say(f"open http://{HOST}:{listening.getsockname()[1]}/ to see the run; Ctrl-C ends it")
             await stopped.wait()
         server.should_exit = True
         await serving

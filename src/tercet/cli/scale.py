@@ -1,4 +1,4 @@
-"""``tercet scale``: how many engines a running fleet has, and how many it shall have."""
+"""``tercet scale``: show and change the number of engines of a running fleet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scale(
         list[str] | None,
         typer.Argument(
             metavar="[ROLE=NUMBER]...",
-            help="Number of engines of a role: prefill, decode or both. Roles that are not named stay.",
+            help="Number of engines of a role: prefill, decode or both. Other roles keep their number.",
             show_default=False,
         ),
     ] = None,
@@ -36,28 +36,35 @@ def scale(
         int | None, typer.Option(min=1, max=65535, help="Port of the fleet's router, if several fleets run here.")
     ] = None,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, max=86_400, help="Seconds in which an engine that leaves is emptied, at most.")
+        float, typer.Option(min=0, max=86_400, help="Longest time to drain an engine that leaves (seconds).")
     ] = DRAIN_SECONDS,
     kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Scale the engines of a namespace of Kubernetes instead.")
+        bool, typer.Option("--kubernetes", help="Scale the engines of a Kubernetes namespace instead.")
     ] = False,
     namespace: Annotated[
-        str, typer.Option(help="With --kubernetes: the namespace.", show_default="that of the kubeconfig or the pod")
+        str,
+        typer.Option(
+            help="Kubernetes namespace; needs --kubernetes.", show_default="that of the kubeconfig or the pod"
+        ),
     ] = "",
     selector: Annotated[
-        str, typer.Option(help="With --kubernetes: labels of what runs the engines, such as Deployments.")
+        str, typer.Option(help="Label selector of the engines' workloads, such as Deployments; needs --kubernetes.")
     ] = SELECTOR,
     kubeconfig: Annotated[
         Path | None,
-        typer.Option(envvar="KUBECONFIG", help="With --kubernetes.", show_default="the pod's service account"),
+        typer.Option(
+            envvar="KUBECONFIG", help="Kubeconfig file; needs --kubernetes.", show_default="the pod's service account"
+        ),
     ] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return at once; it goes on.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The record as JSON; see docs/howto/scale.md.")] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Return at once; scaling continues in the background.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON; see docs/howto/scale.md.")] = False,
 ) -> None:
-    """Have a fleet of `tercet up` grow or shrink while it serves; without numbers, show how it gets on.
+    """Grow or shrink a fleet of `tercet up` while it serves; without numbers, show its progress.
 
-    Engines change their roles first, then more are started, and only when those serve, others are emptied and ended.
-    The fleet's own process does it: Ctrl-C ends this command alone.
+    First engines change their roles, then new engines start, and after these serve, other engines are drained and
+    stopped. The fleet's process does the work: Ctrl-C ends only this command.
 
     Examples:
     - `tercet scale prefill=3 decode=5`
@@ -67,7 +74,7 @@ def scale(
     given = parse_counts(counts or ())
     if kubernetes:
         if port is not None:
-            raise BadRequest("--port: goes without --kubernetes", "--port")
+            raise BadRequest("--port: cannot be combined with --kubernetes", "--port")
         fleet = KubernetesFleet(_access(kubeconfig), namespace, selector)
         asyncio.run(_scale_pods(fleet, given, wait=not no_wait))
         return
@@ -80,7 +87,7 @@ def scale(
         record = _followed(socket, record, drain_timeout, quiet=as_json)
     _show(record, as_json)
     if record.state == "failed":
-        raise EngineError(f"the fleet has {record.present}, and not {record.wanted}: {record.why}")
+        raise EngineError(f"scaling failed: the fleet has {record.present}, wanted {record.wanted}: {record.why}")
 
 
 def _access(kubeconfig: Path | None) -> ApiAccess:
@@ -97,18 +104,18 @@ async def _scale_pods(fleet: KubernetesFleet, given: Mapping[Role, int], wait: b
 
 
 def _the_fleet(port: int | None) -> DetachedFleet:
-    """Raises :class:`~tercet.protocol.TercetError` unless one fleet can be meant."""
+    """Return the fleet at ``port``, or the only one; raise :class:`~tercet.protocol.TercetError` for 0 or several."""
     found = [fleet for fleet in running_fleets() if fleet.control and port in (None, fleet.port)]
     if not found:
         raise EngineError(f"no fleet of `tercet up` runs here{'' if port is None else f' at port {port}'}")
     if len(found) > 1:
         ports = ", ".join(str(fleet.port) for fleet in found)
-        raise BadRequest(f"--port: fleets run at the ports {ports}; name one", "--port")
+        raise BadRequest(f"--port: fleets run at the ports {ports}; give one of them", "--port")
     return found[0]
 
 
 def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bool) -> ScaleRecord:
-    """Say each step until it is over, and return the last record; Ctrl-C ends this, and not the scaling."""
+    """Print each step until scaling ends, and return the last record; Ctrl-C ends only this wait."""
     said, before = set[str](), dict[str, EngineStep]()
     deadline = time.monotonic() + START_SECONDS + drain_timeout
     try:
@@ -121,19 +128,19 @@ def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bo
             if record.state != "under_way":
                 return record
             if time.monotonic() > deadline:
-                raise EngineError(f"the fleet is still not {record.wanted}; `tercet scale` shows it")
+                raise EngineError(f"the fleet has not reached {record.wanted} yet; `tercet scale` shows its progress")
             time.sleep(POLL_SECONDS)
             after = asyncio.run(scaling_of(socket))
             if after.number != record.number:
                 raise EngineError(f"another command scales the fleet now, to {after.wanted}")
             record = after
     except KeyboardInterrupt:
-        announce(f"the fleet goes on to {record.wanted}; `tercet scale` shows it")
+        announce(f"the fleet continues to {record.wanted}; `tercet scale` shows its progress")
         raise
 
 
 def _steps(before: dict[str, EngineStep], record: ScaleRecord) -> Iterator[str]:
-    """What is new, a line for each engine."""
+    """Return a line for each engine that has changed since ``before``."""
     here = {each.name: each for each in record.engines}
     for name, each in here.items():
         was = before.get(name)
@@ -142,11 +149,11 @@ def _steps(before: dict[str, EngineStep], record: ScaleRecord) -> Iterator[str]:
         if was is None or (was.phase, was.role, was.left) != (each.phase, each.role, each.left):
             yield _in_words(each)
     for name in before.keys() - here.keys():
-        yield f"{name}  gone"
+        yield f"{name}  removed"
 
 
 def _in_words(each: EngineStep) -> str:
-    left = f", {each.left} sequences on it" if each.phase == "draining" else ""
+    left = f", {each.left} sequences left" if each.phase == "draining" else ""
     return f"{each.name}  {each.role}  {each.phase}{left}"
 
 
@@ -155,7 +162,7 @@ def _show(record: ScaleRecord, as_json: bool) -> None:
         say(msgspec.json.format(msgspec.json.encode(record)).decode())
         return
     if record.state == "under_way":
-        say(f"under way for {record.seconds:.0f} s: {record.present}, to be {record.wanted}")
+        say(f"scaling for {record.seconds:.0f} s: {record.present}, wanted {record.wanted}")
         for each in record.engines:
             say(f"  {_in_words(each)}")
     elif record.state == "failed":

@@ -1,4 +1,4 @@
-"""``tercet engine`` and ``tercet router``: one server each, in the foreground."""
+"""``tercet engine``, ``tercet router`` and ``tercet rescheduler``: run one server in the foreground."""
 
 from __future__ import annotations
 
@@ -52,27 +52,29 @@ from tercet.wire.client import engine_tls
 
 def engine(
     model: Model = "smollm2",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of its HTTP server.")] = 8001,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP server.")] = 8001,
     host: Host = "127.0.0.1",
-    name: Annotated[str | None, typer.Option(help="The engine's name; HOST:PORT if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the engine.", show_default="HOST:PORT")] = None,
     dtype: Dtype = None,
     served_model_name: ServedModelName = None,
-    kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV memory of a CPU engine.")] = 1,
-    print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and stop.")] = False,
+    kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV memory of a CPU engine (GiB).")] = 1,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and exit.")] = False,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="PROFILE", help="Compute nothing, at the pace of a profile; see `tercet profile`."),
+        typer.Option(
+            metavar="PROFILE", help="Profile of a simulated engine, which computes nothing; see `tercet profile`."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="With --simulate: an option of the simulated engine; repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="Option of the simulated engine; needs --simulate. Repeatable."),
     ] = None,
     prefill_hosts: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT,...",
-            help="Engines that the header x-prefiller-host-port may name to prefill: addresses, networks or "
-            "names, which may have *; ports, ranges or *.",
+            help="Engines that the header x-prefiller-host-port may name to prefill. HOST: an address, a network or "
+            "a name, which may have *; PORT: a port, a range or *.",
             envvar=PREFILL_HOSTS_VARIABLE,
             show_envvar=False,
             show_default="none: the header is ignored",
@@ -80,23 +82,27 @@ def engine(
     ] = None,
     join: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="A running router, whose fleet it joins; it leaves when it is stopped."),
+        typer.Option(
+            metavar="URL", help="URL of a running router; the engine joins its fleet, and leaves it when it is stopped."
+        ),
     ] = None,
-    role: Annotated[Role, typer.Option(help="With --join: its role in that fleet.")] = "both",
+    role: Annotated[Role, typer.Option(help="Role of the engine in that fleet; needs --join.")] = "both",
     instances: Annotated[
-        int, typer.Option(min=1, max=1024, help="With --join: engines, at --port and the ports after it.")
+        int, typer.Option(min=1, max=1024, help="Number of engines, at --port and the ports after it; needs --join.")
     ] = 1,
     drain_timeout: Annotated[
         float,
-        typer.Option(min=0, help="With --join: seconds in which what runs on it is moved or finishes, at its end."),
+        typer.Option(
+            min=0, help="Longest time to move or finish sequences before the engine leaves (seconds); needs --join."
+        ),
     ] = 25.0,
     vllm_args: VLLMArgs = None,
 ) -> None:
-    """Run one engine: a stock vLLM server that also offers the verbs.
+    """Run one engine: a standard vLLM server that also offers the verbs.
 
-    On a CPU it computes on every core that this command may use, so choose them with `taskset`; or, to leave some to
-    its other processes, with `VLLM_CPU_OMP_THREADS_BIND`, as for vLLM. This command becomes the server: signals go to
-    vLLM itself.
+    On a CPU the engine computes on every core that this command may use. Choose them with `taskset`; or, to leave some
+    cores to its other processes, with `VLLM_CPU_OMP_THREADS_BIND`, as for vLLM. This command becomes the server:
+    signals go to vLLM itself.
 
     Examples:
     - `tercet engine --port 8001`
@@ -106,14 +112,14 @@ def engine(
     - `tercet engine --host 10.0.0.7 --join http://10.0.0.9:8000 --role decode`
     """
     if join is None and (role != "both" or instances != 1):
-        raise BadRequest("--role, --instances: go with --join", "--join")
+        raise BadRequest("--role, --instances: need --join", "--join")
     if join is not None and print_only:
-        raise BadRequest("--print: goes without --join", "--print")
+        raise BadRequest("--print: cannot be combined with --join", "--print")
     if option and simulate is None:
-        raise BadRequest("--option: goes with --simulate", "--option")
+        raise BadRequest("--option: needs --simulate", "--option")
     if simulate is not None and (vllm_args or print_only):
         given = "--print" if print_only else VLLM_FLAGS
-        raise BadRequest(f"{given}: with --simulate there is no vLLM that it could be for", given)
+        raise BadRequest(f"{given}: cannot be combined with --simulate, which runs no vLLM", given)
     spec = EngineSpec(
         name=name or f"{host}:{port}",
         model=resolve_model(model, note) if simulate is None else resolve_tokenizer(model),
@@ -168,7 +174,7 @@ def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
 
 
 def _with_devices(spec: EngineSpec) -> EngineSpec:
-    """What it computes on. Data-parallel ranks choose devices by their numbers, among all that they see."""
+    """Return ``spec`` with its cores or devices. Data-parallel ranks choose by number among all visible devices."""
     devices, args = devices_for_engines(), spec.extra_args
     if not devices:
         return msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
@@ -179,7 +185,7 @@ def _with_devices(spec: EngineSpec) -> EngineSpec:
 
 
 def _simulate(spec: EngineSpec, profile: Profile) -> None:
-    """Serve a simulated engine; the model lends its tokenizer, and its length, to the router."""
+    """Serve a simulated engine; the router uses the model's tokenizer and its longest sequence."""
     longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
     config = ServerConfig(
         name=spec.name,
@@ -198,16 +204,16 @@ def _simulate(spec: EngineSpec, profile: Profile) -> None:
 
 
 def _positions(checkpoint: Path) -> int | None:
-    """The model's longest sequence, past which vLLM refuses to serve it; None if it is not on this machine."""
+    """Return the model's longest sequence in tokens, which vLLM enforces; None if the model is not on this machine."""
     file = checkpoint / "config.json"
     return msgspec.json.decode(file.read_bytes()).get("max_position_embeddings") if file.is_file() else None
 
 
 @settings_command(RouterConfig, rest="router-args")
 def router(config: RouterConfig) -> None:
-    """Run the router: one OpenAI endpoint over engines that run already.
+    """Run the router: one OpenAI endpoint for running engines.
 
-    It waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
+    The router waits for engines that are still loading. Flags after `--` go to vLLM's OpenAI layer (chat template, tool
     parsers, API keys, ...).
 
     Examples:
@@ -239,16 +245,16 @@ def router(config: RouterConfig) -> None:
 def rescheduler(config: ReschedulerConfig) -> None:
     """Run one rescheduler for a fleet that several routers share.
 
-    It asks the engines for the sequences of all routers, and asks the router of a sequence to move it when a policy
-    proposes that. The limits hold for all proposals together. A single router, also one with several workers, runs
-    its own rescheduler instead.
+    The rescheduler reads the sequences of all routers from the engines. When a policy proposes a move, it asks the
+    router of the sequence to move it. The limits apply to all proposals together. A single router, also with several
+    workers, runs its own rescheduler instead.
 
     Examples:
     - `tercet rescheduler --url http://10.0.0.1:8000 --reschedule decode_load`
     - `tercet rescheduler --reschedule binpack_consolidation --reschedule-interval 1 --max-moves-per-engine 4`
     """
     if not config.reschedule.policies:
-        raise BadRequest("--reschedule: without a policy there is nothing to do", "--reschedule")
+        raise BadRequest("--reschedule: is required; give at least one policy", "--reschedule")
     policies_of(config.reschedule)
     require_url(config.url, "--url", "http://127.0.0.1:8000")
     serve_rescheduler(config)

@@ -1,4 +1,4 @@
-"""Commands whose flags are settings, each declared once in :mod:`tercet.settings`, and flags that others have."""
+"""Commands whose flags are settings, each declared once in :mod:`tercet.settings`, and flags of other commands."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ from tercet.settings import (
 S = TypeVar("S", bound=Settings)
 
 Model = Annotated[
-    str, typer.Option(help="`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.")
+    str, typer.Option(help="Model: `smollm2`, a checkpoint's directory, or a hub id; `smollm2` is built in.")
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Data type of weights and activations, as vLLM's `--dtype`. float32 for token-exact comparisons.",
-        show_default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
+        help="Data type of weights and activations, as vLLM's `--dtype`. Use float32 for token-exact comparisons.",
+        show_default="vLLM's on GPUs; bfloat16 on CPUs, or float32 if the CPU has no instructions for it",
     ),
 ]
-ServedModelName = Annotated[str | None, typer.Option(help="The model's name in the OpenAI API.")]
+ServedModelName = Annotated[str | None, typer.Option(help="Name of the model in the OpenAI API.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 ProgramArg = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the program; repeatable.")
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Parameter of the program. Repeatable.")
 ]
-VLLMArgs = Annotated[list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Passed on to vLLM as they are.")]
+VLLMArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="-- VLLM FLAGS", help="Flags for vLLM, forwarded unchanged.")
+]
 
 
 VLLM_FLAGS = "vLLM flags after --"
 Config = Annotated[
-    Path | None, typer.Option(help="A YAML file with the same keys; flags and TERCET_ variables win over it.")
+    Path | None, typer.Option(help="YAML file with the same keys; flags and TERCET_ variables override it.")
 ]
 
 HelpAll = Annotated[
@@ -54,10 +56,9 @@ HelpAll = Annotated[
 
 
 def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """A command that takes a record of ``kind``, with a flag for each of its settings and ``--config``.
+    """Return a decorator for a command that takes a record of ``kind``, with ``--config`` and a flag for each setting.
 
-    Arguments after ``--`` are the setting ``rest``. The record is decoded when the command is called, from flags, the
-    environment and the file.
+    Arguments after ``--`` are the setting ``rest``. A call decodes the record from flags, the environment and the file.
     """
 
     def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
@@ -75,9 +76,9 @@ def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable
 
 
 def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A flag for each setting of ``kind`` in addition to a command's parameters, of which the last gets the record.
+    """Return a decorator that adds a flag for each setting of ``kind``; the command's last parameter gets the record.
 
-    Nothing but flags counts: no variable of the environment, and no file.
+    The record is decoded from flags only, not from environment variables or a file.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -101,7 +102,7 @@ def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[...
 
 
 def taking(run: Callable[..., None], parameters: Mapping[str, Any]) -> Callable[..., None]:
-    """``run`` as a command with these parameters, each with its annotation, and None where it is not given."""
+    """Return ``run`` with these parameters by name, each with its annotation and the default None."""
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -115,10 +116,10 @@ def taking(run: Callable[..., None], parameters: Mapping[str, Any]) -> Callable[
 def parameters_of(
     kind: type[Settings], rest: str = "", by_variable: Collection[str] = (), every: bool = False
 ) -> dict[str, Any]:
-    """A command's parameter for each setting that has a flag, or is the ``rest`` after ``--``.
+    """Return a command's parameter for each setting that has a flag, or is the ``rest`` after ``--``.
 
-    ``by_variable`` are the keys of those whose variable counts as their flag. ``every``: also for those that servers
-    take from their file.
+    ``by_variable`` are the keys of settings whose environment variable may replace the flag. ``every``: include the
+    settings that servers take from a file only.
     """
     return {
         _name(each): VLLMArgs if each.key == rest else _annotation(each, each.key in by_variable)
@@ -128,7 +129,7 @@ def parameters_of(
 
 
 def _annotation(of: Declared, by_variable: bool) -> Any:
-    """Values stay text here: whatever is wrong with one is said by the decoder, as for every other source."""
+    """Return a parameter's annotation. Values stay text: the decoder checks them, as for every other source."""
     default = f" [default: {of.shown_default}]" if of.shown_default else ""
     several = of.is_list or of.is_mapping
     kind = bool if of.plain is bool else list[str] if several else str
@@ -144,7 +145,7 @@ def _annotation(of: Declared, by_variable: bool) -> Any:
 
 
 def flags_given(kind: type[Settings], given: Mapping[str, Any], rest: str = "") -> Source:
-    """The flags that were given; those that were not are None or empty."""
+    """Return the given flags as a source; a missing flag is None or an empty list in ``given``."""
     of = {_name(each): each for each in declared(kind)}
     values = {
         of[name].key: key_values(value, of[name].any_flag) if of[name].is_mapping else value

@@ -1,4 +1,4 @@
-"""Help of commands whose flags are settings: one dense page by subject, and a longer one with the keys of the file."""
+"""Help of commands whose flags are settings: a short page by subject, and a long one with the keys of the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER = (MODEL, ENGINES, KUBERNETES, SERVER, PLACEMENT, LIMITS, FAILURES, MOVES,
 
 
 class SettingsCommand(typer.core.TyperCommand):
-    """A command whose ``--help`` fits on two screens; ``--help-all`` adds examples and what only the file sets."""
+    """A command whose ``--help`` fits on two screens; ``--help-all`` adds examples and settings of the file only."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the short page."""
@@ -41,14 +41,14 @@ class SettingsCommand(typer.core.TyperCommand):
 
 
 def help_all(ctx: typer.Context, wanted: bool) -> None:
-    """Print the long page and end, if ``--help-all`` was given."""
+    """Print the long page and exit, if ``--help-all`` was given."""
     if wanted:
         typer.echo("\n".join(help_page(ctx.command, ctx, everything=True)))
         raise typer.Exit
 
 
 def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
-    """The lines of a help text."""
+    """Yield the lines of a help page."""
     width = max(LEAST, min(WIDEST, ctx.terminal_width or _columns()))
     yield " ".join(["Usage:", ctx.command_path, *command.collect_usage_pieces(ctx)])
     about, _, examples = command.help.partition("\nExamples:\n")
@@ -69,7 +69,7 @@ def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
         panels.setdefault(option.rich_help_panel or OTHERS, []).append((name, told if everything else _short(told)))
     yield from _listed(panels, width)
     if everything:
-        yield from ["", "Only in the file of --config, or as variables (`TERCET_` and the key):"]
+        yield from ["", "Settings of the file of --config only, or of variables (`TERCET_` and the key):"]
         yield from _listed(_of_the_file(_settings_of(command)), width)
     else:
         left_out = sum(1 for each in _settings_of(command) if each.setting.in_file)
@@ -114,12 +114,12 @@ def _heading(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Markdown as a terminal shows it."""
+    """Return a help text without its Markdown."""
     return text.replace("`", "").replace("[default: ", "[")
 
 
 def _short(text: str) -> str:
-    """The first clause, the unit, and a default that is a value."""
+    """Return a help text's first clause, its unit, and its default if that is a value."""
     told, _, default = text.partition(" [")
     clause = re.split(r"; |\. (?!\.)", told)[0].rstrip(".")
     unit = re.search(r" \((?:seconds|bytes|tokens|GiB)\)(?=\.$)", told)

@@ -1,4 +1,4 @@
-"""``tercet sidecar``: in front of one decode engine, in the foreground."""
+"""``tercet sidecar``: run a sidecar before one decode engine, in the foreground."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tercet.settings import SidecarConfig
 
 @settings_command(SidecarConfig)
 def sidecar(config: SidecarConfig) -> None:
-    """Run a sidecar: for the engine behind it, prompts are prefilled by those that `x-prefiller-host-port` names.
+    """Run a sidecar before an engine: the engines that `x-prefiller-host-port` names prefill its prompts.
 
-    Tercet's engines do that by themselves (`tercet engine --prefill-hosts`); this is for those who want it outside, and
-    for plain vLLM with NixlConnector. Nothing is needed on engines that prefill.
+    Tercet's engines do this without a sidecar (`tercet engine --prefill-hosts`). Use a sidecar if it must be a separate
+    process, or for plain vLLM with NixlConnector. Prefill engines need no sidecar.
 
     Examples:
     - `tercet sidecar --engine http://127.0.0.1:8001 --port 8000 --prefill-hosts 10.0.0.0/8:8000`

@@ -1,4 +1,4 @@
-"""``tercet sim``: a program over simulated engines, in virtual time."""
+"""``tercet sim``: run a program over simulated engines in virtual time."""
 
 from __future__ import annotations
 
@@ -31,38 +31,39 @@ DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 MOVING = MovingSettings()
 MOST_SEEDS = 10_000
 DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
-Program = Annotated[str, typer.Option(help="A built-in program, or your own: `file.py:function`.")]
+Program = Annotated[str, typer.Option(help="Program: a built-in one, or your own: `file.py:function`.")]
 Fleet = Annotated[
     str,
     typer.Option(
-        help="`ROLE=COUNT[@HOST][,...]` with roles prefill, decode, both; such as `2P6D`; or a YAML file. Engines of "
-        "one HOST slow one another, as their profile says."
+        help="Fleet: `ROLE=COUNT[@HOST][,...]` with the roles prefill, decode and both, or short as `2P6D`, or a YAML "
+        "file. Engines of one HOST slow one another, as their profile says."
     ),
 ]
-ProfileName = Annotated[str, typer.Option(help="A profile that `tercet profile` shows, or a JSON file.")]
+ProfileName = Annotated[str, typer.Option(help="Profile: a name that `tercet profile` lists, or a JSON file.")]
 Scheduling = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="A scheduling file; picks go by its profiles (`--program-arg pick=scheduled`)."),
+    typer.Option(metavar="FILE", help="Scheduling file; its profiles are used with `--program-arg pick=scheduled`."),
 ]
 Option = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of every engine; repeatable. See the docs.")
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Option of every engine, such as `total_blocks=2000`. Repeatable."),
 ]
 Rates = Annotated[
     str | None,
     typer.Option(
         metavar="R[,R...]",
-        help="Requests per second, `inf` for all at once; one run for each. Stretches a trace.",
-        show_default="4; a trace's own",
+        help="Request rates (requests per second), one run for each; `inf`: all at once. A rate stretches a trace.",
+        show_default="4; for a trace its rate",
     ),
 ]
 NumPrompts = Annotated[
     int | None,
-    typer.Option(help="Requests of each run.", show_default=f"{DEFAULT_REQUESTS}; all of a trace"),
+    typer.Option(help="Number of requests of each run.", show_default=f"{DEFAULT_REQUESTS}; all of a trace"),
 ]
-NumWarmups = Annotated[int, typer.Option(min=0, help="Requests before those that are measured, at the same load.")]
-InputMean = Annotated[float, typer.Option(help="Prompt length, tokens.")]
-OutputMean = Annotated[float, typer.Option(help="Output length, tokens.")]
-Deviation = Annotated[float, typer.Option(help="Standard deviation of that length.")]
+NumWarmups = Annotated[int, typer.Option(min=0, help="Number of requests before the measured ones, at the same load.")]
+InputMean = Annotated[float, typer.Option(help="Mean prompt length (tokens).")]
+OutputMean = Annotated[float, typer.Option(help="Mean output length (tokens).")]
+Deviation = Annotated[float, typer.Option(help="Standard deviation of the length (tokens).")]
 Lengths = Annotated[
     Literal["normal", "lognormal"], typer.Option(help="Distribution of lengths; `lognormal` has a long tail.")
 ]
@@ -70,33 +71,34 @@ Workload = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KIND[,KEY=VALUE...]",
-        help="A workload of `tercet bench`, instead of the lengths and prefixes below; repeatable.",
+        help="Workload of `tercet bench`, instead of the lengths and prefixes below. Repeatable.",
     ),
 ]
-# What a workload of `tercet bench` says itself.
+# Parameters that a workload of `tercet bench` has itself.
 LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
 Arrival = Annotated[
     Literal["poisson", "constant", "gamma", "trace"],
     typer.Option(help="Arrival process; `trace`: at the times of the workload's trace."),
 ]
 Burstiness = Annotated[
-    float, typer.Option(help="Shape of --arrival gamma. Below 1 is bursty, 1 is Poisson.", show_default="1")
+    float, typer.Option(help="Shape of `--arrival gamma`: below 1 is bursty, 1 is Poisson.", show_default="1")
 ]
-Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0 for none.")]
-Prefix = Annotated[int, typer.Option(help="Length of the shared beginnings, tokens.")]
+Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0: none.")]
+Prefix = Annotated[int, typer.Option(help="Length of each shared prefix (tokens).")]
 Goodput = Annotated[
-    list[str] | None, typer.Option(metavar="NAME:MS[,...]", help="The SLO, as in `ttft:500,tpot:50,e2el:5000`.")
+    list[str] | None,
+    typer.Option(metavar="NAME:MS[,...]", help="SLO in milliseconds, as in `ttft:500,tpot:50,e2el:5000`."),
 ]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same report, byte for byte.")]
+Seed = Annotated[int, typer.Option(help="Seed of the run; the same seed gives the same report, byte for byte.")]
 ResultFilename = Annotated[
-    Path | None, typer.Option(help="The JSON file to write, for `tercet bench report`; `-` is standard output.")
+    Path | None, typer.Option(help="JSON file for the report, for `tercet bench report`; `-` is standard output.")
 ]
 
 Record = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Record a timeline for the page into `--result-filename`: a frame every SECONDS of virtual time.",
+        help="Interval of frames (seconds of virtual time) of a timeline that is recorded into `--result-filename`.",
     ),
 ]
 Watch = Annotated[
@@ -112,31 +114,40 @@ Over = Annotated[
     ),
 ]
 X = Annotated[
-    str, typer.Option("--x", help="With --over, a metric to weigh: ttft, tpot or e2el, a dot, mean, p50, p90 or p99.")
+    str,
+    typer.Option(
+        "--x", help="First metric of a sweep: ttft, tpot or e2el, a dot, then mean, p50, p90 or p99; needs --over."
+    ),
 ]
-Y = Annotated[str, typer.Option("--y", help="The other metric.")]
+Y = Annotated[str, typer.Option("--y", help="Second metric of a sweep; needs --over.")]
 Plot = Annotated[
-    Path | None, typer.Option(help="With --over: draw the trials here (.png, .svg, .pdf); needs the extra `lab`.")
+    Path | None,
+    typer.Option(help="File for a figure of the trials (.png, .svg, .pdf); needs --over and the extra `lab`."),
 ]
 PlannerFigure = Annotated[
     Path | None,
-    typer.Option(help="With --planner: draw load, engines and attainment over time here; needs the extra `lab`."),
+    typer.Option(
+        help="File for a figure of load, engines and attainment over time; needs --planner and the extra `lab`."
+    ),
 ]
 PlannerRegret = Annotated[
-    bool, typer.Option("--planner-regret", help="With --planner: simulate the oracle as well, and say what it gains.")
+    bool, typer.Option("--planner-regret", help="Simulate the oracle too, and print what it gains; needs --planner.")
 ]
 Seeds = Annotated[
-    int, typer.Option(min=1, max=MOST_SEEDS, help="With --over: runs of each setting, with seeds from --seed on.")
+    int,
+    typer.Option(
+        min=1, max=MOST_SEEDS, help="Number of runs of each setting, with seeds from --seed on; needs --over."
+    ),
 ]
 
-# By which names things are checked where they are used.
+# Flags of parts that are checked later, under these names.
 NAMES = {
     **{name: f"--{name}" for name in ("program", "fleet", "profile", "scheduling", "reschedule")},
     "args": "--program-arg", "engine options": "--option",
 }  # fmt: skip
 
 
-# What a sweep does not take, and what nothing else takes.
+# Parameters that a sweep refuses, and parameters of a sweep only.
 NOT_SWEPT, SWEPT = ("goodput", "label", "record", "watch"), ("x", "y", "plot", "seeds")
 
 
@@ -164,7 +175,9 @@ def sim(
     option: Option = None,
     scheduling: Scheduling = None,
     goodput: Goodput = None,
-    label: Annotated[str | None, typer.Option(help="Name of this line in figures; the program, if not given.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Name of this run in figures. Without it, the program's name is used.")
+    ] = None,
     seed: Seed = 0,
     result_filename: ResultFilename = None,
     record: Record = None,
@@ -180,9 +193,10 @@ def sim(
 ) -> None:
     """Run a program over simulated engines in virtual time, at one or several rates, or for a sweep of settings.
 
-    Prints means and 99th percentiles; the report has more. With `--over` it simulates every combination of some
-    settings, and stars those that no other one beats in two metrics. With `--seeds` each is run several times: figures
-    are means, with 95% intervals, and `~` marks what is beaten by no more than seeds differ in.
+    Prints means and 99th percentiles; the report has more. With `--over` every combination of some settings is
+    simulated, and a star marks those that no other one beats in two metrics. With `--seeds` each combination runs
+    several times: results are means with 95% intervals, and `~` marks one that is beaten by less than the spread of
+    the seeds.
 
     Examples:
     - `tercet sim --program disaggregated --fleet 1P1D --request-rate 2,4,8`
@@ -199,14 +213,14 @@ def sim(
     require_folder(result_filename, "--result-filename")
     given = locals()
     if over:
-        _refuse(context, NOT_SWEPT, "goes without --over")
+        _refuse(context, NOT_SWEPT, "cannot be combined with --over")
     else:
-        _refuse(context, SWEPT, "goes with --over")
+        _refuse(context, SWEPT, "needs --over")
     if plot is not None:
         require_folder(plot, "--plot")
         require_drawing(plot, "--plot")
     if record is not None and not 0 < record < math.inf:
-        raise BadRequest(f"--record: is {record:g}, and must be a positive number of seconds", "--record")
+        raise BadRequest(f"--record: must be a positive number of seconds, is {record:g}", "--record")
     if planner_figure is not None or planner_regret:
         require_planned_run(moving, over, planner_figure)
     simulation, recorded = simulation_of(context, given), b""
@@ -230,7 +244,7 @@ def sim(
     if str(result_filename) != "-":
         show_table(title, titles, lines)
     if watch:
-        from tercet.cli.run_page import show_run  # with a server, which other runs need not import
+        from tercet.cli.run_page import show_run  # imports a server, which other runs do not need
 
         show_run(recorded)
 
@@ -240,7 +254,9 @@ def _sweep(
 ) -> SweepReport:
     rates = rates_of(request_rate or DEFAULT_RATE)
     if len(rates) > 1:
-        raise BadRequest("--request-rate: one with --over; several are --over request-rate=R,R", "--request-rate")
+        raise BadRequest(
+            "--request-rate: give one rate with --over; for several use --over request-rate=R,R", "--request-rate"
+        )
     return sweep(simulation, rates[0], [parse_axis(each) for each in over], x, y, seeds, note)
 
 
@@ -250,7 +266,7 @@ def _load_of(request_rate: str | None) -> str:
 
 
 def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for the first of these parameters that was given."""
+    """Raise :class:`~tercet.protocol.BadRequest` for the first of these parameters that was given."""
     for name in names:
         if _is_given(context, name):
             raise BadRequest(f"--{name}: {why}", f"--{name}")
@@ -262,7 +278,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
-    """The simulation that a command's parameters describe; those that it does not have are left at their defaults."""
+    """Return the simulation that a command's parameters describe; missing parameters keep their defaults."""
     return Simulation(
         program=given["program"],
         program_args=key_values(given["program_arg"], "--program-arg"),
@@ -280,7 +296,7 @@ def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulatio
 def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticWorkload | PlannedWorkload:
     kind = PlannedWorkload if given["workload"] else SyntheticWorkload
     if given["burstiness"] != 1.0 and given["arrival"] != "gamma":
-        raise BadRequest("--burstiness: belongs to --arrival gamma", "--burstiness")
+        raise BadRequest("--burstiness: needs --arrival gamma", "--burstiness")
     traffic: dict[str, Any] = {name: given[name] for name in kind.__struct_fields__ if name in given}
     # Each run has its own rate.
     traffic |= {"rate": 1.0, "arrivals": given["arrival"], "warm_up": given["num_warmups"]}
@@ -290,12 +306,14 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
     requests = measured + given["num_warmups"]
     if kind is SyntheticWorkload:
         if given["arrival"] == "trace":
-            raise BadRequest("--arrival: trace needs a --workload that is a trace", "--arrival")
+            raise BadRequest("--arrival: trace needs recorded requests; give a trace with --workload", "--arrival")
         return SyntheticWorkload(**traffic, requests=requests)
     for name in LENGTHS:
         if _is_given(context, name):
             flag = "--" + name.replace("_", "-")
-            raise BadRequest(f"{flag}: --workload has its own lengths and prefixes, such as input_len=512", flag)
+            raise BadRequest(
+                f"{flag}: cannot be combined with --workload; set its lengths there, such as input_len=512", flag
+            )
     traffic["workload"] = tuple(given["workload"])
     planned = PlannedWorkload(**traffic)
     all_of_it = planned.finite and given["num_prompts"] is None
@@ -303,18 +321,18 @@ def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticW
 
 
 def rates_of(given: str) -> list[float]:
-    """``R[,R...]`` as numbers, infinity for all at once; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return ``R[,R...]`` as requests per second, infinity for `inf`; raise :class:`~tercet.protocol.BadRequest`."""
     try:
         rates = [float(rate) for rate in given.split(",")]
     except ValueError as error:
         raise BadRequest(f"--request-rate: {given!r} is not R[,R...]", "--request-rate") from error
     if not all(rate > 0 for rate in rates):
-        raise BadRequest(f"--request-rate: {given!r} has a rate that is not positive", "--request-rate")
+        raise BadRequest(f"--request-rate: each rate must be greater than 0, is {given!r}", "--request-rate")
     return rates
 
 
 def slo_of(given: list[str] | None) -> Slo | None:
-    """``NAME:MS`` items as bounds; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return ``NAME:MS`` items as bounds; raise :class:`~tercet.protocol.BadRequest`."""
     if not given:
         return None
     limits = limits_of(given)

@@ -1,4 +1,4 @@
-"""``tercet status``: a running router on one screen."""
+"""``tercet status``: show a running router on one screen."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def status(
         bool,
         typer.Option(
             "--sequences",
-            help="Show what runs now instead: id, engine, tokens of prompt and output so far, seconds, program.",
+            help="Show running sequences instead: id, engine, tokens of prompt and output, seconds, program.",
         ),
     ] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
-    """Show a running router: model, program, engines with what runs on them, and moves.
+    """Show a running router: model, program, engines and their load, and moves.
 
     An engine's line has its name, role, state, number of sequences, URL, and the last report of its load. The exit code
-    is 0 if the router can serve, 1 if it cannot or is not there, and 2 for wrong use.
+    is 0 if the router can serve, 1 if it cannot or does not answer, and 2 for wrong options.
     """
     if sequences:
         show_answer(ask(url, admin_key, "GET", "/sequences"), as_json, _sequences_in_words)
@@ -60,5 +60,5 @@ def _in_words(url: str, found: dict[str, Any]) -> Iterator[str]:
     width = max((len(engine["name"]) for engine in engines), default=0)
     yield f"{len(engines)} engines, {sum(engine['in_flight'] for engine in engines)} sequences on them"
     yield from (f"  {engine_in_words(engine, width)}" for engine in engines)
-    yield f"{len(found['moves'])} moves under way"
+    yield f"{len(found['moves'])} running moves"
     yield from (move_in_words(move) for move in found["moves"])

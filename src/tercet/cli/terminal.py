@@ -1,4 +1,4 @@
-"""What commands say on the terminal, and the files that they write."""
+"""Output of commands to the terminal and to files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rich.table import Table
 
 from tercet.protocol import BadRequest
 
-# Of tables that go elsewhere than to a terminal: wide enough for every column's words.
+# Characters of tables that are not written to a terminal: wide enough for every column.
 PIPE_WIDTH = 1000
-# Of first columns: those that hold numbers, as all other columns do.
+# Headings of first columns that hold numbers and are therefore aligned to the right.
 NUMBERS = ("rate", "chunk, KiB")
 
 
 class NobodyReads(Exception):
-    """The reader of standard output has left, as ``head`` does: the command ends without an error message.
+    """Raised if the reader of standard output closes it, as ``head`` does: the command ends without an error message.
 
-    No ``OSError``, so that it is not taken for one of the connection that an answer comes from.
+    The class is not an ``OSError``, so that it is not mistaken for an error of a connection.
     """
 
 
@@ -33,12 +33,12 @@ class _Terminal(Console):
         raise NobodyReads
 
 
-# What moves a terminal's cursor, changes its colours or its title, or the order of what is read; not lines and tabs.
+# Characters that move a terminal's cursor, change colours, title or reading direction; not line ends and tabs.
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
 
 def printable(text: str) -> str:
-    """``text`` with its control characters as escapes: models, engines and clients do not write to the terminal."""
+    """Return ``text`` with control characters as escapes, so that text of others cannot control the terminal."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -46,7 +46,7 @@ console = _Terminal(stderr=False, highlight=False, soft_wrap=True)
 
 
 def write(text: str) -> None:
-    """Write to standard output, at once, also into a pipe. Raises :class:`NobodyReads`, as the others here do."""
+    """Write to standard output and flush it. Raises :class:`NobodyReads`."""
     try:
         sys.stdout.write(printable(text))
         sys.stdout.flush()
@@ -55,7 +55,7 @@ def write(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line as it is: no markup, and at once, also into a pipe."""
+    """Print a line without markup, and flush it. Raises :class:`NobodyReads`."""
     console.print(printable(text), markup=False)
     try:
         console.file.flush()
@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print the progress of a fleet; a closed standard output does not stop it."""
+    """Print the progress of a fleet; a closed standard output does not stop the fleet."""
     try:
         say(text)
     except NobodyReads:
@@ -72,20 +72,20 @@ def announce(text: str) -> None:
 
 
 def forget_stdout() -> None:
-    """What is left to write to standard output, and what is still to come, goes nowhere."""
+    """Redirect standard output to the null device, including text that is not flushed yet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def note(line: str) -> None:
-    """Say something about the progress, on standard error."""
+    """Print a line about the progress on standard error."""
     typer.echo(printable(line), err=True)
 
 
 @contextmanager
 def progress(first: str) -> Generator[Callable[[str], None]]:
-    """While entered, tells how it gets on: in one place on a terminal, else by a line on standard error each time."""
+    """Yield a function that shows progress: it updates one line of a terminal, or prints lines on standard error."""
     if console.is_terminal:
         with console.status(first) as status:
             yield status.update
@@ -95,7 +95,7 @@ def progress(first: str) -> Generator[Callable[[str], None]]:
 
 
 def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """A table on standard output."""
+    """Print a table on standard output."""
     drawn = Table(title=title, title_justify="left")
     for index, heading in enumerate(headings):
         drawn.add_column(heading, justify="right" if index or heading in NUMBERS else "left")
@@ -105,13 +105,13 @@ def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]
 
 
 def require_folder(path: Path | None, flag: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if a file there could not be written; before the work is done."""
+    """Raise :class:`~tercet.protocol.BadRequest` if the folder of ``path`` does not exist; call it before the work."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise BadRequest(f"{flag}: {path.parent} is not a folder", flag)
+        raise BadRequest(f"{flag}: {path.parent} is not a folder; give an existing one", flag)
 
 
 def write_file(path: Path, data: bytes, flag: str) -> None:
-    """Write what ``flag`` asked for; raises :class:`~tercet.protocol.BadRequest` if that is impossible."""
+    """Write the file of ``flag``; raise :class:`~tercet.protocol.BadRequest` if it cannot be written."""
     try:
         path.write_bytes(data)
     except OSError as error:

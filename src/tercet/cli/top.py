@@ -1,4 +1,4 @@
-"""``tercet top``: the fleet of a running router in a terminal, once a second."""
+"""``tercet top``: show the fleet of a running router in a terminal, once a second."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tercet.cli.fleet_view import FleetView, drawn
 from tercet.cli.terminal import console, printable
 from tercet.protocol import TercetError
 
-# Seconds: between two looks at the router, and at the keys.
+# Intervals in seconds: between two calls of the router, and between two checks for keys.
 EVERY, KEYS_EVERY = 1.0, 0.1
 ALL_LINES = 1_000_000
 
 
 class Latest:
-    """What the router has said last, asked for once a second on another thread; ``trouble`` is why it is older."""
+    """The router's latest status, polled once a second on another thread; ``trouble`` is the error of the last poll."""
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         self._look = look
@@ -47,19 +47,19 @@ class Latest:
             self.number += 1
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._ended.set()
 
 
 def top(
     url: Url = HERE,
     admin_key: AdminKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, as into a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the fleet once and exit, as into a pipe.")] = False,
 ) -> None:
     """Show the fleet of a running router in the terminal, once a second, until `q` or Ctrl-C.
 
-    Engines with role, state, sequences on them, running and waiting requests, KV cache in use, and time of a step.
-    `s` sorts by the next column, `r` reverses the order, `/` shows the engines that a text occurs in.
+    Each engine has its role, state, sequences, running and waiting requests, KV usage, and step time. `s` sorts by the
+    next column, `r` reverses the order, `/` filters engines by a text.
 
     Examples:
     - `tercet top`
@@ -101,7 +101,7 @@ def _screen(latest: Latest, view: FleetView) -> Group:
 
 @contextmanager
 def keys() -> Generator[Callable[[float], str]]:
-    """Gives what waits for keys, at most the given seconds, and returns them; at the exit the terminal is as before."""
+    """Yield a function that waits for keys, at most the given seconds, and returns them; then restore the terminal."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 
@@ -110,7 +110,7 @@ def keys() -> Generator[Callable[[float], str]]:
         if not ready:
             return ""
         given = os.read(descriptor, 64).decode("utf-8", "replace")
-        if len(given) > 1 and given[0] == "\x1b":  # an arrow, or another key without a meaning here
+        if len(given) > 1 and given[0] == "\x1b":  # an arrow, or another key that has no function here
             return ""
         return given or "q"  # the terminal is closed
 

@@ -1,4 +1,4 @@
-"""``tercet trace``: what happened to a request, drawn as lanes over time."""
+"""``tercet trace``: draw the steps of a request as lanes over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.cli.terminal import console, say
 from tercet.cli.trace_drawing import drawn, head_of
 from tercet.protocol import BadRequest
 
-# Of a chart that goes elsewhere than to a terminal.
+# Characters of a chart that is not written to a terminal.
 FILE_WIDTH = 160
 
 
@@ -23,20 +23,20 @@ def trace(
         str | None,
         typer.Argument(
             metavar="ID", show_default=False,
-            help="The request's `x-request-id`, the `id` of its answer, or the id of its distributed trace.",
+            help="Id: the request's `x-request-id`, the `id` of its answer, or the id of its distributed trace.",
         ),
     ] = None,
     slowest: Annotated[
-        int | None, typer.Option("--slowest", min=1, max=100, help="List this many requests that took longest.")
+        int | None, typer.Option("--slowest", min=1, max=100, help="Number of slowest requests to list.")
     ] = None,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Draw what happened to a request: a lane for the router and for each engine, with a bar for each step.
+    """Draw the steps of a request: a lane for the router and for each engine, with a bar for each step.
 
-    Steps are waiting for admission, picks with their scores, calls of verbs, the first token, failures, retries, and
-    moves. Routers keep the last requests and the slowest ones. Without an ID the last ones are listed.
+    Steps are the wait for admission, picks with their scores, calls of verbs, the first token, failures, retries, and
+    moves. Routers keep the latest and the slowest requests. Without an ID the latest requests are listed.
 
     Examples:
     - `tercet trace --slowest 5`
@@ -47,7 +47,7 @@ def trace(
         show_answer(ask(url, admin_key, "GET", f"/traces?{which}"), as_json, _listed)
         return
     if slowest is not None:
-        raise BadRequest("--slowest: goes without an ID", "--slowest")
+        raise BadRequest("--slowest: cannot be combined with an ID", "--slowest")
     if not name.strip():
         raise BadRequest("ID: must not be empty", "ID")
     found = ask(url, admin_key, "GET", f"/traces/{quote(name, safe='')}")

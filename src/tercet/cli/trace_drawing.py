@@ -1,4 +1,4 @@
-"""A request's trace as lanes over time, for a terminal: a row for each step, a bar where it took place."""
+"""Drawing of a request's trace for a terminal: lanes over time, with a row and a bar for each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tercet.cli.terminal import printable
 
-# Widths, in characters: of the chart, of what is said next to it, of times, and of engines' names.
+# Widths, in characters: of the chart, of the text next to it, of times, and of engines' names.
 NARROWEST, WIDEST, TO_THE_RIGHT, TIME_WIDTH, LONGEST_NAME = 16, 100, 50, 8, 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MARK, _LATER, _LATE_START = "◆", "▒", "▐"
@@ -22,9 +22,9 @@ _STYLES = {
 
 
 class Step(NamedTuple):
-    """One row: who did what, from when to when (seconds from the request's beginning), and what is to say of it.
+    """One row: lane, name, begin and end (seconds from the start of the request), and a text (``says``).
 
-    ``first`` is when the first token of a generation came. A step without length is drawn as a mark.
+    ``first`` is the time of a generation's first token; None for other steps. A step without length is drawn as a mark.
     """
 
     lane: str
@@ -37,14 +37,14 @@ class Step(NamedTuple):
 
 
 def steps_of(trace: dict[str, Any]) -> list[Step]:
-    """The steps of a request, in the order in which they began."""
+    """Return the steps of a request in the order of their begin."""
     found: list[Step] = []
     if trace["waited"] >= 0.001:
         found.append(Step("router", "admission", 0.0, trace["waited"], f"waited {_time(trace['waited'])} for room"))
     many = len(trace["sequences"]) > 1
     for index, sequence in enumerate(trace["sequences"]):
         prefix = f"{index}: " if many else ""
-        # One that goes on has no end yet.
+        # A running step has no end yet.
         until = trace["seconds"] if trace["outcome"] == "running" else 0.0
         steps = [*_picks(sequence), *_events(sequence, until), *_failures(sequence)]
         found += (step._replace(says=prefix + step.says) for step in steps)
@@ -125,7 +125,7 @@ def _time(seconds: float) -> str:
 
 
 def head_of(trace: dict[str, Any]) -> Iterator[str]:
-    """What stands above the lanes."""
+    """Return the lines above the lanes."""
     at = datetime.fromtimestamp(trace["at"], UTC).isoformat(timespec="milliseconds")
     outcome = trace["outcome"] + (f": {trace['reason']}" if trace["reason"] else "")
     yield f"{trace['request_id']}  {trace['path']}  model {trace['model'] or '-'}  at {at}  {outcome}"
@@ -138,7 +138,7 @@ def head_of(trace: dict[str, Any]) -> Iterator[str]:
 
 
 def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
-    """The lanes, in lines for a terminal of ``width`` characters; details stand to the right of a bar or below."""
+    """Return the lanes as lines of at most ``width`` characters; details stand to the right of a bar or below it."""
     steps = steps_of(trace)
     if not steps:
         return
@@ -191,7 +191,7 @@ def _axis(seconds: float, width: int) -> str:
 
 
 def _bar(step: Step, seconds: float, width: int, style: str) -> Text:
-    """The bar of a step: after the first token of a generation, a lighter one. Eighths of a character count."""
+    """Return the bar of a step, in eighths of a character; it is lighter after the first token of a generation."""
     if step.end <= step.begin:
         place = min(width - 1, int(step.begin / seconds * width))
         return Text(" " * place + _MARK, style=style)

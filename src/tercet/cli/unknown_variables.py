@@ -1,4 +1,4 @@
-"""Variables of the environment that begin with ``TERCET_`` and mean nothing: mistyped ones would go unnoticed."""
+"""Check of environment variables that begin with ``TERCET_`` and are not read, since they may be misspelled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tercet.settings import (
 from tercet.settings.declaration import VARIABLE_PREFIX, near
 from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
 
-# What Kubernetes sets in every pod of a namespace for each of its services that is called tercet, or tercet-SOMETHING.
+# Variables that Kubernetes sets in every pod of a namespace for each service called tercet or tercet-SOMETHING.
 _OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
 _SERVICE = re.compile(r"(tcp|udp|sctp)://.*|[0-9a-fA-F.:]*|tcp|udp|sctp")
 _TEST = "TERCET_TEST_"
@@ -28,12 +28,12 @@ _OF_COMMAND: Mapping[str, type[Settings]] = {
     "up": UpConfig, "router": RouterConfig, "epp": PickerConfig, "sidecar": SidecarConfig,
     "rescheduler": ReschedulerConfig, "model-router": ModelRouterConfig,
 }  # fmt: skip
-# The rooms whose settings come from the environment, too; those of vLLM's plugin and of measurements do not.
+# Packages whose settings are read from the environment too; those of vLLM's plugin and of measurements are not.
 _READ_THEM = ("tercet.settings", "tercet.cluster", "tercet.lab.chaos")
 
 
 def unknown_variables(command: str = "", environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A line for each that nothing reads, or that the ``command`` reads under another name; with what was meant."""
+    """Yield a line with a suggestion for each variable that is not read, or that ``command`` reads by another name."""
     known, elsewhere = _known(), _renamed(command)
     for name in sorted(environment):
         if not name.startswith(VARIABLE_PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
@@ -45,11 +45,11 @@ def unknown_variables(command: str = "", environment: Mapping[str, str] = os.env
             continue
         hint = near(name, sorted(known))
         meant = f"; {hint}" if hint.startswith("did you mean") else ""
-        yield f"{name} in the environment is ignored: nothing is called so{meant}"
+        yield f"{name} in the environment is ignored: no setting has this name{meant}"
 
 
 def _is_of_a_service(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether Kubernetes has set it: the value is an address or a part of one, of a service whose host is there too."""
+    """True if Kubernetes set the variable: the value is part of an address, and the service's host variable exists."""
     if not _OF_SERVICES.fullmatch(name) or not _SERVICE.fullmatch(environment[name]):
         return False
     if "://" in environment[name]:
@@ -65,7 +65,7 @@ def _known() -> set[str]:
 
 
 def _renamed(command: str) -> Mapping[str, str]:
-    """Variables that a command's settings would have by the rule, where they have another one."""
+    """Return, by their default name, the variables of a command's settings that have a different name."""
     kind = _OF_COMMAND.get(command)
     by_rule = (
         {}

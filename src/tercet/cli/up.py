@@ -1,4 +1,4 @@
-"""``tercet up``: a whole fleet on this machine, in the foreground: progress, signals, and one clear end."""
+"""``tercet up``: run a whole fleet on this machine in the foreground, with progress and signals."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ StartedFleet = RunningFleet | RayFleet
 
 
 def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
-    """Start the fleet, run ``then``, stop the fleet; Ctrl-C and SIGTERM stop it at any moment, twice at once.
+    """Start the fleet, run ``then``, and stop the fleet. Ctrl-C and SIGTERM stop it; a second signal stops it at once.
 
-    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 when told to stop before ``then`` was done.
+    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal before the end of ``then``.
     """
     known = require_usable(config)
     if config.port:
         require_free(config.host, config.port)
-    # In this thread, which a signal can interrupt: a first conversion takes half a minute.
+    # This runs in the main thread, which a signal can interrupt: a first conversion takes half a minute.
     if config.serves_without_vllm:
         model = resolve_tokenizer(known)
     else:
@@ -50,9 +50,9 @@ def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]])
 
 
 def require_usable(config: UpConfig) -> str:
-    """Raise :class:`~tercet.protocol.BadRequest` for what no free port would mend; returns what model is to be loaded.
+    """Raise :class:`~tercet.protocol.BadRequest` for unusable settings, free ports apart; return the model to load.
 
-    The built-in model may still have to be converted.
+    The built-in model may need a conversion first.
     """
     require_private_router(config)
     load_program(config.program, config.program_args)
@@ -72,7 +72,7 @@ async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awai
         task.cancel()
 
     def hurry() -> None:
-        announce("stopping at once: requests that still run end with an error")
+        announce("stopping at once: running requests end with an error")
         hurried.set()
 
     with signals_to(stop, hurry) as asked:
@@ -95,7 +95,7 @@ async def _fleet(
 def up(config: UpConfig) -> None:
     """Start engines and a router, and stop all of them on Ctrl-C.
 
-    Each CPU engine gets its own cores, each GPU engine its own devices. Flags after `--` go to every vLLM engine.
+    Each CPU engine gets its own cores, and each GPU engine its own devices. Flags after `--` go to every vLLM engine.
 
     Examples:
     - `tercet up`
@@ -124,7 +124,7 @@ def up(config: UpConfig) -> None:
 
 
 async def stay(config: UpConfig, fleet: StartedFleet) -> None:
-    """Say where the fleet is, and keep it until it breaks."""
+    """Print the fleet's address, and wait until the fleet breaks."""
     messages = [{"role": "user", "content": "Say hello."}]
     body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
     width = max(len(engine.name) for engine in fleet.engines)
@@ -133,6 +133,6 @@ async def stay(config: UpConfig, fleet: StartedFleet) -> None:
         announce(f"  {engine.name:{width}}  {engine.role:7}  {engine.url}")
     announce(f"  logs: {fleet.log_dir}\n")
     announce(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
-    announce("Ctrl-C finishes what runs and stops everything; a second one stops at once.")
+    announce("Ctrl-C finishes running requests and stops the fleet; a second Ctrl-C stops it at once.")
     async with found_by_commands(config, fleet, detached=False):
         await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))

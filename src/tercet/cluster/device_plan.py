@@ -1,4 +1,4 @@
-"""Assigns devices of this machine, and shares of their memory, to engines. A pure function of the devices."""
+"""Assignment of this machine's devices, and of shares of their memory, to engines; pure functions of the devices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tercet.protocol import BadRequest
 GIB = 1 << 30
 # Largest share of a device for one engine, vLLM's default; the rest is for CUDA graphs and fragments.
 MOST = 0.92
-# In addition to its share, the process that moves a worker's KV has a context and buffers there.
+# Memory of the context and the buffers of the process that moves a worker's KV, in addition to the engine's share.
 BESIDE = GIB // 2
-# On a small device vLLM's default leaves less than that process and fragments need.
+# Memory that must remain for that process and for fragments; on a small device vLLM's default leaves less.
 LEFT = GIB
-# With less memory an engine has no room for weights and KV of any model.
+# Least memory of an engine, for weights and KV.
 LEAST = GIB
 
 
@@ -33,8 +33,8 @@ def plan_devices(
 ) -> list[DeviceShare]:
     """Assign ``each`` devices to every engine: exclusive ones if there are enough, else shared evenly.
 
-    ``given`` is the share of a device's memory that the caller has chosen for every engine. Of a device that other
-    processes use, too, an engine gets the free memory. Engines with several ranks do not share devices: their ranks
+    ``given`` is the share of a device's memory, from 0 to 1, that the caller chose for every engine. If other processes
+    use a device too, an engine gets the free memory. Engines with several ranks do not share devices, since their ranks
     wait for each other. Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too little memory.
     """
     if engines * each <= len(devices):
@@ -42,7 +42,7 @@ def plan_devices(
     if each > 1 or not devices:
         raise BadRequest(
             f"--prefill, --decode, --both: {engines} engines with {each} GPUs each need {engines * each}, "
-            f"and {len(devices)} can be used; start fewer engines, or more GPUs in CUDA_VISIBLE_DEVICES",
+            f"and {len(devices)} can be used; start fewer engines, or name more GPUs in CUDA_VISIBLE_DEVICES",
             "prefill",
         )
     on_each = Counter(index % len(devices) for index in range(engines))
@@ -55,7 +55,7 @@ def plan_devices(
 def pick_devices(devices: Sequence[Device], each: int = 1, given: float | None = None) -> DeviceShare:
     """Pick the ``each`` devices with the most free memory for one engine, the first of equal ones.
 
-    Without that many, all of them are vLLM's to choose from. Raises :class:`~tercet.protocol.BadRequest` for too little
+    If there are fewer, the result is empty and vLLM chooses. Raises :class:`~tercet.protocol.BadRequest` for too little
     memory.
     """
     if each > len(devices):
@@ -64,13 +64,13 @@ def pick_devices(devices: Sequence[Device], each: int = 1, given: float | None =
 
 
 def _own(devices: Sequence[Device], given: float | None) -> DeviceShare:
-    """Share of devices that no other engine of this fleet uses."""
+    """Return the share of devices that no other engine of this fleet uses."""
     shares = [share for device in devices if (share := _share(device, 1, given)) is not None]
     return DeviceShare(tuple(device.handle for device in devices), min(shares, default=None))
 
 
 def _share(device: Device, engines: int, given: float | None) -> float | None:
-    """Each engine's share of a device's memory; ``None`` if it is vLLM's default, or set by the caller."""
+    """Return each engine's share of a device's memory; ``None`` for vLLM's default, or if the caller set one."""
     if device.exclusive:
         raise BadRequest(
             f"CUDA_VISIBLE_DEVICES: device {device.handle} is in compute mode {device.exclusive}, and an engine has "
@@ -96,7 +96,7 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
         free = f"device {device.handle}, of which {device.free / GIB:.1f} GiB are free"
         if engines == 1:
             raise BadRequest(
-                f"CUDA_VISIBLE_DEVICES: an engine would have {free}; stop other processes there (nvidia-smi), or name "
+                f"CUDA_VISIBLE_DEVICES: an engine would use {free}; stop other processes there (nvidia-smi), or name "
                 "another device",
                 "CUDA_VISIBLE_DEVICES",
             )
@@ -105,4 +105,6 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
             "there (nvidia-smi)",
             "prefill",
         )
-    return math.floor(1000 * usable / engines / device.memory) / 1000  # the least share of a large device is below 1%
+    return (
+        math.floor(1000 * usable / engines / device.memory) / 1000
+    )  # the smallest share of a large device is below 1%

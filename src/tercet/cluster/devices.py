@@ -1,4 +1,4 @@
-"""The accelerators of this machine, as NVIDIA's tool lists them: no library is loaded, and no context created."""
+"""Accelerators of this machine, as ``nvidia-smi`` lists them, without a library or a CUDA context."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MPS_DIRECTORY, _MPS_DEFAULT = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 class Device(msgspec.Struct, frozen=True):
     """One GPU, or one instance of a divided one (MIG).
 
-    ``handle`` is its name in ``CUDA_VISIBLE_DEVICES``: a number, or its ``uuid``. ``memory`` is its size in bytes, and
-    ``free`` the unused part; both are 0 if unknown. ``exclusive`` is its compute mode if only one process, or none, may
-    use it; empty otherwise. A ``divided`` one is not used itself, but its instances are.
+    ``handle`` is the name in ``CUDA_VISIBLE_DEVICES``: a number, or the ``uuid``. ``memory`` is the size in bytes, and
+    ``free`` the unused part; both are 0 if unknown. ``exclusive`` is the compute mode if at most one process may use
+    the device; empty otherwise. Engines use the instances of a ``divided`` GPU, not the GPU itself.
     """
 
     handle: str
@@ -42,7 +42,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
-    """NVIDIA GPUs that engines may use, by ``CUDA_VISIBLE_DEVICES`` if it is set; none on a CPU machine."""
+    """Return the NVIDIA GPUs that engines may use, limited by ``CUDA_VISIBLE_DEVICES`` if set; empty without GPUs."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _handles(named):
         return ()
@@ -52,12 +52,12 @@ def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
 
 
 def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
-    """Why :func:`list_devices` found none, as text."""
+    """Return, as text, the reason why :func:`list_devices` found no device."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _handles(named):
         return f"CUDA_VISIBLE_DEVICES is {named!r}, which names no device"
     if shutil.which("nvidia-smi") is None:
-        return "there is no nvidia-smi, which is a part of NVIDIA's driver"
+        return "nvidia-smi is not installed; it comes with NVIDIA's driver"
     listed = _listed()
     if listed.trouble:
         return listed.trouble
@@ -70,7 +70,7 @@ def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class _Listed(NamedTuple):
-    """Result of ``nvidia-smi``; ``trouble`` is its error message, or the reason why it has none."""
+    """Devices that ``nvidia-smi`` lists; ``trouble`` is its error if it lists none."""
 
     devices: tuple[Device, ...] = ()
     trouble: str = ""
@@ -90,7 +90,7 @@ def parse_devices(listed: str) -> tuple[Device, ...]:
 
 
 def parse_instances(listed: str, gpus: Sequence[Device]) -> Iterator[Device]:
-    """The instances of divided ``gpus`` in ``nvidia-smi -L``; it does not report their free memory."""
+    """Yield the instances of divided ``gpus`` in ``nvidia-smi -L``, which does not report their free memory."""
     by_index, gpu = {each.handle: each for each in gpus}, None
     for line in listed.splitlines():
         if (begins := _GPU.match(line)) is not None:
@@ -112,7 +112,7 @@ def _listed() -> _Listed:
 
 
 def _ask(program: str, *args: str) -> tuple[str, str]:
-    """Its output, which may have some devices and a complaint about others; and its error if it fails."""
+    """Run a command; return its output, and its error or an empty text. Some output may come with an error."""
     try:
         done = subprocess.run([program, *args], capture_output=True, text=True, timeout=QUERY_SECONDS)
     except subprocess.TimeoutExpired:
@@ -124,12 +124,12 @@ def _ask(program: str, *args: str) -> tuple[str, str]:
 
 
 def _usable(listed: Sequence[Device]) -> tuple[Device, ...]:
-    """Each GPU, or the instances of a divided one: CUDA sees only these."""
+    """Return each undivided GPU and each instance: CUDA sees only these."""
     return tuple(each for each in listed if not each.divided)
 
 
 def _handles(named: str) -> list[str]:
-    """The devices in a value of ``CUDA_VISIBLE_DEVICES``; CUDA ignores everything after an invalid one."""
+    """Return the devices in a value of ``CUDA_VISIBLE_DEVICES`` up to an invalid one; CUDA ignores the rest."""
     found: list[str] = []
     for each in map(str.strip, named.split(",")):
         if not each or each == "-1":
@@ -139,9 +139,9 @@ def _handles(named: str) -> list[str]:
 
 
 def _named(listed: Sequence[Device], handles: Sequence[str]) -> Iterator[Device]:
-    """The devices of these names, up to an unknown one, as CUDA uses them.
+    """Yield the devices with these names up to an unknown one, as CUDA does.
 
-    The beginning of a UUID, which CUDA accepts, is not enough for vLLM. If nothing is listed, all names are accepted.
+    CUDA accepts the beginning of a UUID, vLLM needs all of it. If no devices are listed, every name is accepted.
     """
     for handle in handles:
         found = next((each for each in listed if _is_called(each, handle)), None)
@@ -158,11 +158,11 @@ def _is_called(device: Device, handle: str) -> bool:
 
 
 def _behind_mps(device: Device, environment: Mapping[str, str]) -> Device:
-    """A device that a daemon shares between processes is not exclusive."""
+    """Return the device without ``exclusive`` if CUDA's multi-process service shares it between processes."""
     there = Path(environment.get(_MPS_DIRECTORY, _MPS_DEFAULT)) / "control"
     return msgspec.structs.replace(device, exclusive="") if device.exclusive and there.exists() else device
 
 
 def _mib(text: str) -> int:
-    """The number in MiB; devices without separate memory have a text instead."""
+    """Return a size in MiB as bytes; 0 for a text, which devices without separate memory have."""
     return int(text) * MIB if text.isdigit() else 0

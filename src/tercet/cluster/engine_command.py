@@ -1,6 +1,6 @@
-"""The command of an engine, vLLM's or a simulated one's: a pure function of its description.
+"""Command line of an engine, vLLM's or a simulated one's, as a pure function of the engine's description.
 
-And the flags that callers pass on to vLLM: which are set, and which are not theirs to set.
+The module also checks the flags that callers give for vLLM.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoi
 from tercet.wire.serving.server_access import require_key_beyond_loopback
 
 KV_TRANSFER = "--kv-transfer-config"
-# Tercet uses these to find the server; as vLLM flags they would move it elsewhere.
+# Tercet sets these flags: a different value would change the server's address or model.
 _TERCETS_OWN = ("--model", "--served-model-name", "--host", "--port")
 
 
 def check_flags(args: Sequence[str], where: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for flags that cannot be passed on; ``where`` names their source.
+    """Raise :class:`~tercet.protocol.BadRequest` for flags that cannot be forwarded; ``where`` names their source.
 
-    vLLM checks everything else.
+    vLLM checks all other flags.
     """
     if args and not args[0].startswith("-"):
-        raise BadRequest(f"{where}: {args[0]!r} is not a flag; vLLM's own flags begin with one", where)
+        raise BadRequest(f"{where}: {args[0]!r} is not a flag; begin with a flag of vLLM", where)
     for flag, _ in _flags(args):
         if flag in _TERCETS_OWN:
-            raise BadRequest(f"{where}: {flag} is Tercet's own; give it before the --, or as a separate key", where)
+            raise BadRequest(f"{where}: {flag} is a flag of Tercet; give it before --, or as a separate key", where)
 
 
 def value_of(args: Sequence[str], *names: str) -> str | None:
-    """The last value of a flag under any of its ``names`` in ``args``; ``""`` if it has none."""
+    """Return the last value of a flag with one of these ``names``: ``""`` without a value, None without the flag."""
     return next((value for flag, value in reversed(list(_flags(args))) if flag in names), None)
 
 
@@ -64,7 +64,7 @@ def without(args: Sequence[str], name: str) -> list[str]:
 
 
 def _flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each flag with its value, whether written ``--flag value`` or ``--flag=value``."""
+    """Yield each flag with its value, written as ``--flag value`` or ``--flag=value``."""
     for index, arg in enumerate(args):
         if not arg.startswith("-"):
             continue
@@ -74,7 +74,7 @@ def _flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _spelling(arg: str) -> str:
-    """A flag's name as vLLM documents it; ``--max_model_len`` is accepted too."""
+    """Return a flag's name as vLLM documents it; vLLM also accepts ``--max_model_len``."""
     return arg.split("=", 1)[0].replace("_", "-") if arg.startswith("--") else arg.split("=", 1)[0]
 
 
@@ -86,8 +86,8 @@ KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-# With `--enforce-eager`, PyTorch still compiles the code that samples tokens and ranks log probabilities, at the first
-# use of each, while the engine is blocked for up to half a minute.
+# Even with `--enforce-eager`, PyTorch compiles the code that samples tokens and ranks log probabilities at its first
+# use, and blocks the engine for up to half a minute.
 NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 KV_TRANSFER_CONFIG: Mapping[str, str] = {
     "kv_connector": "TercetConnector",
@@ -99,11 +99,11 @@ CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
 GPU_MEMORY = "--gpu-memory-utilization"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
-# vLLM's start method of its core and its workers. By its default it forks them, after this plugin has imported the
-# worker's code with many libraries: if one of them calls CUDA when it is imported, the forked process cannot use CUDA.
+# Start method of vLLM's core and workers. By default vLLM forks them after this plugin has imported the worker's code
+# with many libraries: if one of these calls CUDA during its import, the forked process cannot use CUDA.
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-# Python's warnings about vLLM's and PyTorch's code, and about shared memory of a killed owner, which is removed here;
-# and PyTorch's C++ messages below errors.
+# These variables hide Python's warnings about vLLM's and PyTorch's code and about shared memory of a killed process,
+# which Tercet removes, and PyTorch's C++ messages below errors.
 _QUIET: Mapping[str, str] = {
     "PYTHONWARNINGS": ",".join((
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:multiprocessing.resource_tracker",
@@ -111,19 +111,18 @@ _QUIET: Mapping[str, str] = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
 STAGES = ("--pipeline-parallel-size", "-pp")
-# On a CPU vLLM allocates buffers for a pipeline stage's input when it warms up for compilation, which `--enforce-eager`
-# leaves out: such an engine ends at its first request. This compiles nothing, and warms up.
+# On a CPU vLLM allocates buffers for a pipeline stage's input while it warms up for compilation. `--enforce-eager`
+# skips that, and the engine ends at its first request. This configuration warms up without compiling.
 EAGER_STAGES: Mapping[str, str] = {"--compilation-config": '{"mode":1,"backend":"eager"}'}
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``cores`` are empty if an accelerator computes; ``gpus`` are then its devices.
+    """Description of one engine. If an accelerator computes, ``cores`` is empty and ``gpus`` are its devices.
 
-    ``gpu_memory`` is its share of their memory, vLLM's default if not given.
-
-    ``dtype`` is :func:`~tercet.cluster.compute.default_dtype` by default, if that is not None. ``kv_cache_gib`` is the
-    KV memory of a CPU engine. ``built_in``: the model is Tercet's small one. ``simulate``: the profile of a simulated
-    engine, with its ``options``. ``prefill_hosts`` are the engines that may be named to prefill for it.
+    ``gpu_memory`` is the engine's share of their memory, from 0 to 1; None means vLLM's default. ``dtype``: None means
+    :func:`~tercet.cluster.compute.default_dtype`. ``kv_cache_gib`` is the KV memory of a CPU engine in GiB.
+    ``built_in`` is True for Tercet's built-in model. ``simulate`` is the profile of a simulated engine, which has
+    ``options``. ``prefill_hosts`` are the engines that a request may name to prefill for this engine.
     """
 
     name: str
@@ -144,9 +143,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> list[str]:
-    """Arguments of the server process; the caller's vLLM flags come last and have precedence.
+    """Return the command line of the server process; the caller's vLLM flags come last and have precedence.
 
-    It is the plain vLLM command, unless one import of vLLM can serve all processes of the engine. Raises
+    The command is that of plain vLLM, unless one import of vLLM can serve all processes of the engine. Raises
     :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be merged with Tercet's.
     """
     argv = plain_argv(spec)
@@ -158,7 +157,7 @@ def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> 
 
 
 def plain_argv(spec: EngineSpec) -> list[str]:
-    """:func:`engine_argv` with vLLM's own server in any case, or without one: on an engine's further machines."""
+    """Return :func:`engine_argv` with vLLM's own server, or without a server on further machines of an engine."""
     where = [
         "--model", spec.model, "--served-model-name", spec.served_model_name,
         "--host", spec.host, "--port", str(spec.port),
@@ -193,9 +192,9 @@ def plain_argv(spec: EngineSpec) -> list[str]:
 
 
 def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
-    """Whether the engine runs on cores that Tercet chose, and all its processes read the same values at import.
+    """True if the engine runs on cores that Tercet chose, and all its processes read the same values at import.
 
-    That is so if it has no pipeline and compiles nothing, and if no other OpenMP than PyTorch's is requested.
+    The condition is: the engine has no pipeline, compiles nothing, and uses no other OpenMP than PyTorch's.
     """
     given = [flag for flag, _ in _flags(spec.extra_args)]
     several = {"--data-parallel-size", "-dp", "--nnodes", HEADLESS, "--api-server-count", "-asc",
@@ -212,9 +211,9 @@ def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
 
 
 def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` at once for what the engine would refuse after loading its model.
+    """Raise :class:`~tercet.protocol.BadRequest` for settings that the engine would refuse after loading its model.
 
-    That is: verbs that other machines could call without a key, and several API servers.
+    Refused are verbs that other machines could call without a key, and several API servers.
     """
     given: dict[str, Any] = json.loads(kv_transfer_config(spec.extra_args)).get("kv_connector_extra_config") or {}
     keys = [key_of(inherited.get(name, ""), name) for name in (SECRET_VARIABLE, API_KEY_VARIABLE)]
@@ -225,13 +224,13 @@ def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ)
     servers = value_of(spec.extra_args, "--api-server-count", "-asc")
     if servers not in (None, "1"):
         raise BadRequest(
-            f"--api-server-count: is {servers}, and one API server keeps the leases of an engine; leave it out",
+            f"--api-server-count: must be 1, is {servers}: one API server keeps an engine's leases; leave it out",
             "--api-server-count",
         )
 
 
 def kv_transfer_config(args: Sequence[str]) -> str:
-    """Tercet's ``--kv-transfer-config``, with the caller's keys (such as ``kv_connector_extra_config``) added."""
+    """Return Tercet's ``--kv-transfer-config`` with the caller's keys, such as ``kv_connector_extra_config``."""
     text = value_of(args, KV_TRANSFER)
     if text is None:
         return json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":"))
@@ -241,15 +240,15 @@ def kv_transfer_config(args: Sequence[str]) -> str:
         raise BadRequest(f"{KV_TRANSFER}: {error}", KV_TRANSFER) from error
     for key, needed in KV_TRANSFER_CONFIG.items():
         if given.get(key, needed) != needed:
-            raise BadRequest(f"{KV_TRANSFER}: {key} must be {needed}, not {given[key]}", KV_TRANSFER)
+            raise BadRequest(f"{KV_TRANSFER}: {key} must be {needed}, is {given[key]}", KV_TRANSFER)
     return json.dumps({**KV_TRANSFER_CONFIG, **given}, separators=(",", ":"))
 
 
 def kv_events_flag(spec: EngineSpec) -> list[str]:
-    """vLLM's KV events at ports that the system chooses; routers find them in the engine's status.
+    """Return the flag for vLLM's KV events at ports that the system chooses; routers find them in the engine's status.
 
-    Not added if the caller configures them, with several data-parallel ranks, which need numbered ports, or if vLLM's
-    publisher cannot listen: it needs an IPv4 address.
+    The result is empty if the caller configures them, if there are several data-parallel ranks, which need numbered
+    ports, or if the host is not an IPv4 address, which vLLM's publisher needs.
     """
     host = _PUBLISHERS.get(spec.host, spec.host)
     own = any(value_of(spec.extra_args, flag) is not None for flag in (KV_EVENTS, "--data-parallel-size", "-dp"))
@@ -261,9 +260,9 @@ def kv_events_flag(spec: EngineSpec) -> list[str]:
 
 
 def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables of the server process, in addition to those that it inherits.
+    """Return the environment variables of the server process, in addition to inherited ones.
 
-    Raises :class:`~tercet.protocol.BadRequest` for an invalid one of Tercet's variables.
+    Raises :class:`~tercet.protocol.BadRequest` if a variable of Tercet is invalid.
     """
     spin_seconds(inherited, on_cpu=bool(spec.cores))
     env = {"VLLM_PLUGINS": "tercet", ENGINE_NAME_VARIABLE: spec.name, "VLLM_NO_USAGE_STATS": "1"}
@@ -272,7 +271,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     if Path(spec.model).exists():
         env["HF_HUB_OFFLINE"] = "1"
     env |= {name: value for name, value in _QUIET.items() if name not in inherited}
-    if are_spans_wanted(inherited):  # vLLM has another default than the standard's
+    if are_spans_wanted(inherited):  # vLLM's default differs from the standard's
         env[TRACES_PROTOCOL] = protocol_of(inherited)
         env |= _named_in_traces(spec.name, inherited)
     if spec.cores:
@@ -292,7 +291,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
 
 
 def _named_in_traces(name: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What gives vLLM's own spans the engine's name, as Tercet's have it, unless the user's variables name them."""
+    """Return variables that give vLLM's spans the engine's name, as Tercet's have, unless the user's variables do."""
     given, env = inherited.get("OTEL_RESOURCE_ATTRIBUTES", ""), dict[str, str]()
     if "service.name" not in given:
         env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
@@ -302,20 +301,20 @@ def _named_in_traces(name: str, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks_of(args: Sequence[str]) -> int:
-    """How many workers vLLM starts for an engine with these flags."""
+    """Return the number of workers that vLLM starts for an engine with these flags."""
     ranks = 1
     for flag, short in (("--tensor-parallel-size", "-tp"), STAGES):
         value = value_of(args, flag, short)
         if value is None:
             continue
         if not value.isdigit() or int(value) < 1:
-            raise BadRequest(f"{flag}: {value!r} is not a positive number", flag)
+            raise BadRequest(f"{flag}: must be a whole number, at least 1, is {value!r}", flag)
         ranks *= int(value)
     return ranks
 
 
 def gpu_memory_of(args: Sequence[str]) -> float | None:
-    """An engine's share of a device's memory in these flags, if set."""
+    """Return an engine's share of a device's memory, from 0 to 1, in these flags; None if not set."""
     value = value_of(args, GPU_MEMORY)
     if value is None:
         return None
@@ -324,11 +323,11 @@ def gpu_memory_of(args: Sequence[str]) -> float | None:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise BadRequest(f"{GPU_MEMORY}: {value!r} is not a share from 0 to 1", GPU_MEMORY)
+        raise BadRequest(f"{GPU_MEMORY}: must be greater than 0 and at most 1, is {value!r}", GPU_MEMORY)
     return share
 
 
 def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """The command as a shell command line."""
+    """Return the command as a shell command line."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*variables, shlex.join(["python", *argv[1:]])])

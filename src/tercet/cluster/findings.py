@@ -1,4 +1,4 @@
-"""Meaning of a machine's parts for Tercet: what works, what a missing part costs, and the remedy. No I/O."""
+"""Findings about a machine's parts: their state, the cost of a missing part, and the remedy. There is no I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 # vLLM's processes communicate through rings in shared memory; PyTorch and NCCL use it, too.
 LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
-# Two CPU engines with the built-in model and a GiB of KV each, and a router.
+# Memory of two CPU engines with the built-in model and a GiB of KV each, and of a router.
 LEAST_MEMORY = 8 * GIB
 # NVIDIA's "CUDA Toolkit and Corresponding Driver Versions": the first driver for minor versions of a CUDA.
 LEAST_DRIVER = {12: 525, 13: 580}
@@ -27,9 +27,9 @@ State = Literal["ok", "costs", "broken"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One part. ``costs`` is the effect of its state, and ``do`` the remedy; both are empty if all is well.
+    """The state of one part. ``costs`` is the effect of a problem, and ``do`` the remedy; both are empty without one.
 
-    ``broken``: engines cannot start. ``costs``: they can, with less performance than this machine could have.
+    State ``broken``: engines cannot start. State ``costs``: engines start, but are slower than this machine allows.
     """
 
     part: str
@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings_of(machine: Machine) -> list[Finding]:
-    """All parts worth a line, in the order in which one would set a machine up."""
+    """Return the findings about all parts, in the order of a machine's setup."""
     return [
         *_vllm(machine),
         *_compute(machine),
@@ -57,12 +57,12 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
     build = "the CPU build" if machine.vllm_for_cpu else "the build for accelerators"
     if machine.vllm_for_cpu and machine.devices:
         yield Finding(
-            "vLLM", "costs", f"{machine.vllm}, {build}", "engines compute on cores, the devices below are idle",
+            "vLLM", "costs", f"{machine.vllm}, {build}", "engines compute on cores, and the devices below are idle",
             f"install vLLM's CUDA build in another environment: {INSTALL_FOR_GPUS}",
         )  # fmt: skip
     elif not machine.vllm_for_cpu and not machine.devices:
         yield Finding(
-            "vLLM", "broken", f"{machine.vllm}, {build}", "it finds no device to compute on",
+            "vLLM", "broken", f"{machine.vllm}, {build}", "vLLM finds no device to compute on",
             f"for CPUs {INSTALL_FOR_CPUS}; or let this process see a device: nvidia-smi, CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     else:
@@ -81,14 +81,16 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
 
 
 def _remedy(error: str) -> str:
-    """The remedy for a vLLM that cannot be imported; the packages of ``MISMATCHED`` fail inside of ``torch``."""
+    """Return the remedy for a vLLM that cannot be imported; the packages of ``MISMATCHED`` fail inside ``torch``."""
     if any(name in error for name in MISMATCHED):
-        return f"pip uninstall -y {' '.join(MISMATCHED)}: their builds do not match a CPU torch, and text needs none"
+        return (
+            f"pip uninstall -y {' '.join(MISMATCHED)}: they do not match a CPU torch, and text models do not need them"
+        )
     return f"install vLLM again: for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
 
 
 def _first_of(unmet: Sequence[str]) -> str:
-    """Some of the mismatches, shortened: a vLLM of another version has hundreds of them."""
+    """Return some of the mismatches, shortened: a vLLM of another version has hundreds."""
     shown = [each if len(each) <= SHOWN_LENGTH else f"{each[:SHOWN_LENGTH]}..." for each in unmet[:SHOWN]]
     more = len(unmet) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
@@ -106,12 +108,12 @@ def _compute(machine: Machine) -> Iterator[Finding]:
                 "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
             )  # fmt: skip
         elif device.memory and device.free < device.memory // 2:
-            do = "nvidia-smi shows its users; engines take what is free"
+            do = "stop other processes there, nvidia-smi lists them; engines use the free memory"
             yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
         else:
             yield Finding(f"device {device.handle}", "ok", found)
     if not machine.devices:
-        on_cores = "engines compute on cores: enough to try things with small models, too slow to serve large ones"
+        on_cores = "engines compute on cores: enough for trials with small models, too slow for large ones"
         yield Finding(
             "devices", "costs", f"none: {machine.no_devices}",
             on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
@@ -125,18 +127,23 @@ def _compute(machine: Machine) -> Iterator[Finding]:
         )  # fmt: skip
     for name in machine.other_accelerators:
         yield Finding(
-            name, "costs", "its device file is there", "Tercet starts no engines on it", "start vLLM's own server on it"
+            name, "costs", "its device file exists", "Tercet starts no engines on it", "start vLLM's own server on it"
         )
     if machine.devices:
         return
     flags, cores = set(machine.cpu_flags), f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
     if machine.cores < 2:
         yield Finding(
-            "cores", "costs", cores, "two engines share it, and all of their steps are slow", "more cores, or --both 1"
+            "cores",
+            "costs",
+            cores,
+            "two engines share one core, and all their steps are slow",
+            "more cores, or --both 1",
         )
     elif flags and not flags & COMPUTE_WITH_BFLOAT16:
         yield Finding(
-            "cores", "costs", f"{cores}, no instructions for bfloat16", "engines compute in float32, KV takes twice",
+            "cores", "costs", f"{cores}, no instructions for bfloat16",
+            "engines compute in float32, and KV takes twice the memory",
             "nothing: --dtype bfloat16 would be many times as slow",
         )  # fmt: skip
     else:
@@ -146,7 +153,7 @@ def _compute(machine: Machine) -> Iterator[Finding]:
     if enough:
         yield Finding("memory", "ok", found)
     else:
-        costs = f"two engines with the built-in model want {_gib(LEAST_MEMORY)}"
+        costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
         yield Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
 
 
@@ -170,30 +177,30 @@ def _transports(machine: Machine) -> Iterator[Finding]:
     net = machine.namespaces.get("net", "unknown")
     if machine.sealed_files:
         found = f"memory files can be shared; network namespace {net}"
-        yield Finding("KV, one machine (host)", "ok", f"{found}, in which peers must be, too, as the same user")
+        yield Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
     else:
         yield Finding(
             "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
-            "no engine starts: KV of CPU engines, and every engine's send table, lie in such files",
+            "no engine starts: such files hold KV of CPU engines and every engine's send table",
             "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
         )  # fmt: skip
     libraries = [name for name, there in machine.libraries.items() if there]
     install = "scripts/install-transport-extras"
     if not machine.rdma:
-        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs nothing{_beside(libraries)}")
+        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_beside(libraries)}")
     for device in machine.rdma:
         part = f"RDMA device {device.name}"
         if not device.active:
             costs, do = (
-                "KV between machines goes over tcp",
-                "bring its port up: ibstat, or ask the fabric's administrator",
+                "KV between machines uses tcp",
+                "activate its port (ibstat), or ask the fabric's administrator",
             )
             yield Finding(part, "costs", "no port is active", costs, do)
         elif not device.usable:
-            costs = "KV between machines goes over tcp"
-            yield Finding(part, "costs", "not for this user", costs, "give the container /dev/infiniband")
+            costs = "KV between machines uses tcp"
+            yield Finding(part, "costs", "this user may not use it", costs, "give the container /dev/infiniband")
         elif not libraries:
-            costs = "KV between machines goes over tcp, at a fraction of the link"
+            costs = "KV between machines uses tcp, at a fraction of the link's bandwidth"
             yield Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, f"run {install}")
         else:
             yield Finding(part, "ok", f"active{_beside(libraries)}")
@@ -226,13 +233,13 @@ def _limits(machine: Machine) -> Iterator[Finding]:
         yield Finding("/dev/shm", "ok", f"{_gib(machine.shared_memory)} free")
     if machine.open_files is not None and machine.open_files < LEAST_OPEN_FILES:
         yield Finding(
-            "open files", "costs", f"at most {machine.open_files}", "a router refuses clients beyond that",
+            "open files", "costs", f"at most {machine.open_files}", "a router refuses further clients",
             f"ulimit -n {LEAST_OPEN_FILES * 16}; LimitNOFILE for systemd",
         )  # fmt: skip
     for port in machine.ports_taken:
         whose = "the router" if port == 8000 else "a single engine"
         yield Finding(
-            f"port {port}", "costs", "something listens there", f"{whose} cannot have it, which is its default",
+            f"port {port}", "costs", "another process listens there", f"{whose} cannot use its default port",
             "choose another --port, or tercet down",
         )  # fmt: skip
 

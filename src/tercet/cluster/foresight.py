@@ -1,4 +1,4 @@
-"""Detects problems that engines would find only after minutes, each by itself: too little memory, too few cores."""
+"""Early checks for problems that engines would find only after minutes: too little memory, too few cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tercet.protocol import BadRequest
 
 GIB = 1 << 30
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-# With these the caller decides on KV memory, or on what is loaded.
+# With these flags the caller sets the KV memory, or the load format.
 OWN_MEMORY = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--load-format")
 BYTES: Mapping[str, int] = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 # Memory that an engine on CPUs maps before its weights and KV: PyTorch, vLLM, stacks of threads.
@@ -26,9 +26,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def require_memory(specs: Sequence[EngineSpec], available: int | None = None) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if CPU engines cannot have their weights and KV together.
+    """Raise :class:`~tercet.protocol.BadRequest` if the weights and KV of all CPU engines exceed the free memory.
 
-    ``available`` is the free memory in bytes; by default that of this machine and this control group.
+    ``available`` is the free memory in bytes; None means the free memory of this machine and this control group.
     """
     needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
     _require_address_space(needs)
@@ -47,19 +47,19 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
 
 
 def _require_address_space(needs: Sequence[tuple[int, int]]) -> None:
-    """Check the address space: a process without enough of it fails in many ways, some of them after minutes."""
+    """Check the limit of the address space: a process that exceeds it fails in many ways, some after minutes."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     needed = LIBRARIES + max(map(sum, needs), default=0)
     if needs and allowed != resource.RLIM_INFINITY and allowed < needed:
         raise BadRequest(
             f"ulimit: a process may map {allowed / GIB:.1f} GiB here (ulimit -v), and an engine maps at least "
-            f"{needed / GIB:.1f} GiB; say ulimit -v unlimited, or choose a smaller --kv-cache-gib or model",
+            f"{needed / GIB:.1f} GiB; run ulimit -v unlimited, or choose a smaller --kv-cache-gib or model",
             "kv-cache-gib",
         )
 
 
 def shared_cores(specs: Sequence[EngineSpec]) -> str | None:
-    """A warning if workers have to share cores: then all of them are slower, and steps may take seconds."""
+    """Return a warning if workers must share cores, which makes all of them slow; None otherwise."""
     workers = sum(ranks_of(spec.extra_args) for spec in specs if spec.cores)
     cores = len({core for spec in specs for core in spec.cores})
     if workers <= cores:
@@ -68,7 +68,7 @@ def shared_cores(specs: Sequence[EngineSpec]) -> str | None:
 
 
 def _needed(spec: EngineSpec) -> tuple[int, int] | None:
-    """Bytes of weights and of KV, at least; None if the caller configures memory."""
+    """Return the least bytes of weights and of KV; None if the caller configures memory."""
     if any(value_of(spec.extra_args, flag) is not None for flag in OWN_MEMORY):
         return None
     checkpoint = Path(spec.model) if Path(spec.model).is_dir() else cached_snapshot(spec.model)
@@ -77,7 +77,7 @@ def _needed(spec: EngineSpec) -> tuple[int, int] | None:
 
 
 def _weights(checkpoint: Path, dtype: str | None) -> int:
-    """Bytes that they take in memory: one kind of files of a checkpoint, which may contain several."""
+    """Return the bytes of a checkpoint's weights in memory; of several file formats, only one is counted."""
     kinds = ([*checkpoint.glob(kind)] for kind in WEIGHTS)
     stored = next((files for files in kinds if files), list[Path]())
     size = sum(file.stat().st_size for file in stored)
@@ -91,7 +91,7 @@ def _weights(checkpoint: Path, dtype: str | None) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that new processes can get here."""
+    """Return the bytes of memory that new processes can get on this machine."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
         limit = int((CGROUP / "memory.max").read_text())

@@ -1,13 +1,13 @@
-"""Runs one command and never outlives its parent: ``python guard.py GRACE COMMAND...``, a pipe as standard input.
+"""Program that runs one command and ends with its parent: ``python guard.py GRACE COMMAND...``, with a pipe as stdin.
 
-With ``python guard.py GRACE --from SOCKET COMMAND...`` a warm parent (:mod:`tercet.cluster.warm_start`) that listens
-there forks the process of the command; if it does not answer, the command is started as usual.
+With ``python guard.py GRACE --from SOCKET COMMAND...`` the warm parent (:mod:`tercet.cluster.warm_start`) that listens
+at the socket forks the process of the command; if it does not answer, the command is started as usual.
 
 The parent holds the other end of that pipe and writes nothing. When the parent ends, for any reason, the pipe closes
-and everything in this process group is stopped: the command, its children, and what they left behind, with SIGTERM, and
-after ``GRACE`` seconds with SIGKILL. A second process does that if this one is killed. SIGTERM to this process is
-passed on; the command's exit code is then its own. It needs only the standard library, so that it starts at once and
-stays small.
+and every process of this process group gets SIGTERM, and after ``GRACE`` seconds SIGKILL: the command, its children,
+and processes that they left behind. A second process does this if this one is killed. This process forwards SIGTERM,
+and exits with the command's exit code. The program needs only the standard library, so that it starts fast and stays
+small.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Protocol
 
-# After the command's end its children may still give back shared memory.
+# Time for children to release shared memory after the command's end.
 STRAGGLER_SECONDS = 1.0
 PARENT = 0
 # The directory of vLLM's socket files.
@@ -41,20 +41,20 @@ FROM = "--from"
 
 
 class Child(Protocol):
-    """The command's process. ``ready`` are descriptors that become readable when :meth:`poll` may have news."""
+    """The command's process. ``ready``: descriptors that become readable when the result of :meth:`poll` may change."""
 
     ready: Sequence[int]
 
     def timeout(self) -> float | None:
-        """Seconds until :meth:`poll` must be called in any case, if ever."""
+        """Return the seconds until :meth:`poll` must be called at the latest; None for no limit."""
         ...
 
     def poll(self) -> int | None:
-        """Its exit code, -N if signal N ended it; None while it runs."""
+        """Return the exit code, -N if signal N ended the process; None while it runs."""
         ...
 
     def forget(self) -> bool:
-        """Give the process up if it does not exist yet; returns whether that was so."""
+        """Cancel the start of the process if it does not exist yet; return True in that case."""
         ...
 
 
@@ -64,7 +64,7 @@ class Spawned:
     ready: Sequence[int] = ()
 
     def __init__(self, command: Sequence[str]) -> None:
-        # Inherited descriptors, such as a socket, are for the command only. All others close when it is executed.
+        # Inherited descriptors, such as a socket, are for the command only. All others are closed by exec.
         this = os.getpid()
         self._child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=lambda: _end_with(this)
@@ -84,8 +84,8 @@ class Spawned:
 class Forked:
     """A child of the warm parent at ``address``, in this process's group.
 
-    It may have to wait until the parent has imported. If the parent refuses, has ended or does not answer within
-    :data:`ANSWER_SECONDS`, the command is spawned. Raises :class:`OSError` if no parent listens.
+    The fork waits until the parent has imported its modules. If the parent refuses, ends or does not answer within
+    :data:`ANSWER_SECONDS`, the command is spawned instead. Raises :class:`OSError` if no parent listens.
     """
 
     def __init__(self, address: str, command: Sequence[str]) -> None:
@@ -155,11 +155,11 @@ class Forked:
 
 ANSWER_SECONDS = 120.0
 UNKNOWN = 1
-"""The exit code of a process whose parent ended first, so that its real code is unknown."""
+"""Exit code for a process whose real code is unknown, since its parent ended first."""
 
 
 def start(command: list[str]) -> Child:
-    """Start the command's process, forked by a warm parent if there is one; raises :class:`OSError`."""
+    """Start the command's process, by fork of a warm parent if one is given; raise :class:`OSError`."""
     if command[0] != FROM:
         return Spawned(command)
     try:
@@ -182,7 +182,7 @@ class Guard:
         self._child = start(command)
 
     def run(self) -> int:
-        """Wait for the child's end; returns its exit code, 128 + N if signal N ended it."""
+        """Wait for the child's end, and return its exit code, or 128 + N if signal N ended it."""
         passed_on = False
         while (code := self._child.poll()) is None:
             if self._asked_to_stop and not passed_on:
@@ -200,14 +200,14 @@ class Guard:
         self._asked_to_stop = True
 
     def _parent_is_gone(self) -> bool:
-        """Sleep until a signal arrives, the child may have news or the pipe closes; returns whether the pipe closed."""
+        """Sleep until a signal arrives, the child may have changed or the pipe closes; return True if it closed."""
         ready, _, _ = select.select([PARENT, self._wakeup, *self._child.ready], [], [], self._child.timeout())
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
         return PARENT in ready and not os.read(PARENT, 4096)
 
     def _end_group(self) -> None:
-        """Never returns: this process is part of the group that it kills."""
+        """End the process group, of which this process is a member; the call does not return."""
         os.killpg(0, signal.SIGTERM)
         deadline = time.monotonic() + self._grace
         while self._child.poll() is None and time.monotonic() < deadline:
@@ -223,7 +223,7 @@ def _remove_sockets() -> None:
 
 
 def _end_what_is_left() -> None:
-    """Never returns."""
+    """Kill the process group after a pause for clean-up; the call does not return."""
     time.sleep(STRAGGLER_SECONDS)
     _remove_sockets()
     os.killpg(0, signal.SIGKILL)
@@ -232,7 +232,7 @@ def _end_what_is_left() -> None:
 def _watch_this_process(grace: float) -> int:
     """Start a second process that ends the group if this one is killed, perhaps together with the parent.
 
-    Returns a descriptor to write to when this process ends well.
+    Returns a descriptor; this process writes to it before a normal end.
     """
     watched, held = os.pipe()
     child = os.fork()
@@ -245,7 +245,9 @@ def _watch_this_process(grace: float) -> int:
     if os.fork():  # the command must be the only child
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the group gets them, and this process ends with the guard
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # the guard forwards them to the group, and this process ends with the guard
     if os.read(watched, 1):
         os._exit(0)
     os.killpg(0, signal.SIGTERM)
@@ -263,24 +265,24 @@ def _close_what_is_given() -> None:
 
 
 def _end_with(guard: int) -> None:
-    """In the command: end when the guard ends, even if the guard's watcher was killed as well."""
+    """Make this process, the command, end when the guard ends, even if the guard's watcher was killed too."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != guard:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wake_on_signals() -> int:
-    """A file descriptor that becomes readable at every handled signal, a child's end included."""
+    """Return a file descriptor that becomes readable at every handled signal, including the end of a child."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A handler, unlike SIG_IGN, makes the signal wake us, and is not inherited by the command.
+    # Unlike SIG_IGN, a handler lets the signal wake this process, and the command does not inherit it.
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     return reader
 
 
 def main(grace: float, command: list[str]) -> int:
-    """Run ``command`` under guard."""
+    """Run ``command`` under a guard, and return its exit code."""
     try:
         guard = Guard(grace, command)
     except OSError as error:

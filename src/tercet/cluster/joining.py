@@ -1,4 +1,4 @@
-"""Engines that join a router: each is started, joins when it serves, stays a member, and is emptied before it stops."""
+"""Engines that join a router: each starts, joins when it serves, stays a member, and is drained before it stops."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tercet.protocol.wire import JoinCall
 from tercet.wire.client.join_router import RouterMembership
 
 AGAIN_SECONDS = 2.0
-"""How often a member says that it is one; so it is one again soon after the router has lost it."""
+"""Interval in seconds at which a member repeats its call to join, so that a restarted router soon lists it again."""
 LOOK_SECONDS = 0.2
 LEAVE_SECONDS = 5.0
-"""Longest wait for a router that does not answer, when an engine leaves."""
+"""Longest wait in seconds for a router that does not answer when an engine leaves."""
 
 
 @dataclass
 class JoiningEngine:
-    """One engine at ``url``, as the router reaches it; ``uid`` is of this start of it."""
+    """One engine, which the router reaches at ``url``; ``uid`` identifies this start of the engine."""
 
     name: str
     role: Role
@@ -32,18 +32,17 @@ class JoiningEngine:
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def call(self, leaving: bool = False) -> JoinCall:
-        """What the router is told."""
+        """Return the call by which the engine joins the router, or is drained before it leaves."""
         return JoinCall(url=self.url, uid=self.uid, role=self.role, leaving=leaving)
 
 
 async def run_joined(
     engines: Sequence[JoiningEngine], router: str, secret: str, drain_seconds: float, on_event: OnEvent
 ) -> None:
-    """Run engines as members of the router's fleet until cancelled; then have them emptied, leave and stop.
+    """Run engines as members of the router's fleet until cancelled; then drain, remove and stop them.
 
-    ``drain_seconds`` is the longest time in which what runs there is moved or finishes. Raises
-    :class:`~tercet.cluster.child_process.StartFailed` if one does not start, or if
-    one ends by itself.
+    ``drain_seconds`` is the longest time in which sequences are moved or finish. Raises
+    :class:`~tercet.cluster.child_process.StartFailed` if an engine does not start, or ends by itself.
     """
     try:
         for engine in engines:
@@ -79,7 +78,7 @@ async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: f
 
 
 async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: OnEvent) -> None:
-    """Be a member again and again; what a router refuses, or its absence, is said once."""
+    """Repeat the call to join until cancelled; report each change of the result once."""
     said = ""
     while True:
         try:
@@ -94,25 +93,25 @@ async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: O
 
 
 async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
-    """Nothing new begins at the engine, what runs there moves or finishes; then it leaves."""
+    """Drain the engine, then remove it from the router's fleet."""
     try:
         async with asyncio.timeout(seconds + LEAVE_SECONDS):
             await _empty(engine, membership, seconds, on_event)
             await membership.leave(engine.uid)
             on_event(engine.name, "has left the router's fleet")
     except TimeoutError:
-        on_event(engine.name, "stops without having left: the router does not answer")
+        on_event(engine.name, "stops without leaving the fleet: the router does not answer")
     except TercetError as error:
-        on_event(engine.name, f"stops without having left: {error.message}")
+        on_event(engine.name, f"stops without leaving the fleet: {error.message}")
 
 
 async def _empty(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
-    """Wait until nothing runs there any more, for ``seconds`` at most; the router moves what runs."""
+    """Wait at most ``seconds`` until the engine has no sequences; the router moves them to other engines."""
     last = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while left := (await membership.join(engine.call(leaving=True))).in_flight:
                 if left != last:
                     last = left
-                    on_event(engine.name, f"leaving: {left} sequences on it")
+                    on_event(engine.name, f"leaving the fleet: {left} sequences left")
                 await asyncio.sleep(LOOK_SECONDS)

@@ -33,7 +33,7 @@ from tercet.settings import DiscoverySettings, EngineAddress, RouterConfig, Rout
 from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
-# Engines serve the router only, and their control endpoints need no password.
+# Only the router calls engines, and their control endpoints need no key.
 ENGINE_HOST = "127.0.0.1"
 NOTHING_TO_FIND = DiscoverySettings()
 TOLD = frozenset({"secret", "access-log", "log-format"})
@@ -45,10 +45,10 @@ async def local_fleet(
 ) -> AsyncGenerator[RunningFleet]:
     """Start the fleet that ``config`` describes, with the checkpoint at ``model``; stop all of it on exit.
 
-    The caller keeps its engines alive by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The router
-    is stopped first, and finishes what runs; once ``hurry`` is set it ends at once. ``on_event(process, state)``
-    is called with each process's states. Raises :class:`~tercet.cluster.child_process.StartFailed` when one does not
-    become ready, and :class:`~tercet.protocol.BadRequest` for an address or a log directory that cannot be used.
+    The caller keeps the engines running by :meth:`~tercet.cluster.running_fleet.RunningFleet.until_broken`. The router
+    is stopped first, and finishes running requests; once ``hurry`` is set it ends at once. ``on_event(process, state)``
+    is called with each process's states. Raises :class:`~tercet.cluster.child_process.StartFailed` if a process does
+    not become ready, and :class:`~tercet.protocol.BadRequest` for an unusable address or log directory.
     """
     specs = engine_specs(config, model)
     if config.port:
@@ -80,9 +80,9 @@ async def local_fleet(
 
 @asynccontextmanager
 async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[Path | None]:
-    """The warm parent of these engines: the one in a variable, else a new one; None if none can use it.
+    """Yield the warm parent of these engines: the one in a variable, or a new one; None if no engine can use it.
 
-    It is for engines with as many cores as the first one; others import for themselves.
+    Engines with the same number of cores as the first one use it; others import vLLM themselves.
     """
     named = os.environ.get(WARM_PARENT_VARIABLE, "")
     if named == COLD or not any(can_fork(engine_argv(spec)) for spec in specs if spec.simulate is None):
@@ -97,7 +97,7 @@ async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[
 def fleet_of(
     config: UpConfig, model: str, specs: Sequence[EngineSpec], log_dir: Path, warm: Path | None, on_event: OnEvent
 ) -> RunningFleet:
-    """The fleet to start."""
+    """Return the fleet that ``config`` describes; its processes are not started yet."""
     environment = shared_environment(config)
 
     def launch(spec: EngineSpec, role: Role) -> RunningEngine:
@@ -123,7 +123,7 @@ def fleet_of(
 
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
-    """Variables for every engine: the fleet's secret, and the log settings. Its flags are vLLM's."""
+    """Return the variables of every engine: the fleet's secret and the log settings. An engine's flags are vLLM's."""
     told = encode_settings(config)
     return {each.env: _as_text(told[each.key]) for each in declared(UpConfig) if each.key in TOLD and each.key in told}
 
@@ -133,10 +133,10 @@ def _as_text(value: Any) -> str:
 
 
 def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[list[T]]:
-    """Queues of engines: their first ones start at once; those after them have the same devices as those before.
+    """Return queues of engines; the first engine of each queue starts at once, the next one when it is ready.
 
-    vLLM reads a device's free memory while it starts, and would count another engine's allocations at that time as its
-    own.
+    The engines of a queue share their devices. vLLM reads a device's free memory while it starts, and would count
+    another engine's allocations at that time as its own.
     """
     queues: dict[tuple[str, ...], list[T]] = {}
     alone: list[list[T]] = []
@@ -149,7 +149,7 @@ def starting_queues(specs: Sequence[EngineSpec], engines: Sequence[T]) -> list[l
 
 
 async def _until_all_ready(queue: Sequence[RunningEngine], on_event: OnEvent) -> None:
-    """Start the engines of one queue, whose first one has started, one after the other."""
+    """Start the engines of one queue one after the other; the first one has been started already."""
     for place, engine in enumerate(queue):
         if place:
             await engine.process.start()
@@ -158,7 +158,7 @@ async def _until_all_ready(queue: Sequence[RunningEngine], on_event: OnEvent) ->
 
 
 def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
-    """Every engine's description: on CPUs each gets cores, on GPUs devices or a share of one, simulated, nothing."""
+    """Return every engine's description: with cores on CPUs, devices or shares of them on GPUs, or for simulation."""
     count = len(config.engine_roles)
     ports = free_ports(ENGINE_HOST, count)
     nothing: list[tuple[()]] = [()] * count
@@ -191,7 +191,7 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
 
 
 def lora_flags(config: UpConfig) -> tuple[str, ...]:
-    """vLLM's flags for the fleet's LoRA adapters, which every engine loads at start."""
+    """Return vLLM's flags for the fleet's LoRA adapters, which every engine loads at start."""
     modules = [f"{name}={path}" for name, path in config.lora_modules.items()]
     return ("--enable-lora", "--lora-modules", *modules) if modules else ()
 
@@ -204,7 +204,7 @@ def router_config(
     discovery: DiscoverySettings = NOTHING_TO_FIND,
     supervisor_key: str = "",
 ) -> RouterConfig:
-    """The router's settings: those of ``config`` that every router has, and those of this fleet."""
+    """Return the router's settings: those that ``config`` shares with every router, and those of this fleet."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in RouterSettings.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"
     # Without a secret, engines of this machine require the API key in their environment or flags.
@@ -217,7 +217,7 @@ def router_config(
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
-    """The router's command. Its settings, which may contain keys, are in a file that only this user can read."""
+    """Return the router's command, and write its settings, with keys, to a file that only this user can read."""
     file = log_dir / "router.json"
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -226,6 +226,6 @@ def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
 
 
 def router_env(model: str) -> dict[str, str | None]:
-    """The router's environment without settings, since those of the file already include the variables."""
+    """Return the router's environment without settings, since the file of settings already includes the variables."""
     env = {each.env: None for each in declared(RouterConfig)} | {"VLLM_NO_USAGE_STATS": "1"}
     return {**env, "HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else env

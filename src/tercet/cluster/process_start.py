@@ -1,4 +1,4 @@
-"""Identity of a process: its id, and its start by a monotonic clock, which is never set."""
+"""Identity of a process: its id, and its start time by a monotonic clock, which is never set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 
 PROC = Path("/proc")
 _BOOT = PROC / "sys/kernel/random/boot_id"
-# Fields of /proc/PID/stat, counted from the one after the command's name.
+# Indices of fields in /proc/PID/stat; the field after the command's name has index 0.
 _STATE, _START = 0, 19
 _ENDED = frozenset("ZX")
 
 
 class ProcessStart(msgspec.Struct, frozen=True):
-    """A process: ``ticks`` are from the machine's start ``boot`` to its own."""
+    """A process: ``ticks`` is the time from the machine's start, whose id is ``boot``, to the process's start."""
 
     pid: int
     boot: str
@@ -23,7 +23,7 @@ class ProcessStart(msgspec.Struct, frozen=True):
 
     @property
     def runs(self) -> bool:
-        """Whether it lives; another process with its id, now or after a restart of the machine, does not count."""
+        """True if the process runs; another process that got the same id, also after a restart, does not count."""
         fields = _fields_of(self.pid)
         return (
             fields is not None
@@ -34,13 +34,13 @@ class ProcessStart(msgspec.Struct, frozen=True):
 
 
 def own_start() -> ProcessStart:
-    """This process."""
+    """Return the identity of this process."""
     fields = _fields_of(os.getpid())
     return ProcessStart(os.getpid(), boot_id(), 0 if fields is None else int(fields[_START]))
 
 
 def boot_id() -> str:
-    """Differs at each start of the machine."""
+    """Return an id that differs at each start of the machine; empty if unknown."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -48,9 +48,9 @@ def boot_id() -> str:
 
 
 def _fields_of(pid: int) -> list[str] | None:
-    """Fields, or None if the process has ended."""
+    """Return the fields of the process's ``stat``, or None if the process has ended."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    return text[text.rindex(")") + 1 :].split()  # the name before it may contain anything
+    return text[text.rindex(")") + 1 :].split()  # the name before these fields may contain any character

@@ -1,4 +1,4 @@
-"""Engines that are the data-parallel ranks of one group, so that each holds a part of a model's experts."""
+"""Engines as data-parallel ranks of one group, each of which holds a part of a model's experts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ENGINE_ARGS = "engine-args"
 
 
 def is_group(args: Sequence[str]) -> bool:
-    """Whether engines with these flags are ranks of a group, which no engine can leave or come back to."""
+    """True if engines with these flags are ranks of a group, which an engine cannot leave or rejoin."""
     return value_of(args, *SIZE) not in (None, "1")
 
 
 def rank_flags(args: Sequence[str], engines: int, host: str) -> list[tuple[str, ...]]:
-    """Flags of each of a fleet's engines in addition to ``args``: its rank, and the ranks' meeting address.
+    """Return the flags of each engine in addition to ``args``: its rank, and the address at which ranks meet.
 
-    vLLM calls it external load balancing: each rank has an API server, and callers choose. Raises
-    :class:`~tercet.protocol.BadRequest` if there are more or fewer engines than ranks.
+    vLLM calls this external load balancing: each rank has an API server, and callers choose one. Raises
+    :class:`~tercet.protocol.BadRequest` if the number of engines differs from that of ranks.
     """
     size = value_of(args, *SIZE)
     if not is_group(args):
         return [()] * engines
     if size != str(engines):
         raise BadRequest(
-            f"{ENGINE_ARGS}: --data-parallel-size is {size}, and this fleet has {engines} engines, one per "
-            "rank; give that number of --prefill, --decode and --both together",
+            f"{ENGINE_ARGS}: --data-parallel-size is {size}, but this fleet has {engines} engines, and each is one "
+            f"rank; give --prefill, --decode and --both that sum to {size}",
             ENGINE_ARGS,
         )
     if value_of(args, *RANK) is not None:

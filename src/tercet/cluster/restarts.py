@@ -1,10 +1,10 @@
-"""Decides without I/O whether and when an engine that has ended is restarted."""
+"""Decisions, without I/O, about the restart of an engine that has ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Seconds until the first restart, the longest pause, and the time of serving after which an engine counts as well.
+# Seconds: the pause before the first restart, the longest pause, and the serving time after which restarts are reset.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 LIVED_SECONDS = 60.0
 
@@ -13,7 +13,7 @@ LIVED_SECONDS = 60.0
 class Restarts:
     """One engine's restarts, limited to ``limit``. Times are seconds of one clock.
 
-    The pause doubles each time. An engine that has served for :data:`LIVED_SECONDS` gets all restarts back.
+    The pause doubles each time. After an engine has served for :data:`LIVED_SECONDS`, the count starts again at 0.
     """
 
     limit: int
@@ -25,7 +25,7 @@ class Restarts:
         self._ready_at = now
 
     def ended(self, now: float) -> float | None:
-        """Record that the engine has ended; returns the seconds until its restart, or None without one."""
+        """Record that the engine has ended; return the seconds until its restart, or None for no restart."""
         ready_at, self._ready_at = self._ready_at, None
         if ready_at is not None and now - ready_at >= LIVED_SECONDS:
             self.used = 0

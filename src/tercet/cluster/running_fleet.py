@@ -1,4 +1,4 @@
-"""A fleet that runs on this machine: engines that die are restarted, and everything is stopped in order."""
+"""A fleet that runs on this machine: dead engines are restarted, and all processes are stopped in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OnEvent = Callable[[str, str], None]
 class RunningEngine:
     """An engine at ``url``; ``process`` is its last start. Each start has a separate log.
 
-    ``is_kept``: it is a member, and restarted when it ends. ``given_up``: it has ended, and is not restarted.
+    ``is_kept``: the engine is a member, and is restarted when it ends. ``given_up``: it has ended and is not restarted.
     """
 
     name: str
@@ -49,15 +49,15 @@ class RunningEngine:
     keeping: asyncio.Task[str] | None = None
 
     async def until_ready(self, on_event: OnEvent) -> None:
-        """Wait until it answers; raises as :func:`until_ready`."""
+        """Wait until the engine answers; raise the errors of :func:`until_ready`."""
         await until_ready(self.process, self.url, on_event)
         self.process.remember_shared_memory()
         self.restarts.ready(time.monotonic())
 
     async def until_it_stays_dead(self, on_event: OnEvent) -> str:
-        """Restart it when it ends, up to its limit; returns how it ended the last time.
+        """Restart the engine when it ends, up to its limit; return a description of its last end.
 
-        Raises :class:`~tercet.cluster.child_process.StartFailed` if a restart cannot even be tried.
+        Raises :class:`~tercet.cluster.child_process.StartFailed` if a restart is not possible.
         """
         while True:
             how = describe_exit(await self.process.ended())
@@ -70,7 +70,7 @@ class RunningEngine:
             await self._start_anew(on_event)
 
     async def leave(self) -> None:
-        """End it, and restart it no more."""
+        """Stop the engine for good: it is not restarted."""
         self.is_kept = False
         if self.keeping is not None:
             self.keeping.cancel()
@@ -78,7 +78,7 @@ class RunningEngine:
         await self.process.stop()
 
     async def _start_anew(self, on_event: OnEvent) -> None:
-        """Restart it at the same address, where the router finds it; its result is seen at its end."""
+        """Restart the engine at the same address, where the router finds it; a failed start appears as another end."""
         dead, self.starts = self.process, self.starts + 1
         self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
         await dead.stop()
@@ -90,12 +90,12 @@ class RunningEngine:
         try:
             await self.until_ready(on_event)
         except StartFailed:
-            await self.process.stop()  # it has ended, or its time is over
+            await self.process.stop()  # the process has ended, or the timeout has passed
 
 
 @dataclass
 class RunningFleet:
-    """A fleet that answers at ``url``. ``hands`` start and end its engines; ``changed`` is set when they have."""
+    """A fleet that answers at ``url``. ``hands`` start and stop engines, and set ``changed`` after a start."""
 
     url: str
     engines: list[RunningEngine]
@@ -105,10 +105,10 @@ class RunningFleet:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Restart engines until the router ends, or the last engine that may be restarted.
+        """Restart engines until the router ends, or the last engine reaches its limit of restarts.
 
-        Raises :class:`~tercet.cluster.child_process.StartFailed` then; it does not return. ``on_event`` receives every
-        end and every start, and the router's log events of level warning or above.
+        The call never returns: it then raises :class:`~tercet.cluster.child_process.StartFailed`. ``on_event`` receives
+        every end and every start, and the router's log events of level WARNING or ERROR.
         """
         router = asyncio.create_task(self.router.ended())
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
@@ -127,12 +127,12 @@ class RunningFleet:
                     changed = asyncio.create_task(self.changed.wait())
                 for task in [task for task in kept if task.done()]:
                     engine = kept.pop(task)
-                    if task.cancelled():  # it leaves the fleet
+                    if task.cancelled():  # the engine leaves the fleet
                         continue
                     how, engine.given_up = task.result(), True
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
-                    on_event(engine.name, f"{how}; it is not restarted; log: {engine.process.log}")
+                    on_event(engine.name, f"{how}; no further restart; log: {engine.process.log}")
                     forgetting.append(asyncio.create_task(self._forget(engine, on_event)))
         finally:
             ending = router, reading, rotating, changed, *kept, *forgetting
@@ -141,14 +141,14 @@ class RunningFleet:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _forget(self, engine: RunningEngine, on_event: OnEvent) -> None:
-        """Have the router list an engine no more that does not come back."""
+        """Remove an engine that is not restarted from the router."""
         try:
             await self.hands.router.remove(engine.name)
         except TercetError as error:
-            on_event(self.router.name, f"it still lists {engine.name}: {error.message}")
+            on_event(self.router.name, f"cannot remove {engine.name}: {error.message}")
 
     def _keep_new(self, on_event: OnEvent) -> dict[asyncio.Task[str], RunningEngine]:
-        """Keep engines that have come alive from now on."""
+        """Start to keep new engines; return their tasks."""
         found = dict[asyncio.Task[str], RunningEngine]()
         for engine in self.engines:
             if engine.is_kept and engine.keeping is None:
@@ -157,13 +157,13 @@ class RunningFleet:
         return found
 
     def logs(self) -> Sequence[Path]:
-        """The logs that are being written."""
+        """Return the logs that the processes write now."""
         return [self.router.log, *(engine.process.log for engine in self.engines)]
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:
-        """Stop the router, which finishes running requests unless ``hurry`` is set; then the engines.
+        """Stop the router, which finishes running requests unless ``hurry`` is set, and then the engines.
 
-        Once ``hurry`` is set, processes that do not end within seconds are killed.
+        Once ``hurry`` is set, processes that do not end within some seconds are killed.
         """
         engines = [engine.process for engine in self.engines]
         try:
@@ -176,7 +176,7 @@ class RunningFleet:
 
 @contextlib.contextmanager
 def _beside(*coroutines: Coroutine[Any, Any, None]) -> Generator[None]:
-    """Run these while entered."""
+    """Run the coroutines in the background until the block ends."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
         yield
@@ -191,7 +191,7 @@ async def _hurry(processes: Sequence[Process], hurry: asyncio.Event) -> None:
 
 
 async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
-    """Report what is left: a router that shuts down tells it in its health answer."""
+    """Report the remaining requests of a stopping router, from the answers to health checks."""
     said = ""
     async with _asking() as session:
         while True:
@@ -205,17 +205,17 @@ async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
 
 
 def _asking() -> aiohttp.ClientSession:
-    """Session for requests to our own processes on this machine, without checking their certificates."""
+    """Return a session for requests to the fleet's processes on this machine, without checks of their certificates."""
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), connector=aiohttp.TCPConnector(ssl=False))
 
 
 async def read_events(log: Path, say: Callable[[str], object]) -> None:
-    """Pass on events of warnings and errors in a log from now on, until cancelled."""
+    """Pass new events of level WARNING or ERROR in a log to ``say``, until cancelled."""
     with log.open("rb") as lines:
         lines.seek(0, os.SEEK_END)
         begun = b""
         while True:
-            if os.fstat(lines.fileno()).st_size < lines.tell():  # it was rotated
+            if os.fstat(lines.fileno()).st_size < lines.tell():  # the log was rotated
                 lines.seek(0)
                 begun = b""
             *whole, begun = (begun + lines.read()).split(b"\n")
@@ -227,9 +227,9 @@ async def read_events(log: Path, say: Callable[[str], object]) -> None:
 
 
 async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
-    """Wait for a server; raises :class:`~tercet.cluster.child_process.StartFailed` if it ends or takes too long.
+    """Wait until a server is ready; raise :class:`~tercet.cluster.child_process.StartFailed` if it ends or is too slow.
 
-    ``on_event`` receives each stage that it reaches: :data:`LOADING` with its name.
+    ``on_event`` receives each stage that the server reaches: :data:`LOADING` with the stage's name.
     """
     progress = StartProgress(process.log)
     port, somebody_else = urlsplit(url).port or 80, False
@@ -239,7 +239,7 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             with contextlib.suppress(aiohttp.ClientError, OSError):  # includes timeouts
                 async with session.get(f"{url}/health") as response:
-                    # Of two fleets that start on one port, the later one would poll the other's router.
+                    # If two fleets start on one port, the later one would poll the other's router.
                     somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
                     if response.status == 200 and not somebody_else:
                         progress.look()
@@ -249,5 +249,5 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
                 on_event(process.name, f"{LOADING}: {progress.stage}")
             await asyncio.sleep(ASK_SECONDS)
     if somebody_else:
-        raise process.failure(f"does not listen at {url}, where another process answers")
+        raise process.failure(f"does not listen at {url}: another process answers there")
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")

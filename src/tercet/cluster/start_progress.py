@@ -13,7 +13,7 @@ SHORT_SECONDS = 1.0
 
 
 class StartProgress:
-    """One start, whose output goes to ``log``; its time counts from here."""
+    """Progress of one start, whose output goes to ``log``; time counts from the construction."""
 
     def __init__(self, log: Path) -> None:
         self.stage = STARTING
@@ -24,18 +24,18 @@ class StartProgress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start began."""
         return time.monotonic() - self._began
 
     def look(self) -> bool:
-        """Read new lines of the log; returns whether there is a new stage."""
+        """Read new lines of the log; return True if there is a new stage."""
         found = [line.partition(MARK)[2].strip() for line in self._new_lines() if MARK in line]
         for stage in found:
             self._enter(stage)
         return bool(found)
 
     def summary(self) -> str:
-        """The whole time, and that of long stages: ``31 s (starting 22 s, weights 3 s)``."""
+        """Return the total time and the times of long stages: ``31 s (starting 22 s, weights 3 s)``."""
         self._enter(self.stage)
         slow = [f"{stage} {took:.0f} s" for stage, took in self._took.items() if took >= SHORT_SECONDS]
         return f"{self.seconds:.0f} s" + (f" ({', '.join(slow)})" if len(self._took) > 1 and slow else "")
@@ -46,7 +46,7 @@ class StartProgress:
         self.stage, self._since = stage, now
 
     def _new_lines(self) -> list[str]:
-        """Whole lines that were written since the last call."""
+        """Return the complete lines that were written since the last call."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._read)

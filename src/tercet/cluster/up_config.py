@@ -24,56 +24,61 @@ Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class UpConfig(RouterSettings, frozen=True):
-    """A local fleet: ``prefill``, ``decode`` and ``both`` engines, and a router with the settings of any."""
+    """Settings of a fleet: numbers of ``prefill``, ``decode`` and ``both`` engines, and all settings of a router."""
 
-    prefill: Annotated[Count, Setting("Prefill engines.", panel=ENGINES)] = 1
-    decode: Annotated[Count, Setting("Decode engines.", panel=ENGINES)] = 1
-    both: Annotated[Count, Setting("Engines for either role.", panel=ENGINES)] = 0
+    prefill: Annotated[Count, Setting("Number of prefill engines.", panel=ENGINES)] = 1
+    decode: Annotated[Count, Setting("Number of decode engines.", panel=ENGINES)] = 1
+    both: Annotated[Count, Setting("Number of engines with the role `both`.", panel=ENGINES)] = 0
     max_instances: Annotated[
         Annotated[int, Meta(ge=2, le=1024)] | None,
         Setting(
-            "Prefill and decode engines together, split by --pd-ratio; in the place of --prefill and --decode.",
-            default="as many as these say",
+            "Total of prefill and decode engines; --pd-ratio splits it. Replaces --prefill and --decode.",
+            default="their sum",
             panel=ENGINES,
         ),
     ] = None
     pd_ratio: Annotated[
         str,
         Setting(
-            "With --max-instances: prefill to decode engines; the closest with one of each.",
+            "Ratio of prefill to decode engines; at least one of each. Needs --max-instances.",
             metavar="P:D",
             panel=ENGINES,
         ),
     ] = "1:1"
-    port: Annotated[Port, Setting("The router's port; 0: any.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
+    port: Annotated[Port, Setting("Port of the router; 0: any free port.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
     on: Annotated[
         str | None,
-        Setting("Machines for engines: `ray`, or `ray:HOST:PORT` of its head; the router runs here.",
+        Setting("Ray cluster for engines: `ray`, or `ray:HOST:PORT`; the router runs here.",
                 metavar="ray[:ADDRESS]", default="this machine", panel=RAY),
     ] = None  # fmt: skip
     fleet_name: Annotated[
-        str | None, Setting("With --on: the fleet's name there, by which it is found again.", default="tercet-PORT",
+        str | None, Setting("Name of the fleet on Ray, by which it is found again; needs --on.", default="tercet-PORT",
                             panel=RAY)
     ] = None  # fmt: skip
     engine_cpus: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Setting("With --on: CPUs that an engine asks Ray for.", default="one for each rank; simulated, 0.1", panel=RAY),
+        Setting(
+            "Number of CPUs that each engine requests from Ray; needs --on.",
+            default="1 for each rank; 0.1 if simulated",
+            panel=RAY,
+        ),
     ] = None
     engine_gpus: Annotated[
-        Annotated[int, Meta(ge=0, le=64)], Setting("With --on: GPUs that each rank asks Ray for.", panel=RAY)
+        Annotated[int, Meta(ge=0, le=64)],
+        Setting("Number of GPUs that each rank requests from Ray; needs --on.", panel=RAY),
     ] = 0
     engine_memory_gib: Annotated[
         Annotated[float, Meta(ge=0)],
-        Setting("With --on: memory that an engine asks Ray for.", unit="GiB", panel=RAY),
+        Setting("Memory that each engine requests from Ray; needs --on.", unit="GiB", panel=RAY),
     ] = 0.0
     engines_on_head: Annotated[
-        bool, Setting("With --on: the machine of Ray's head may have engines.", default="off", panel=RAY)
+        bool, Setting("Allow engines on the machine of Ray's head; needs --on.", default="off", panel=RAY)
     ] = False
     dtype: Annotated[
         str | None,
         Setting(
-            "Data type of weights and activations, as vLLM's `--dtype`. float32 for token-exact comparisons.",
-            default="vLLM's on GPUs; bfloat16 on CPUs, float32 without instructions for that",
+            "Data type of weights and activations, as vLLM's `--dtype`. Use float32 for token-exact comparisons.",
+            default="vLLM's on GPUs; bfloat16 on CPUs, or float32 if the CPU has no instructions for it",
             panel=MODEL,
         ),
     ] = None
@@ -82,12 +87,14 @@ class UpConfig(RouterSettings, frozen=True):
     ] = 1
     engine_restarts: Annotated[
         NotNegative,
-        Setting("Most restarts of an engine that dies, in a row, without a minute of serving; 0: none.", panel=ENGINES),
+        Setting("Most restarts of an engine in a row; a minute of serving resets the count. 0: none.", panel=ENGINES),
     ] = 5
     detach: Annotated[
         bool,
         Setting(
-            "Return once it is ready, and leave it in the background; see `tercet down`.", default="off", panel=SERVER
+            "Return when the fleet is ready, and run it in the background; see `tercet down`.",
+            default="off",
+            panel=SERVER,
         ),
     ] = False
     log_dir: Annotated[
@@ -95,27 +102,31 @@ class UpConfig(RouterSettings, frozen=True):
     ] = None
     simulate: Annotated[
         str | None,
-        Setting("Simulated engines, at the pace of a profile; the router is real.", metavar="PROFILE", panel=ENGINES),
+        Setting(
+            "Profile of simulated engines; the router is real. `tercet profile` lists profiles.",
+            metavar="PROFILE",
+            panel=ENGINES,
+        ),
     ] = None
     options: Annotated[
         Mapping[str, str],
-        Setting("With --simulate: an option of the simulated engines; repeatable.", flag="--option", panel=ENGINES),
+        Setting("Option of the simulated engines; needs --simulate. Repeatable.", flag="--option", panel=ENGINES),
     ] = {}
-    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; after `--`.", flag="")] = ()
+    engine_args: Annotated[tuple[str, ...], Setting("Flags of every vLLM engine; they follow `--`.", flag="")] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_one_count()
         if self.prefill + self.decode + self.both == 0:
-            raise BadRequest("--prefill, --decode and --both are all 0: there is no engine to start", "prefill")
+            raise BadRequest("--prefill, --decode and --both are all 0; start at least one engine", "prefill")
         if self.options and self.simulate is None:
-            raise BadRequest("options: require simulate", "options")
+            raise BadRequest("options: needs simulate", "options")
         if self.lora_modules and self.simulate is not None:
             raise BadRequest("lora-modules: cannot be combined with simulate", "lora-modules")
         if self.engine_args and self.simulate is not None:
             raise BadRequest("engine-args: cannot be combined with simulate", "engine-args")
         if self.openai_layer == "small" and self.simulate is None:
-            raise BadRequest("openai-layer: small requires simulate; vLLM engines need vLLM's layer", "openai-layer")
+            raise BadRequest("openai-layer: small needs simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_beside(self.port)
         self._require_ray()
         check_flags(self.engine_args, "engine-args")
@@ -126,19 +137,26 @@ class UpConfig(RouterSettings, frozen=True):
     def _require_one_count(self) -> None:
         ratio_of(self.pd_ratio)
         if self.max_instances is None and self.pd_ratio != "1:1":
-            raise BadRequest("pd-ratio: requires max-instances", "pd-ratio")
+            raise BadRequest("pd-ratio: needs max-instances", "pd-ratio")
         if self.max_instances is not None and (self.prefill, self.decode, self.both) != (1, 1, 0):
-            raise BadRequest("max-instances: is split by pd-ratio; leave prefill, decode and both out", "max-instances")
+            raise BadRequest(
+                "max-instances: cannot be combined with prefill, decode or both; remove these", "max-instances"
+            )
 
     def _require_ray(self) -> None:
         if self.on is None:
             given = (self.fleet_name, self.engine_cpus, self.engine_gpus, self.engine_memory_gib, self.engines_on_head)
             if any(given):
-                raise BadRequest("on: fleet-name and what an engine asks Ray for require it", "on")
+                raise BadRequest(
+                    "on: is required by fleet-name, engine-cpus, engine-gpus, engine-memory-gib and engines-on-head",
+                    "on",
+                )
         elif _RAY.fullmatch(self.on) is None:
-            raise BadRequest(f"on: {self.on!r} is neither ray nor ray:HOST:PORT", "on")
+            raise BadRequest(f"on: must be ray or ray:HOST:PORT, is {self.on!r}", "on")
         elif is_group(self.engine_args):
-            raise BadRequest("on: engines that are data-parallel ranks of one group run on one machine", "on")
+            raise BadRequest(
+                "on: cannot be combined with --data-parallel-size: the ranks of one group run on one machine", "on"
+            )
 
     @property
     def ray_address(self) -> str:
@@ -147,7 +165,7 @@ class UpConfig(RouterSettings, frozen=True):
 
     @property
     def serves_without_vllm(self) -> bool:
-        """Whether vLLM is not needed: for simulated engines, unless the router's layer of vLLM is requested."""
+        """True if vLLM is not needed: engines are simulated, and the router does not use vLLM's OpenAI layer."""
         return self.openai_layer == "small" or (
             self.openai_layer == "auto" and self.simulate is not None and self.workers == 1 and not self.vllm_args
         )

@@ -1,4 +1,4 @@
-"""Has a new fleet take over from an old one behind a model router: what :mod:`tercet.decisions.rollout` says."""
+"""Replacement of a fleet by a new one behind a model router, as :mod:`tercet.decisions.rollout` decides."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tercet.protocol import BadRequest, EngineError
 from tercet.wire.client.ask_router import ask_router
 
 LOOK_SECONDS = 0.5
-# Looks in a row that see nothing at a fleet before it counts as empty.
+# Number of polls in a row without requests before a fleet counts as empty.
 EMPTY_LOOKS = 3
 Backends = Mapping[str, Mapping[str, Any]]
 
 
 class Upgrade:
-    """Shifts the requests of the router at ``old`` to that at ``new``; ``told`` receives a line for each step.
+    """A shift of requests from the router at ``old`` to the router at ``new``; ``told`` receives a line for each step.
 
-    ``url`` is the model router's, asked with ``key``. A fleet is emptied for ``drain_s`` seconds at most.
+    ``url`` is the model router, and ``key`` its admin key. A fleet is drained for at most ``drain_s`` seconds.
     """
 
     def __init__(
@@ -36,38 +36,38 @@ class Upgrade:
         self.rollout = Rollout(plan)
 
     async def run(self) -> None:
-        """Return once the new fleet has all requests and the old one is empty and left out.
+        """Return when the new fleet has all requests, and the old one is empty and removed from the model router.
 
-        On errors of the new fleet, and when cancelled before it has all requests, the old one has them again, and the
-        new one is emptied and left out. Raises :class:`~tercet.protocol.EngineError` in the first case, and
-        :class:`~tercet.protocol.BadRequest` for fleets that cannot take over from one another.
+        If the new fleet fails requests, or the call is cancelled before the new fleet has all requests, the old fleet
+        gets all requests again, and the new one is drained and removed. Raises :class:`~tercet.protocol.EngineError` if
+        requests failed, and :class:`~tercet.protocol.BadRequest` if the new fleet cannot replace the old one.
         """
         await self._enter()
         try:
             await self._shift()
         except asyncio.CancelledError:
-            self.rollout.give_up("it was interrupted")
+            self.rollout.give_up("the upgrade was interrupted")
             await asyncio.shield(self._leave(self._new))
             raise
         except BaseException:
             self.rollout.give_up("the model router does not answer")
-            with contextlib.suppress(Exception):  # the first error is what the caller gets
+            with contextlib.suppress(Exception):  # the caller gets the first error
                 await asyncio.shield(self._leave(self._new))
             raise
         if self.rollout.state == "returned":
             await self._leave(self._new)
-            raise EngineError(f"the old fleet serves as before: {self.rollout.why}")
+            raise EngineError(f"the old fleet serves all requests again: {self.rollout.why}")
         await self._leave(self._old)
 
     async def _enter(self) -> None:
-        """Have the model router know both, the new one as it is there already or with nothing."""
+        """Add the new router to the model router with the weight 0, unless it is listed, and check both routers."""
         there = await self._backends()
         if self._old not in there:
             raise BadRequest(
                 f"--from: the model router has no router at {self._old}; it has {', '.join(there)}", "--from"
             )
         if self._old == self._new:
-            raise BadRequest("--to: is the same router as --from", "--to")
+            raise BadRequest("--to: must be another router than --from", "--to")
         if self._new not in there:
             there = await self._put({self._new: 0.0})
         old, new = there[self._old], there[self._new]
@@ -76,7 +76,8 @@ class Upgrade:
             await self._leave(self._new)
             what = f"does not serve {', '.join(missing)}" if new["answers"] else "does not answer"
             raise BadRequest(
-                f"--to: the router at {self._new} {what}, which the old one serves; see served-model-name", "--to"
+                f"--to: the router at {self._new} {what}; it must serve the old router's models, see served-model-name",
+                "--to",
             )
         self._weight = old["weight"] + new["weight"] or 1.0
         self.rollout = Rollout(self._plan, new["weight"] / self._weight)
@@ -91,14 +92,14 @@ class Upgrade:
                 await asyncio.sleep(min(LOOK_SECONDS, self._plan.hold_s))
 
     async def _apply(self) -> None:
-        """Give both their weights; the share of other routers of the same model stays."""
+        """Set the weights of both routers; the share of other routers of the same model does not change."""
         share = self.rollout.share
         await self._put({self._old: self._weight * (1 - share), self._new: self._weight * share})
         why = f": {self.rollout.why}" if self.rollout.why else ""
         self._told(f"{self._new} has {share:.0%} of the requests, {self._old} {1 - share:.0%}{why}")
 
     async def _leave(self, url: str) -> None:
-        """Give a router nothing new, wait until it is empty, and leave it out; its time is bounded."""
+        """Send a router no new requests, wait until it is empty, for at most ``drain_s`` seconds, and remove it."""
         other = self._new if url == self._old else self._old
         there = await self._put({url: 0.0, other: self._weight})
         empty, said = 0, -1
@@ -119,7 +120,7 @@ class Upgrade:
         return {each["url"]: each for each in found}
 
     async def _put(self, changes: Mapping[str, float | None]) -> Backends:
-        """Change the weights of these routers, and leave out those that get None; the others stay."""
+        """Change the weights of these routers, and remove those whose weight is None; other routers stay unchanged."""
         weights: dict[str, float | None] = {url: each["weight"] for url, each in (await self._backends()).items()}
         weights |= changes
         routers = [{"url": url, "weight": weight} for url, weight in weights.items() if weight is not None]
@@ -131,5 +132,5 @@ class Upgrade:
 def _seen(there: Backends, url: str) -> Seen:
     each = there.get(url)
     if each is None:
-        raise BadRequest(f"--model-router: another command has removed {url} from it", "--model-router")
+        raise BadRequest(f"--model-router: another command removed {url}; start the upgrade again", "--model-router")
     return Seen(each["requests"], each["failures"], each["in_flight"], each["answers"])

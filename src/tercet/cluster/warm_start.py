@@ -1,10 +1,9 @@
 """One import of vLLM for all processes of a fleet on this machine: ``python -m tercet.cluster.warm_start FD``.
 
-The process that runs this imports what engines on CPU cores and routers need, and forks each of them on request of its
-guard (:mod:`tercet.cluster.guard`), which waits in the meantime. A fork begins as the command would: with its
-arguments, environment, directory and output. Variables that the interpreter and libraries read while they are loaded
-cannot be changed any more, so a fork that needs another value of such a variable runs its command instead, and imports
-for itself.
+This process imports the modules that routers and engines on CPU cores need. The guard (:mod:`tercet.cluster.guard`) of
+a command asks it for a fork, and waits. The fork has the command's arguments, environment, directory and output.
+Variables that the interpreter and libraries read during their import cannot be changed later: a fork that needs another
+value of such a variable runs its command instead, which imports the modules itself.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ OF_ROUTER = (
     "tercet.vllm_plugin.frontend.openai_server",
     "uvloop",
 )
-# Libraries start their threads when they are imported, and no thread survives a fork: so they must not start any.
+# Some libraries start threads during their import, and threads do not survive a fork: they must not start any.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 READ_LATE = frozenset({
     "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
@@ -50,20 +49,20 @@ READ_LATE = frozenset({
     "_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", PRELOAD,
     *ONE_THREAD,
 })  # fmt: skip
-"""Variables that are read after a fork, with those that begin as :data:`LATE_PREFIXES` say.
+"""Variables that are read after a fork; those with a prefix of :data:`LATE_PREFIXES` are read after it too.
 
-``LD_PRELOAD`` is here since the warm parent has that of a command, and PyTorch's OpenMP in addition.
+``LD_PRELOAD`` is one of them, since the warm parent has the command's value and PyTorch's OpenMP in addition.
 """
 LATE_PREFIXES = ("TERCET_", "OTEL_EXPORTER_OTLP_", "OTEL_TRACES_", "OTEL_BSP_")
-"""Beginnings of others of them: exporters of spans are made when a process serves."""
+"""Prefixes of further variables that are read after a fork: span exporters are created when a process serves."""
 OF_ENGINES = frozenset({
     "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "TORCH_CPP_LOG_LEVEL",
 })  # fmt: skip
-"""Variables for engines that do not matter to a router, which computes nothing."""
+"""Variables that matter to engines only: a router computes nothing."""
 
 
 class ForkedCommand(msgspec.Struct, frozen=True):
-    """A guard's request: arguments with the interpreter's, environment and working directory."""
+    """A guard's request: arguments including the interpreter, environment and working directory."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -71,10 +70,10 @@ class ForkedCommand(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Import, then fork until ended."""
+    """Import the modules, then fork on request until the process ends."""
     import setproctitle  # vLLM's dependency: without it nothing is imported for engines
 
-    setproctitle.getproctitle()  # it searches the beginning of the environment, before that is changed
+    setproctitle.getproctitle()  # it must read the environment before that changes
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         from tercet.vllm_plugin.start.log_noise import without_noise
         from tercet.vllm_plugin.start.server import import_engine
@@ -89,9 +88,9 @@ def main() -> None:
 
 
 def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
-    """Become the command of a request, in a fork of a process that ``began_with`` these variables.
+    """Run the command of a request in this fork; the warm parent started with the variables ``began_with``.
 
-    The descriptors are the request and the standard streams.
+    The descriptors are the request and the three standard streams.
     """
     with open(descriptors[0], "rb") as request:
         command = msgspec.json.decode(request.read(), type=ForkedCommand)
@@ -102,7 +101,10 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == COMMAND_LINE else READ_LATE)
     os.chdir(command.cwd)
     if others:
-        print(f"tercet: starting without shared imports: it sets {', '.join(others)}", flush=True)
+        print(
+            f"tercet: starting without shared imports: the process needs other values of {', '.join(others)}",
+            flush=True,
+        )
         os.execve(command.argv[0], command.argv, command.env)
     set_by_imports = {name: value for name, value in os.environ.items() if began_with.get(name) != value}
     os.environ.clear()
@@ -122,21 +124,21 @@ def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
 
 def can_fork(argv: Sequence[str]) -> bool:
-    """Whether the command is one whose modules a warm parent has imported."""
+    """True if a warm parent has imported the modules of this command."""
     return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", COMMAND_LINE])
 
 
 def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:
-    """Names of variables that differ and are not read ``late``."""
+    """Return the names of variables that differ and are not in ``late``."""
     names = {*here, *wanted} - late
     return sorted(name for name in names if not name.startswith(LATE_PREFIXES) and here.get(name) != wanted.get(name))
 
 
 @asynccontextmanager
 async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerator[Path]:
-    """The socket of a warm parent with the environment ``env`` of its engines.
+    """Run a warm parent with the environment ``env`` of its engines, and yield the path of its socket.
 
-    Requests may be sent at once: they are answered when it has imported. Raises :class:`OSError`.
+    Requests may be sent at once: they are answered after the import. Raises :class:`OSError`.
     """
     with listening_for_guards() as (address, listening):
         fd = listening.fileno()
@@ -151,11 +153,11 @@ async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerato
 
 @contextmanager
 def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
-    """A socket that guards can connect to, for a warm parent to inherit.
+    """Yield a socket that guards connect to and that a warm parent inherits, with its path.
 
-    The caller closes its own copy, so that guards see when the parent has ended.
+    The caller closes its copy of the socket, so that guards notice the end of the warm parent.
     """
-    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # for this user only: clients may run commands
+    directory = Path(tempfile.mkdtemp(prefix="tercet-warm-"))  # only this user may open it, since clients run commands
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(str(directory / "socket"))
@@ -166,7 +168,7 @@ def listening_for_guards() -> Generator[tuple[Path, socket.socket]]:
 
 
 def loaded_with() -> dict[str, str]:
-    """Variables of a warm parent's environment beyond those of its engines."""
+    """Return the variables of a warm parent's environment in addition to those of its engines."""
     from tercet.vllm_plugin.start.server import openmp, with_openmp
 
     return {**ONE_THREAD, PRELOAD: with_openmp(os.environ.get(PRELOAD, ""), openmp())}

@@ -1,4 +1,4 @@
-"""Settings, declared once as fields of frozen structs: flags, keys, variables, help, bounds and docs follow."""
+"""Settings: each is one field of a frozen struct, from which its flag, key, variable, help, bounds and docs follow."""
 
 from tercet.settings.declaration import SECRET_VARIABLE, Declared, Setting, Settings, declared, key_values
 from tercet.settings.decoding import Source, decode_settings, encode_settings, from_environment, read_yaml

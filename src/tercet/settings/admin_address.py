@@ -12,7 +12,7 @@ LONGEST_SOCKET_PATH = 107
 
 
 class AdminAddress(msgspec.Struct, frozen=True):
-    """Where `/tercet/v1` alone is served: a ``host`` and a ``port``, or the ``path`` of a socket's file."""
+    """Address at which only `/tercet/v1` is served: a ``host`` and a ``port``, or the ``path`` of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -25,7 +25,7 @@ class AdminAddress(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, text: str) -> AdminAddress:
-        """From ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; raises :class:`~tercet.protocol.BadRequest`."""
+        """Parse ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; raise :class:`~tercet.protocol.BadRequest`."""
         if text.startswith(FILE_PREFIX):
             path = text.removeprefix(FILE_PREFIX)
             if path.startswith("/") and len(path.encode()) <= LONGEST_SOCKET_PATH:

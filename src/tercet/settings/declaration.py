@@ -1,8 +1,8 @@
-"""What a setting is: a field whose annotation says its bounds (``msgspec.Meta``) and what people need to know of it.
+"""Declarations of settings: fields whose annotations hold bounds (``msgspec.Meta``) and a description for people.
 
-``limit: Annotated[AtLeastOne | None, Setting("Requests under way at once.")] = None`` is a whole declaration. The name
-that people use, its *key*, is the field's name in kebab case, or the ``name`` given to :func:`msgspec.field`. A field
-that is itself a :class:`Settings` is a group: its settings are among the others, under their own keys.
+``limit: Annotated[AtLeastOne | None, Setting("Most running requests.")] = None`` is a whole declaration. The name
+that people use, the *key*, is the field's name in kebab case, or the ``name`` given to :func:`msgspec.field`. A field
+whose type is a :class:`Settings` is a group: its settings stand among the others, under their own keys.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tercet.protocol import BadRequest
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-# Infinity, which JSON cannot say, is beyond it.
+# The limit excludes infinity, which JSON cannot express.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1_000_000_000)]
 
 VARIABLE_PREFIX = "TERCET_"
 SECRET_VARIABLE = "TERCET_SECRET"
-"""Shared secret of the fleet. It has no flag: other users of the machine can read command lines."""
+"""Variable of the fleet's shared secret. There is no flag for it: other users of the machine can read command lines."""
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "array": "a list",
           "object": "a mapping of keys to values"}  # fmt: skip
 _BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
@@ -34,11 +34,12 @@ _BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less th
 
 @dataclass(frozen=True)
 class Setting:
-    """What people are told of a field, and where it differs from the rule.
+    """Description of a field for people, and its exceptions from the rules for names.
 
-    ``flag`` is ``--KEY`` if not given, and empty where there is none; a list has one flag for each item. ``env`` is
-    ``TERCET_KEY``. ``default`` is said instead of the default itself. ``read`` makes the value of an item of a list out
-    of what was given, and its index. ``is_key``: callers show it, so a blank one is refused.
+    ``flag``: None means ``--KEY``, an empty text means no flag; a list has one flag for each item.
+    ``env``: None means ``TERCET_KEY``. ``default``: the text that help shows instead of the default value. ``read``
+    converts a given item of a list and its index to the item's value. ``is_key``: the value is a credential that
+    callers show, so a blank one is refused. ``in_file``: servers take the setting from a file only, not from a flag.
     """
 
     help: str
@@ -54,9 +55,9 @@ class Setting:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
-    """Base of settings. Construction checks every bound, and raises :class:`~tercet.protocol.BadRequest`.
+    """Base class of settings. Construction checks every bound, and raises :class:`~tercet.protocol.BadRequest`.
 
-    A subclass that checks more in ``__post_init__`` calls this one's first.
+    A subclass that defines ``__post_init__`` calls the one of this class first.
     """
 
     def __post_init__(self) -> None:
@@ -82,12 +83,12 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """As on a server's command line; empty if there is none."""
+        """The flag of a server's command line; empty if there is none."""
         return "" if self.setting.in_file else self.any_flag
 
     @property
     def any_flag(self) -> str:
-        """As on the command line of a simulation, which has no file of settings; empty if there is none."""
+        """The flag of a simulation's command line, which has no file of settings; empty if there is none."""
         return f"--{self.key}" if self.setting.flag is None else self.setting.flag
 
     @property
@@ -102,22 +103,22 @@ class Declared:
 
     @property
     def is_list(self) -> bool:
-        """Whether its flag may be repeated, each time with one item."""
+        """True if the flag may be repeated, each time with one item."""
         return get_origin(self.plain) is tuple
 
     @property
     def is_mapping(self) -> bool:
-        """Whether its flag may be repeated, each time with KEY=VALUE."""
+        """True if the flag may be repeated, each time with KEY=VALUE."""
         return get_origin(self.plain) is Mapping
 
     @property
     def is_required(self) -> bool:
-        """Whether it must be given."""
+        """True if the setting has no default and must be given."""
         return self.default is msgspec.NODEFAULT
 
     @property
     def shown_default(self) -> str:
-        """The default in words; empty if there is nothing to say."""
+        """The default as help shows it; empty if there is none to show."""
         if self.setting.default:
             return self.setting.default
         if self.is_required or self.default is None or self.default is False or self.default in ((), {}):
@@ -126,13 +127,13 @@ class Declared:
 
     @property
     def help(self) -> str:
-        """What it is, with its unit."""
+        """The help text, with the unit."""
         unit = f" ({self.setting.unit})" if self.setting.unit else ""
         return f"{self.setting.help.rstrip('.')}{unit}."
 
     @property
     def shown_kind(self) -> str:
-        """What its value is, as help and tables say it."""
+        """The kind of value, as help and tables show it, such as ``INTEGER``; empty for a truth value."""
         if self.setting.metavar:
             return self.setting.metavar
         if get_origin(self.plain) is Literal:
@@ -143,7 +144,7 @@ class Declared:
 
 @cache
 def declared(of: type[msgspec.Struct]) -> tuple[Declared, ...]:
-    """All settings of a class, those of its groups in their place."""
+    """Return all settings of a class in the order of its fields; a group is replaced by its settings."""
     return tuple(_walk(of, ()))
 
 
@@ -161,12 +162,12 @@ def _walk(of: type[msgspec.Struct], path: tuple[str, ...]) -> Iterable[Declared]
 
 
 def is_group(kind: Any) -> bool:
-    """Whether a field of this type is a group of settings."""
+    """True if a field of the type ``kind`` is a group of settings."""
     return isinstance(kind, type) and issubclass(kind, Settings)
 
 
 def plain_type(kind: Any) -> Any:
-    """A type without annotations; of ``T | None``, ``T``."""
+    """Return a type without annotations, and ``T`` for ``T | None``."""
     if get_origin(kind) is Annotated:
         return plain_type(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
@@ -175,11 +176,11 @@ def plain_type(kind: Any) -> Any:
     return kind
 
 
-# ---- what is wrong with a value ------------------------------------------------------------------------------
+# ---- errors about values ---------------------------------------------------------------------------------------
 
 
 def complaint(name: str, kind: Any, value: Any, error: msgspec.ValidationError, param: str = "") -> BadRequest:
-    """msgspec's error about a value, in plain English: ``queue-timeout: must be greater than 0, is -1``."""
+    """Return msgspec's error about a value in plain English: ``queue-timeout: must be greater than 0, is -1``."""
     reason, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`")
     given = _given(value, path)
@@ -191,7 +192,7 @@ def complaint(name: str, kind: Any, value: Any, error: msgspec.ValidationError, 
 
 
 def _given(value: Any, path: str) -> Any:
-    """What is at a path such as ``.plugins[0]``; nothing where the path does not say which one."""
+    """Return the value at a path such as ``.plugins[0]``; None if the path does not exist or has ``[...]``."""
     if "[...]" in path:
         return None
     for name, index in re.findall(r"\.([\w-]+)|\[(\d+)\]", path):
@@ -227,12 +228,12 @@ def _in_words(reason: str, kind: Any, path: str) -> str:
     return reason[:1].lower() + reason[1:]
 
 
-# How like another name is to be preferred to one of which the given one is a word; and how long words are at least.
+# Similarity at or above which a name is preferred to one that contains the given word; shortest length of such a word.
 LIKE, WORD = 0.85, 4
 
 
 def near(given: str, known: Sequence[str]) -> str:
-    """A hint for an unknown key."""
+    """Return a hint for an unknown key: the most similar known key, or all of them."""
     dashed = given.replace("_", "-")
     word = dashed.lstrip("-")
     found = (
@@ -243,11 +244,11 @@ def near(given: str, known: Sequence[str]) -> str:
     )
     if found:
         return f"did you mean {found[0]}?"
-    return f"the keys are {', '.join(known)}" if known else "it takes none"
+    return f"the keys are {', '.join(known)}" if known else "no keys are allowed here"
 
 
 def _at(kind: Any, path: str) -> msgspec.inspect.Type:
-    """The type at a path such as ``.plugins[...]`` inside another one."""
+    """Return the type at a path such as ``.plugins[...]`` inside the type ``kind``."""
     found = _bare(msgspec.inspect.type_info(kind))
     for name in re.findall(r"\.([\w-]+)|\[", path):
         if isinstance(found, msgspec.inspect.StructType) and name:
@@ -269,7 +270,7 @@ def _bare(kind: msgspec.inspect.Type) -> msgspec.inspect.Type:
 
 
 def key_values(given: Iterable[str] | None, name: str) -> dict[str, str]:
-    """``KEY=VALUE`` items as a mapping; raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    """Return ``KEY=VALUE`` items as a mapping; raise :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
     found: dict[str, str] = {}
     for item in given or ():
         key, equals, value = item.partition("=")

@@ -1,4 +1,4 @@
-"""Settings out of what was given: flags win over environment variables, these over a file, that over defaults."""
+"""Decoding of settings: flags win over environment variables, variables over a file, a file over defaults."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from tercet.protocol.bearer import key_of
 from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
-# What Kubernetes sets NAME_PORT to in every pod of a namespace that has a service NAME.
+# Kubernetes sets NAME_PORT to such a URL in every pod of a namespace that has a service NAME.
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://\S+:[0-9]+")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Values by key, and what a complaint about one begins with: ``origin``, then ``names[key]`` or the key."""
+    """Values by key from one place. An error about a value begins with ``origin``, then ``names[key]`` or the key."""
 
     values: Mapping[str, Any]
     origin: str = ""
     names: Mapping[str, str] | None = None
 
     def name_of(self, key: str) -> str:
-        """How this source calls a setting."""
+        """Return the name of a setting in errors about this source."""
         return self.origin + (self.names or {}).get(key, key)
 
 
 def decode_settings(kind: type[S], *sources: Source) -> S:
-    """A record of ``kind``, each setting from the first source that has it.
+    """Return a record of ``kind``; the first source that has a setting gives its value.
 
-    Numbers and truth values may be text, one item may stand for a list of one, and numbers where text is wanted are
-    text. Raises :class:`~tercet.protocol.BadRequest` that names the setting as its source does; for a key that no
-    setting has, with the nearest one.
+    Numbers and truth values may be given as text, a list of one item as the item, and a text as a number. Raises
+    :class:`~tercet.protocol.BadRequest` that names the setting as its source does; for an unknown key, it suggests the
+    most similar one.
     """
     known = {each.key: each for each in declared(kind)}
     found: dict[str, tuple[Any, str]] = {}
@@ -56,10 +56,10 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
             values[known[key].path] = key_of(value, name)
     for each in known.values():
         if each.is_required and each.key not in found:
-            raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is needed", each.key)
+            raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is required", each.key)
     try:
         return _build(kind, values, ())
-    except BadRequest as error:  # one setting does not go with another
+    except BadRequest as error:  # two settings exclude each other
         named = found.get(error.param or "", (None, ""))[1]
         if named and error.message.startswith(f"{error.param}: "):
             raise BadRequest(named + error.message.removeprefix(error.param or ""), error.param) from None
@@ -68,9 +68,9 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
 
 
 def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] = os.environ) -> Source:
-    """What environment variables say; several items are separated as a shell would.
+    """Return the settings of environment variables; items of a list are separated as in a shell.
 
-    In Kubernetes ``TERCET_PORT`` is a URL wherever a service is called ``tercet``: that is not a port or a setting.
+    In Kubernetes ``TERCET_PORT`` is a URL if a service is called ``tercet``: such a value is ignored.
     """
     told = [each for each in declared(kind) if _says_something(each.env, environment.get(each.env, ""))]
     values = {each.key: _from_text(each, environment[each.env]) for each in told}
@@ -78,36 +78,40 @@ def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] 
 
 
 def read_yaml(file: Path, name: str = "--config") -> Source:
-    """The settings of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that names the file."""
+    """Return the settings of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that names the file."""
     content = load_yaml(file, f"{name} {file}")
     if not isinstance(content, dict):
-        raise BadRequest(f"{name} {file}: it is not a mapping of keys to values", name)
+        raise BadRequest(f"{name} {file}: must be a mapping of keys to values", name)
     values = {str(key): value for key, value in cast("dict[Any, Any]", content).items()}
     return Source(values, origin=f"{name} {file}: ")
 
 
 def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
-    """What a YAML file holds. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    """Return the content of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
     param = param or name
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadRequest(f"{name}: it cannot be read: {error.strerror}", param) from error
+        raise BadRequest(f"{name}: the file cannot be read: {error.strerror}", param) from error
     except ValueError as error:
-        raise BadRequest(f"{name}: it is not YAML: {error}", param) from error
+        raise BadRequest(f"{name}: the file is not YAML: {error}", param) from error
     return parse_yaml(text, name, param)
 
 
 def parse_yaml(text: str, name: str, param: str) -> Any:
-    """What YAML says. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    """Return the value of a YAML text. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
     try:
         return yaml.load(text, _UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # it lets through what is wrong with dates, numbers
-        raise BadRequest(f"{name}: it is not YAML: {' '.join(str(error).split())}", param) from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # the loader does not wrap errors of dates and numbers
+        raise BadRequest(f"{name}: the file is not YAML: {' '.join(str(error).split())}", param) from error
 
 
 def encode_settings(settings: msgspec.Struct) -> dict[str, Any]:
-    """The settings that differ from their defaults, by key, so that decoding them gives the same record."""
+    """Return the settings that differ from their defaults, by key; decoding them gives the same record."""
     found: dict[str, Any] = {}
     for each in declared(type(settings)):
         value = attrgetter(".".join(each.path))(settings)
@@ -128,7 +132,7 @@ def _build(kind: type[S], values: Mapping[tuple[str, ...], Any], path: tuple[str
 
 
 def _value(of: Declared, value: Any, name: str) -> Any:
-    """One setting's value, converted and within its bounds."""
+    """Return one setting's value, converted and checked against its bounds."""
     prepared = value
     try:
         prepared = _prepared(of, value)
@@ -169,18 +173,18 @@ def _from_text(of: Declared, text: str) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """``program-args: {min_send: 64}`` and ``engine-args: [--seed, 1]`` are text, however YAML reads them."""
+    """Return numbers and truth values as text, as in ``program-args: {min_send: 64}``; YAML reads them as numbers."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, not the second one's win."""
+    """YAML loader that refuses a mapping with the same key twice; PyYAML's takes the second value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
         for index, key in enumerate(keys):
             if key in keys[:index]:
-                raise yaml.MarkedYAMLError(problem=f"{key!r} stands here twice", problem_mark=node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)

@@ -1,4 +1,4 @@
-"""Packages that come with an extra of Tercet: a router and an engine run without them."""
+"""Optional packages, which extras of Tercet install: a router and an engine run without them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ EXTRAS: Mapping[Extra, Mapping[str, str]] = {
     "lab": {"matplotlib": "matplotlib", "scipy": "scipy"},
     "otel": {"opentelemetry": "opentelemetry-sdk", "opentelemetry.exporter": "opentelemetry-exporter-otlp"},
 }
-"""The packages of each extra, by the module that each of them brings."""
+"""The packages of each extra, by the module that each package provides."""
 
 
 def require_extra(extra: Extra, user: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` that tells how to install what ``user``, a command, needs."""
+    """Raise :class:`~tercet.protocol.BadRequest`, with the remedy, if the command ``user`` lacks a package."""
     for module in EXTRAS[extra]:
         import_extra(module, user)
 
 
 def import_extra(name: str, user: str) -> Any:
-    """A module of an extra's package, such as ``matplotlib.figure``, imported for ``user``, a flag or a command.
+    """Import and return a module of an extra's package, such as ``matplotlib.figure``, for a flag or command ``user``.
 
-    Raises :class:`~tercet.protocol.BadRequest` that tells how to install it.
+    Raises :class:`~tercet.protocol.BadRequest` with the installation command if the package is missing.
     """
     try:
         return import_module(name)

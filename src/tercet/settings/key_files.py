@@ -1,4 +1,4 @@
-"""Files of keys: one on each line, looked at again while a server runs."""
+"""Files of keys, one on each line, which servers reload while they run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ LARGEST_FILE = 1024 * 1024
 
 
 class KeyFile:
-    """The keys in the file at ``path``; ``name`` is the setting that says so. Lines that begin with # are comments."""
+    """The keys in the file ``path``; errors begin with the setting ``name``. Lines that begin with # are comments."""
 
     def __init__(self, path: str, name: str) -> None:
         self._path = Path(path).expanduser()
         self._name = name
 
     def read(self) -> tuple[str, ...]:
-        """The keys that are there now; none in an empty file.
+        """Return the keys that the file has now; an empty file has none.
 
-        Raises :class:`~tercet.protocol.BadRequest` for a file that cannot be read, or has a line that cannot be a key.
-        It tells the number of a line, and nothing that stands there.
+        Raises :class:`~tercet.protocol.BadRequest` if the file cannot be read, or a line cannot be a key. The error
+        has the number of the line, and never its text, which may be a secret.
         """
         try:
             if not self._path.is_file():
-                raise BadRequest(f"{self._name}: there is no file {self._path}", self._name)
+                raise BadRequest(f"{self._name}: the file {self._path} does not exist", self._name)
             with self._path.open("rb") as file:
                 content = file.read(LARGEST_FILE + 1)
         except (OSError, ValueError) as error:
@@ -37,14 +37,14 @@ class KeyFile:
         for number, line in found:
             if not all(0x21 <= byte <= 0x7E for byte in line):
                 raise BadRequest(
-                    f"{self._name}: line {number} of {self._path} cannot be a key: printable ASCII, no spaces",
+                    f"{self._name}: line {number} of {self._path} is not a key: use printable ASCII without spaces",
                     self._name,
                 )
         return tuple(line.decode() for _, line in found)
 
     def first(self) -> tuple[str, ...]:
-        """As :meth:`read`, at the start of a server: raises :class:`~tercet.protocol.BadRequest` for a file of none."""
+        """Return :meth:`read` when a server starts; raise :class:`~tercet.protocol.BadRequest` if there is no key."""
         keys = self.read()
         if not keys:
-            raise BadRequest(f"{self._name}: there is no key in {self._path}", self._name)
+            raise BadRequest(f"{self._name}: {self._path} has no key; write one on each line", self._name)
         return keys

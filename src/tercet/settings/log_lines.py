@@ -1,4 +1,4 @@
-"""Where Tercet's own log lines go, in processes that run other people's libraries as well."""
+"""Tercet's log lines: their format, bounds and handler, in processes that also run other libraries."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ LogFormat = Literal["text", "json"]
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 TIME = "%m-%d %H:%M:%S"
 FIELDS = "tercet_fields"
-"""The attribute of a log record that holds what ``text`` has in words, for ``json``."""
+"""Attribute of a log record: a mapping of fields, which ``json`` lines have in addition to the message."""
 access_logger = logging.getLogger("tercet.access")
 EVENTS = "tercet.events"
-"""The logger of :mod:`tercet.settings.log_events`."""
+"""Name of the logger of :mod:`tercet.settings.log_events`."""
 REQUEST_ID = "request_id"
-"""The field of a line that has the ``x-request-id`` of the request that it is about."""
+"""Field of a line: the ``x-request-id`` of the request that the line is about."""
 MOST_OF_A_NAME = 128
-"""Characters of a name that a client has chosen: clients do not set how much is logged."""
+"""Most characters that are logged of a name that a client chose: a client must not decide how much is logged."""
 _request_id: ContextVar[str] = ContextVar("tercet_request_id", default="")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SERIOUS_EVENT = re.compile(rf"(?:WARNING|ERROR) \S+ \S+ \[{re.escape(EVENTS)}\] (.*)")
 
 
 def request_id() -> str:
-    """The ``x-request-id`` of the request that the current task works for; empty if there is none."""
+    """Return the ``x-request-id`` of the request that the current task works for; empty if there is none."""
     return _request_id.get()
 
 
 @contextmanager
 def lines_of_request(found: str) -> Generator[None]:
-    """While entered, and in tasks that are started meanwhile, lines name the request with this ``x-request-id``."""
+    """Add the ``x-request-id`` ``found`` to lines of the block, and of tasks that the block starts."""
     token = _request_id.set(shortened(found))
     try:
         yield
@@ -51,30 +51,30 @@ def lines_of_request(found: str) -> Generator[None]:
 
 
 def request_renamed(found: str) -> str:
-    """From now on lines name the request so, in the current task and those that it starts; returns what they say."""
+    """Set the ``x-request-id`` of lines of the current task and of the tasks that it starts; return its logged form."""
     _request_id.set(shortened(found))
     return request_id()
 
 
 def shortened(name: str) -> str:
-    """A name that a client has chosen, as it is logged."""
+    """Return a name that a client chose in its logged form: at most ``MOST_OF_A_NAME`` characters."""
     return name if len(name) <= MOST_OF_A_NAME else f"{name[:MOST_OF_A_NAME]}..."
 
 
 LONGEST_LINE = 8192
-"""Characters of a message; what clients and engines have sent may be in it."""
+"""Most characters of a message, which may quote text of clients and engines."""
 LONGEST_TRACEBACK = 32 * 1024
-"""Characters of a traceback, whose last lines may quote what was sent."""
+"""Most characters of a traceback, whose last lines may quote text of clients and engines."""
 MOST_LINES, WITHIN_SECONDS = 100, 10.0
-"""Of one place in the code; more are counted only."""
+"""Limit of lines of one place in the code; further lines are dropped and counted."""
 
 
 class LineBounds(logging.Filter):
-    """Shortens long messages, and drops lines of a place in the code that writes too many of them.
+    """Filter that shortens long messages, and drops lines of a place in the code that writes too many of them.
 
-    So a client that provokes a line does not choose how much is written. What was dropped is said in the place's next
-    line.
-    Lines of requests and events are neither dropped nor counted: they are asked for, and each says something else.
+    A client that provokes a line therefore does not decide how much is logged. The next line of the place says how many
+    lines were dropped. Lines of requests and events are neither dropped nor counted: operators ask for them, and each
+    has other content.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +85,7 @@ class LineBounds(logging.Filter):
         self._dropped: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written; it is shortened if need be."""
+        """Return True if the record is to be written; shorten its message and traceback to their limits."""
         place = record.pathname, record.lineno
         if record.name not in (EVENTS, access_logger.name) and not self._has_room(place):
             return False
@@ -115,9 +115,9 @@ def _ends_of(text: str, most: int) -> str:
 
 
 class TextLines(logging.Formatter):
-    """One line for each record, and a traceback's if it has one. The request that it is about is named at its end.
+    """Formatter of text: one line for each record, which ends with the request's id, then its traceback if it has one.
 
-    Control characters are written as escapes: what clients and engines have named must not look like other lines.
+    Control characters are written as escapes: a name that a client or an engine chose must not look like another line.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -129,15 +129,15 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object for each line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``process``, ``message``.
+    """Formatter of JSON: each line has ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``process`` and ``message``.
 
-    And ``exception``, if there was one, ``request_id``, if the line is about a request, ``trace_id`` and ``span_id``,
-    if that is part of a distributed trace, and the fields that the caller of the logger has given, which for events are
-    ``event`` and what :mod:`tercet.settings.log_events` says.
+    Further keys: ``exception`` if there was one, ``request_id`` if the line is about a request, ``trace_id`` and
+    ``span_id`` if the request is part of a distributed trace, and the fields that the caller of the logger gave. Events
+    have the field ``event`` and the fields that :mod:`tercet.settings.log_events` lists.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON."""
+        """Return the record as one line of JSON."""
         message = record.getMessage()
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": at, "level": record.levelname.lower(), "logger": record.name}
@@ -151,7 +151,10 @@ class JsonLines(logging.Formatter):
             line |= {"trace_id": place.trace_id, "span_id": place.span_id}
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
-        except (UnicodeEncodeError, OverflowError):  # text that is none, such as a file's name in another encoding
+        except (
+            UnicodeEncodeError,
+            OverflowError,
+        ):  # text that is not Unicode, such as a file's name in another encoding
             return json.dumps(line, default=str)
 
 
@@ -164,7 +167,7 @@ def _in_one_line(text: str) -> str:
 
 
 def serious_event(line: str) -> str | None:
-    """What a line of a log says, if it is an event from warnings on; None for all other lines. Of either form."""
+    """Return the message of a log line, text or JSON, if it is an event of level WARNING or ERROR; otherwise None."""
     if line.startswith("{"):
         try:
             found = msgspec.json.decode(line, type=dict[str, Any])
@@ -177,10 +180,10 @@ def serious_event(line: str) -> str | None:
 
 
 def log_to_stderr(level: str, form: LogFormat = "text", access: bool = False) -> None:
-    """Write Tercet's log lines from ``level`` on to standard error; the first who calls this decides.
+    """Write Tercet's log lines of ``level`` and above to standard error; a second call has no effect.
 
-    By their own handler: a library that vLLM imports sets the root logger, with its handlers, to errors alone.
-    ``access``: those of requests as well, whatever the level.
+    The lines have their own handler: a library that vLLM imports sets the root logger and its handlers to errors only.
+    ``access``: write the lines of requests too, at every level.
     """
     logger = logging.getLogger("tercet")
     if logger.handlers:

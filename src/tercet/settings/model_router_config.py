@@ -1,4 +1,4 @@
-"""What ``tercet model-router`` can be told."""
+"""Settings of ``tercet model-router``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
 
 
 class ModelBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A router, and its share of the requests for its models."""
+    """A router and its ``weight``: its share of the requests for its models."""
 
     url: str
     weight: Weight = 1.0
@@ -38,7 +38,7 @@ class ModelBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def backend_fields(given: Any, _index: int) -> Any:
-    """A :class:`ModelBackend` as a mapping, out of one or of ``URL[,weight=W]``."""
+    """Return the fields of a :class:`ModelBackend`, given as a mapping or as ``URL[,weight=W]``."""
     if not isinstance(given, str):
         return cast("dict[str, Any]", given) if isinstance(given, Mapping) else given
     url, *rest = given.split(",")
@@ -52,39 +52,39 @@ def backend_fields(given: Any, _index: int) -> Any:
 
 
 def require_backends(backends: tuple[ModelBackend, ...], name: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for none, and for one that is there twice."""
+    """Raise :class:`~tercet.protocol.BadRequest` if there are no backends, or if two have the same URL."""
     if not backends:
-        raise BadRequest(f"{name}: at least one is needed", name)
+        raise BadRequest(f"{name}: is empty; give at least one router", name)
     urls = [each.url.rstrip("/") for each in backends]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
-        raise BadRequest(f"{name}: {twice} is there twice", name)
+        raise BadRequest(f"{name}: {twice} is given twice", name)
 
 
 class ModelRouterConfig(Settings, frozen=True, kw_only=True):
-    """One model router, before the routers of several models."""
+    """Settings of one model router, which stands before the routers of several models."""
 
     routers: Annotated[
         tuple[ModelBackend, ...],
         Setting(
-            "A router, and its share of the requests for its models next to others that serve the same names. "
+            "URL of a router. `weight` is its share of the requests if several routers serve the same model. "
             "Repeatable.",
             flag="--router", metavar="URL[,weight=W]", read=backend_fields,
         ),
     ] = ()  # fmt: skip
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[Port, Setting("Port of its HTTP server; 0 is any free one.", env="TERCET_HTTP_PORT")] = 8000
+    port: Annotated[Port, Setting("Port of the HTTP server; 0 means any free port.", env="TERCET_HTTP_PORT")] = 8000
     poll_s: Annotated[
-        Seconds, Setting("Interval at which each router is asked for its models.", unit="seconds")
+        Seconds, Setting("Interval at which each router is polled for its models.", unit="seconds")
     ] = msgspec.field(default=1.0, name="poll-interval")  # fmt: skip
     max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("Longest time that running requests may continue after a signal to stop.", unit="seconds"),
+        Setting("Time to finish running requests after a signal to stop.", unit="seconds"),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
     router_key: Annotated[
         str,
         Setting(
-            "The key by which it asks routers for their models; clients' keys are passed on. Best given as a variable.",
+            "API key with which routers are polled for models; a client's key is forwarded. Give it as a variable.",
             flag="", env=API_KEY_VARIABLE, default="none", is_key=True,
         ),
     ] = ""  # fmt: skip

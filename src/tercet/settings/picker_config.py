@@ -1,4 +1,4 @@
-"""What ``tercet epp`` can be told."""
+"""Settings of ``tercet epp``."""
 
 from __future__ import annotations
 
@@ -29,86 +29,97 @@ FLOW = "Flow control"
 
 
 class PickerConfig(Settings, frozen=True, kw_only=True):
-    """One endpoint picker; ``discovery`` and ``engine_tls`` are groups."""
+    """Settings of one endpoint picker; ``discovery`` and ``engine_tls`` are groups."""
 
     engines: Annotated[
         tuple[EngineAddress, ...],
         Setting(
-            "An engine, whose URL's host and port are an endpoint of Envoy's; repeatable.", flag="--engine",
+            "URL of an engine; its host and port are an endpoint of Envoy. Repeatable.", flag="--engine",
             metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields,
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[Port, Setting("Port of the gRPC service; 0 is any free one.", env="TERCET_GRPC_PORT")] = 9002
+    port: Annotated[Port, Setting("Port of the gRPC service; 0 means any free port.", env="TERCET_GRPC_PORT")] = 9002
     grpc_health_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)] | None,
-        Setting("A port for gRPC health alone, without TLS, as kubelets need it.", default="that of the service only"),
+        Setting(
+            "Port for gRPC health checks only, without TLS, as kubelets need it.", default="the port of the service"
+        ),
     ] = None
     stream_port: Annotated[
-        Port, Setting("Port to which engines connect to report their load.", default="any free one")
+        Port, Setting("Port to which engines connect to report their load.", default="any free port")
     ] = 0
-    metrics_port: Annotated[Port, Setting("Port of /metrics; 0 is any free one.")] = 9090
+    metrics_port: Annotated[Port, Setting("Port of /metrics; 0 means any free port.")] = 9090
     scheduling: Annotated[
         str | None,
-        Setting("A scheduling file, such as an EndpointPickerConfig of llm-d.", metavar="FILE", default="built in"),
+        Setting(
+            "Scheduling file (YAML), such as an EndpointPickerConfig of llm-d.", metavar="FILE", default="built in"
+        ),
     ] = None
     render_model: Annotated[
         str | None,
         Setting(
-            "Model whose tokenizer and chat template tokenize prompts: `smollm2`, or a checkpoint's directory.",
+            "Model whose tokenizer and chat template are used for prompts: `smollm2`, or a checkpoint's directory.",
             default="none: four bytes of text count as a token",
         ),
     ] = None
     render_budget: Annotated[
         AtLeastOne,
-        Setting("Most characters of one request that are tokenized if they are not cached; the rest is estimated."),
+        Setting("Most uncached characters of one request that are tokenized; the rest is estimated."),
     ] = 8_192
     render_cache_bytes: Annotated[
         AtLeastOne,
-        Setting("Memory for parts of prompts that were tokenized, at most.", unit="bytes", default="128 MiB"),
+        Setting("Most memory of the cache of tokenized prompt parts.", unit="bytes", default="128 MiB"),
     ] = msgspec.field(default=128 * 2**20, name="render-cache")
     split_by: Annotated[
         Literal["decider", "cost"],
         Setting(
-            "Whether another engine prefills: by the file's `decider`, or by the `cost` that was learned, as in `auto`."
+            "Rule that decides if another engine prefills: the file's `decider`, or the learned `cost`, as in `auto`."
         ),
     ] = "decider"
     load_from: Annotated[
         Literal["reports", "metrics"],
-        Setting("Engines with Tercet's plugin push `reports`; of others vLLM's own `metrics` page is read."),
+        Setting(
+            "Source of engines' load: `reports` that Tercet's plugin pushes, or vLLM's `metrics` page, which is polled."
+        ),
     ] = "reports"
-    metrics_interval_s: Annotated[Seconds, Setting("Between two readings of an engine's /metrics.", unit="seconds")] = (
-        msgspec.field(default=0.2, name="metrics-interval")
-    )
+    metrics_interval_s: Annotated[
+        Seconds, Setting("Interval between two polls of an engine's /metrics.", unit="seconds")
+    ] = msgspec.field(default=0.2, name="metrics-interval")
     kv_events_port: Annotated[
         Port | None,
-        Setting("With `--load-from metrics`: where each engine publishes KV events, on its own host.", default="none"),
+        Setting("Port on which each engine publishes KV events; needs `--load-from metrics`.", default="none"),
     ] = None
     fallbacks: Annotated[
-        Annotated[int, Meta(ge=0, le=16)], Setting("Further endpoints that Envoy may try when the first one fails.")
+        Annotated[int, Meta(ge=0, le=16)],
+        Setting("Number of further endpoints that Envoy may try when the first one fails."),
     ] = 2
     objectives: Annotated[
         Mapping[str, str],
         Setting(
-            "NAME=PRIORITY of an inference objective: higher comes in first, below 0 is dropped; repeatable.",
+            "NAME=PRIORITY of an inference objective: requests of higher priority are served first, requests below 0 "
+            "are dropped if there is no room. Repeatable.",
             flag="--objective", panel=FLOW,
         ),
     ] = {}  # fmt: skip
     max_waiting_per_engine: Annotated[
-        AtLeastOne, Setting("Requests waiting on an engine from which on it has no room.", panel=FLOW)
+        AtLeastOne, Setting("Number of waiting requests at or above which an engine has no room.", panel=FLOW)
     ] = 5
     max_kv_usage: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
-        Setting("Share of its KV cache in use from which on it has none.", panel=FLOW),
+        Setting("KV usage, from 0 to 1, at or above which an engine has no room.", panel=FLOW),
     ] = 0.8
-    max_queued: Annotated[NotNegative, Setting("Requests that may wait for room; more get 429.", panel=FLOW)] = 1000
+    max_queued: Annotated[
+        NotNegative, Setting("Most requests that may wait for room; further ones get 429.", panel=FLOW)
+    ] = 1000
     queue_timeout_s: Annotated[
-        Seconds, Setting("Longest wait of a request for a place; then it gets 429.", unit="seconds", panel=FLOW)
+        Seconds,
+        Setting("Longest wait of a request for room; after it the request gets 429.", unit="seconds", panel=FLOW),
     ] = msgspec.field(default=30.0, name="queue-timeout")
     without_role: Annotated[
         WithoutRole,
-        Setting("While no engine that decodes can be picked: `serve` on those that are left, or `refuse` (503)."),
+        Setting("Action while no decode engine can be picked: `serve` on the remaining engines, or `refuse` (503)."),
     ] = "serve"
     stuck_after_s: Annotated[
         Seconds, Setting("Time without progress after which an engine is not picked.", unit="seconds")
@@ -116,7 +127,9 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting("Time that it continues to pick, not ready, after a signal to stop.", unit="seconds"),
+        Setting(
+            "Time for which the picker continues to pick, without being ready, after a signal to stop.", unit="seconds"
+        ),
     ] = msgspec.field(default=5.0, name="shutdown-timeout")
     tls_cert: TLSCertificate = None
     tls_key: TLSKey = None
@@ -130,14 +143,16 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
         super().__post_init__()
         require_unlike(self.engines, self.discovery)
         if self.split_by == "cost" and self.load_from == "metrics":
-            raise BadRequest("split-by: costs are learned from reports, and /metrics says too little", "split-by")
+            raise BadRequest(
+                "split-by: cost needs --load-from reports, since /metrics lacks what costs are learned from", "split-by"
+            )
         if self.kv_events_port is not None and self.load_from != "metrics":
             raise BadRequest(
-                "kv-events-port: engines that push reports say by themselves where they publish", "kv-events-port"
+                "kv-events-port: needs --load-from metrics; reports have the port already", "kv-events-port"
             )
         for name, priority in self.objectives.items():
             if not re.fullmatch("-?[0-9]{1,9}", priority):
                 raise BadRequest(
-                    f"objectives: the priority of {name} is {priority!r}, not a whole number", "objectives"
+                    f"objectives: the priority of {name} must be a whole number, is {priority!r}", "objectives"
                 )
         require_pair(self.tls_cert, self.tls_key)

@@ -1,4 +1,4 @@
-"""Settings that every process that calls engines has: the secret and the TLS of engines, and its own log."""
+"""Settings of every process that calls engines: the engines' secret and TLS, and the process's log."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from tercet.settings.variables import ADMIN_KEY_VARIABLE
 EngineSecret = Annotated[
     str,
     Setting(
-        "What its engines ask for; best given as a variable.", flag="", env=SECRET_VARIABLE, default="none", is_key=True
+        "Secret that engines require. Give it as a variable.", flag="", env=SECRET_VARIABLE, default="none", is_key=True
     ),
 ]
 AdminKey = Annotated[
     str,
     Setting(
-        "What `/tercet/v1` of a router asks for; best given as a variable.", flag="", env=ADMIN_KEY_VARIABLE,
+        "Key that `/tercet/v1` of a router requires. Give it as a variable.", flag="", env=ADMIN_KEY_VARIABLE,
         default="none", is_key=True,
     ),
 ]  # fmt: skip
 SupervisorKey = Annotated[
     str,
     Setting(
-        "What the process that starts the router shows to `/tercet/v1`; `tercet up` makes one each time.", flag="",
-        default="none", is_key=True,
+        "Key of the process that starts the router, for `/tercet/v1`; `tercet up` makes a new one at each start.",
+        flag="", default="none", is_key=True,
     ),
 ]  # fmt: skip
 AdminKeyFile = Annotated[
     str | None,
     Setting(
-        "A file of admin keys, one a line, read again when it changes.", metavar="FILE", default="none", panel=ACCESS
+        "File of admin keys, one on each line, reloaded when it changes.", metavar="FILE", default="none", panel=ACCESS
     ),
 ]
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MostRequestBytes = Annotated[
-    AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB")
+    AtLeastOne, Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB")
 ]
 LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.", panel=OBSERVABILITY)]
 TLSCertificate = Annotated[
@@ -52,11 +52,13 @@ TLSCertificate = Annotated[
         panel=ACCESS,
     ),
 ]
-TLSKey = Annotated[str | None, Setting("The certificate's key (PEM).", metavar="FILE", default="none", panel=ACCESS)]
+TLSKey = Annotated[
+    str | None, Setting("Private key of the certificate (PEM).", metavar="FILE", default="none", panel=ACCESS)
+]
 AccessLog = Annotated[
     bool,
     Setting(
-        "A line for each request in the log: method, path, status, seconds, client, model, tokens, request id.",
+        "Log a line for each request; it has method, path, status, seconds, client, model, tokens, id.",
         default="off",
         panel=OBSERVABILITY,
     ),
@@ -64,22 +66,24 @@ AccessLog = Annotated[
 TraceRequests = Annotated[
     Annotated[int, msgspec.Meta(ge=0, le=1_000_000)],
     Setting(
-        "Last requests that `tercet trace` shows, of each process; and a tenth as many of the slowest. 0: none.",
+        "Latest requests of each process that `tercet trace` shows, and a tenth as many of the slowest. 0: none.",
         in_file=True,
         panel=OBSERVABILITY,
     ),
 ]
-LogLines = Annotated[LogFormat, Setting("The log's lines as text, or each as a JSON object.", panel=OBSERVABILITY)]
+LogLines = Annotated[
+    LogFormat, Setting("Format of log lines: text, or one JSON object on each line.", panel=OBSERVABILITY)
+]
 
 
 def require_pair(certificate: str | None, key: str | None) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` where there is one of the two."""
+    """Raise :class:`~tercet.protocol.BadRequest` if only one of the two is given."""
     if (certificate is None) != (key is None):
-        raise BadRequest("tls-key: a certificate and its key go together", "tls-key")
+        raise BadRequest("tls-key: a certificate needs its key; set both tls-cert and tls-key", "tls-key")
 
 
 class EngineTLS(Settings, frozen=True):
-    """How engines behind https:// are known, and how they know us."""
+    """TLS of https:// engines: the authority that signs their certificates, and this process's certificate and key."""
 
     ca: Annotated[
         str | None,
@@ -88,10 +92,11 @@ class EngineTLS(Settings, frozen=True):
         ),
     ] = msgspec.field(default=None, name="engine-ca")
     cert: Annotated[
-        str | None, Setting("The certificate to show such engines (PEM).", metavar="FILE", default="none", panel=ACCESS)
+        str | None,
+        Setting("Client certificate for https:// engines (PEM).", metavar="FILE", default="none", panel=ACCESS),
     ] = msgspec.field(default=None, name="engine-cert")
     key: Annotated[
         str | None, Setting(
-            "Private key of it (PEM).", metavar="FILE", default="in the certificate's file", panel=ACCESS,
+            "Private key of `--engine-cert` (PEM).", metavar="FILE", default="in the certificate's file", panel=ACCESS,
         )
     ] = msgspec.field(default=None, name="engine-key")  # fmt: skip

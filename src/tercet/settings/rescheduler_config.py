@@ -1,4 +1,4 @@
-"""What ``tercet rescheduler`` can be told."""
+"""Settings of ``tercet rescheduler``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tercet.settings.router_config import Port
 
 
 class ReschedulerConfig(Settings, frozen=True):
-    """One rescheduler for all routers of a fleet; ``moves``, ``reschedule`` and more are groups."""
+    """Settings of one rescheduler for all routers of a fleet; ``moves``, ``reschedule`` and others are groups."""
 
     url: Annotated[
-        str, Setting("A router, whose engines these are; not asked where engines are found in Kubernetes.")
+        str, Setting("URL of a router, which lists the engines; not used if engines are found in Kubernetes.")
     ] = "http://127.0.0.1:8000"
     discovery: DiscoverySettings = DiscoverySettings()
     stream_port: Annotated[
-        Port, Setting("Port to which engines connect to report their load.", default="any free one")
+        Port, Setting("Port to which engines connect to report their load.", default="any free port")
     ] = 0
     admin_key: AdminKey = ""
     admin_key_file: AdminKeyFile = None

@@ -1,4 +1,4 @@
-"""The router's settings: those that ``tercet router`` and ``tercet up`` share, and the router's own."""
+"""Settings of the router: those that ``tercet router`` and ``tercet up`` share, and those of the router only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _RAY_RECORD = rf"^([^\s/]+:[0-9]{{1,5}}/)?{_KUBERNETES_NAME}$"
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine of the fleet: its name, its server's base URL, and the role that the router gives it.
 
-    ``labels`` are its operator's words about it, which scheduling plugins may go by.
+    ``labels`` are given by operators; scheduling plugins may use them.
     """
 
     name: Annotated[str, Meta(pattern=r"^[^/\s]+$", max_length=256)]
@@ -64,9 +64,10 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def engine_fields(given: Any, index: int) -> Any:
-    """An :class:`EngineAddress` as a mapping, out of one or of ``URL[,role=...][,name=...][,label.KEY=...]``.
+    """Return the fields of an :class:`EngineAddress`.
 
-    The ``index`` names an engine that has no name. Raises :class:`~tercet.protocol.BadRequest`.
+    ``given`` is a mapping, or a text ``URL[,role=...][,name=...][,label.KEY=...]``. An engine without a name is called
+    ``engine-`` and its ``index``. Raises :class:`~tercet.protocol.BadRequest`.
     """
     unnamed = {"name": f"engine-{index}"}
     if not isinstance(given, str):
@@ -81,7 +82,7 @@ def engine_fields(given: Any, index: int) -> Any:
 
 
 def engine_address(given: str, index: int) -> EngineAddress:
-    """One ``--engine`` of a command line; raises :class:`~tercet.protocol.BadRequest`."""
+    """Parse one ``--engine`` of a command line; raise :class:`~tercet.protocol.BadRequest`."""
     try:
         return msgspec.convert(engine_fields(given, index), EngineAddress)
     except msgspec.ValidationError as error:
@@ -91,15 +92,15 @@ def engine_address(given: str, index: int) -> EngineAddress:
 
 
 class RetryBudget(Settings, frozen=True):
-    """How much is done for one sequence before its client gets the error."""
+    """Limits of the retries of one sequence; after them its client gets the error."""
 
     retries: Annotated[
-        NotNegative, Setting("Further attempts for a sequence that engines fail, without a new token.", panel=FAILURES)
+        NotNegative, Setting("Most retries of a failed sequence in a row without a new token.", panel=FAILURES)
     ] = 2
     within_s: Annotated[
         Seconds,
         Setting(
-            "Stop retrying this long after the last token that the client got, or after the request if it got none.",
+            "Longest time for retries after the last token that the client got, or after the request if it got none.",
             unit="seconds",
             in_file=True,
             panel=FAILURES,
@@ -108,55 +109,68 @@ class RetryBudget(Settings, frozen=True):
 
 
 class Limits(Settings, frozen=True):
-    """How much may be under way in one process. A request comes in while all of these are below their limits.
+    """Limits of the running work of one process. A request is admitted while every count is below its limit.
 
-    ``in_flight`` counts sequences, of which a request has one for each prompt and choice, and at least one; ``tokens``
-    the prompt tokens of sequences on engines, each engine's own; the ones ``per_engine`` are multiplied by the engines
-    that decode and can be picked. ``sequences``, ``at_once`` and ``items`` are one request's, ``long_queued``
-    one client's: no fleet is full by them.
+    ``in_flight`` counts sequences; a request has one for each prompt and choice, and at least one. ``tokens`` counts
+    the prompt tokens of sequences on engines, separately for each engine. The limits ``per_engine`` are multiplied by
+    the number of decode engines that can be picked. ``sequences``, ``at_once`` and ``items`` limit one request and
+    ``long_queued`` limits one client: they do not make a fleet full.
     """
 
     in_flight: Annotated[
         AtLeastOne | None,
         Setting(
-            "Sequences under way at once (a request has one for each prompt and choice); requests wait beyond that.",
+            "Most running sequences; further requests wait. A request has one sequence for each prompt and choice.",
             default="no limit",
             panel=LIMITS,
         ),
     ] = msgspec.field(default=None, name="max-in-flight")
     in_flight_per_engine: Annotated[
         AtLeastOne | None,
-        Setting("The same, for each engine that decodes.", default="no limit", panel=LIMITS),
+        Setting(
+            "Most running sequences for each decode engine; further requests wait.", default="no limit", panel=LIMITS
+        ),
     ] = msgspec.field(default=None, name="max-in-flight-per-engine")
     tokens: Annotated[
         AtLeastOne | None,
-        Setting("Prompt tokens on engines from which on requests wait.", default="no limit", panel=LIMITS),
+        Setting("Number of prompt tokens on engines at which requests wait.", default="no limit", panel=LIMITS),
     ] = msgspec.field(default=None, name="max-in-flight-tokens")
     tokens_per_engine: Annotated[
         AtLeastOne | None,
-        Setting("The same, for each engine that decodes.", default="no limit", panel=LIMITS),
+        Setting(
+            "Number of prompt tokens per decode engine at which requests wait.",
+            default="no limit",
+            panel=LIMITS,
+        ),
     ] = msgspec.field(default=None, name="max-in-flight-tokens-per-engine")
     queued: Annotated[
-        NotNegative, Setting("Requests that may wait; more get 429.", panel=LIMITS)
+        NotNegative, Setting("Most requests that may wait; further ones get 429.", panel=LIMITS)
     ] = msgspec.field(default=1000, name="max-queued")  # fmt: skip
     queue_timeout_s: Annotated[
-        Seconds, Setting("Longest wait of a request for a place; then it gets 429.", unit="seconds", panel=LIMITS)
+        Seconds, Setting("Longest wait of a request; after it the request gets 429.", unit="seconds", panel=LIMITS)
     ] = msgspec.field(default=30.0, name="queue-timeout")
 
     sequences: Annotated[
-        AtLeastOne, Setting("Sequences of one request, prompts times `n`; more get 400.", panel=LIMITS, in_file=True)
+        AtLeastOne,
+        Setting(
+            "Most sequences of one request (prompts times `n`); a request with more gets 400.",
+            panel=LIMITS,
+            in_file=True,
+        ),
     ] = msgspec.field(default=512, name="max-sequences")
     at_once: Annotated[
         AtLeastOne,
         Setting(
-            "Sequences of one request under way at once; the others follow as these end.", panel=LIMITS, in_file=True
+            "Most sequences of one request that run at once; the others start when these end.",
+            panel=LIMITS,
+            in_file=True,
         ),
     ] = msgspec.field(default=128, name="max-sequences-at-once")
 
     items: Annotated[
         AtLeastOne,
         Setting(
-            "Lists and objects in a request's body, such as messages, parts and tools; more get 400.",
+            "Most lists and objects in a request's body, such as messages and tools; a request with more gets 400.",
             panel=LIMITS,
             in_file=True,
         ),
@@ -164,7 +178,7 @@ class Limits(Settings, frozen=True):
     long_queued: Annotated[
         NotNegative,
         Setting(
-            "Long bodies of one client that wait while one of them is prepared; more get 429.",
+            "Most requests with long bodies of one client that wait to be prepared; further ones get 429.",
             panel=LIMITS,
             in_file=True,
         ),
@@ -172,27 +186,28 @@ class Limits(Settings, frozen=True):
 
     @property
     def any(self) -> bool:
-        """Whether the fleet is full at some point."""
+        """True if a limit of the fleet is set."""
         return any((self.in_flight, self.in_flight_per_engine, self.tokens, self.tokens_per_engine))
 
 
 class RouterSettings(Settings, frozen=True):
-    """What every router can be told.
+    """Settings that ``tercet router`` and ``tercet up`` share.
 
-    ``retries``, ``limits``, ``moves``, ``reschedule``, ``objectives`` and ``sessions`` are groups; limits are
-    one worker's own. ``model`` gives the tokenizer and the chat template; the engines must serve the same one.
+    ``retries``, ``limits``, ``moves``, ``reschedule``, ``objectives`` and ``sessions`` are groups; limits apply to each
+    worker separately. ``model`` has the tokenizer and the chat template; the engines must serve the same model.
     """
 
     model: Annotated[
-        str, Setting("`smollm2` (built in), a checkpoint's directory, or any hub id that vLLM takes.", panel=MODEL)
+        str,
+        Setting("Model: `smollm2`, a checkpoint's directory, or a hub id; `smollm2` is built in.", panel=MODEL),
     ] = "smollm2"
     served_model_name: Annotated[
-        str | None, Setting("The model's name in the OpenAI API.", default="the model's", panel=MODEL)
+        str | None, Setting("Name of the model in the OpenAI API.", default="the value of --model", panel=MODEL)
     ] = None  # fmt: skip
     model_aliases: Annotated[
         tuple[str, ...],
         Setting(
-            "One more name of the model, that rules may go by; repeatable.",
+            "Another name of the model, which rules may match. Repeatable.",
             flag="--model-alias",
             in_file=True,
             panel=MODEL,
@@ -200,15 +215,16 @@ class RouterSettings(Settings, frozen=True):
     ] = ()
     host: Annotated[str, Setting("Address to listen on.", panel=SERVER)] = "127.0.0.1"
     program: Annotated[
-        str, Setting("A built-in program (such as `data_parallel`), or your own: `file.py:function`.", panel=PLACEMENT)
+        str,
+        Setting("Program: a built-in one (such as `data_parallel`), or your own: `file.py:function`.", panel=PLACEMENT),
     ] = "disaggregated"
     program_args: Annotated[
-        Mapping[str, str], Setting("A parameter of the program; repeatable.", flag="--program-arg", panel=PLACEMENT)
+        Mapping[str, str], Setting("Parameter of the program. Repeatable.", flag="--program-arg", panel=PLACEMENT)
     ] = {}
     return_after: Annotated[
         NotNegative,
         Setting(
-            "Failures of a program in a row before the one before it is used again; 0: never.",
+            "Number of failures of a new program in a row after which the previous program is used again; 0: never.",
             in_file=True,
             panel=PLACEMENT,
         ),
@@ -223,7 +239,7 @@ class RouterSettings(Settings, frozen=True):
     ] = False
     fast_path: Annotated[
         Literal["on", "off"],
-        Setting("`off`: vLLM's own code writes streams too, at a higher cost per token.", panel=SERVER),
+        Setting("Fast path for streams; with `off` vLLM's code writes them, at a higher cost per token.", panel=SERVER),
     ] = "on"
     log_format: LogLines = "text"
     access_log: AccessLog = False
@@ -231,13 +247,16 @@ class RouterSettings(Settings, frozen=True):
     scheduling: Annotated[
         str | None,
         Setting(
-            "A scheduling file (YAML), whose profiles picks may name.", metavar="FILE", default="none", panel=PLACEMENT
+            "Scheduling file (YAML); programs pick engines by its profiles.",
+            metavar="FILE",
+            default="none",
+            panel=PLACEMENT,
         ),
     ] = None
     lora_modules: Annotated[
         Mapping[str, str],
         Setting(
-            "A LoRA adapter that engines are to have, and where its files are on them; repeatable.",
+            "LoRA adapter that engines must have, with its path on them. Repeatable.",
             flag="--lora-modules",
             metavar="NAME=PATH",
             panel=MODEL,
@@ -246,7 +265,7 @@ class RouterSettings(Settings, frozen=True):
     missing_adapters: Annotated[
         Literal["load", "leave"],
         Setting(
-            "`load` one of these on an engine that lacks it, or `leave` the engine out of requests for it.",
+            "Action if an engine lacks an adapter: `load` it there, or `leave` the engine out of its requests.",
             in_file=True,
             panel=MODEL,
         ),
@@ -255,7 +274,7 @@ class RouterSettings(Settings, frozen=True):
     stuck_after_s: Annotated[
         Seconds,
         Setting(
-            "Time without progress after which an engine's sequences continue on other engines; must exceed its "
+            "Time without progress after which an engine's sequences continue on other engines; set it above the "
             "longest step.",
             unit="seconds",
             panel=FAILURES,
@@ -264,7 +283,7 @@ class RouterSettings(Settings, frozen=True):
     wait_for_engine_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting(
-            "When no engine answers, how long a sequence waits for one before it is tried again.",
+            "Longest wait of a sequence for an engine when none answers; after it the sequence is retried.",
             unit="seconds",
             in_file=True,
             panel=FAILURES,
@@ -273,7 +292,7 @@ class RouterSettings(Settings, frozen=True):
     without_role: Annotated[
         WithoutRole,
         Setting(
-            "While no engine of a role can be picked: `serve` on those that are left, or `refuse` what needs it (503).",
+            "Action while no engine of a role can be picked: `serve` on the other engines, or `refuse` requests (503).",
             in_file=True,
             panel=PLACEMENT,
         ),
@@ -286,39 +305,47 @@ class RouterSettings(Settings, frozen=True):
     roles_by: RolesBy = msgspec.field(default="fixed", name="roles")
     request_timeout_s: Annotated[
         Seconds | None,
-        Setting("Longest duration of a request; then it gets 504.", unit="seconds", default="no limit", panel=LIMITS),
+        Setting(
+            "Longest duration of a request; after it the request gets 504.",
+            unit="seconds",
+            default="no limit",
+            panel=LIMITS,
+        ),
     ] = msgspec.field(default=None, name="request-timeout")
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting(
-            "Longest time that running requests may continue after a signal to stop.", unit="seconds", panel=SERVER
+            "Time to finish running requests after a signal to stop.",
+            unit="seconds",
+            panel=SERVER,
         ),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
     max_request_bytes: Annotated[
-        AtLeastOne, Setting("Size of a request's body; larger: 413.", unit="bytes", default="64 MiB", panel=LIMITS)
+        AtLeastOne,
+        Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB", panel=LIMITS),
     ] = MAX_REQUEST_BYTES
     workers: Annotated[
-        Annotated[int, Meta(ge=1, le=256)], Setting("Router processes that share the port.", panel=SERVER)
+        Annotated[int, Meta(ge=1, le=256)], Setting("Number of router processes that share the port.", panel=SERVER)
     ] = 1  # fmt: skip
     stream_port: Annotated[
         Port,
         Setting(
-            "Port to which engines connect their token streams; each further worker takes the next one.",
-            default="any free one",
+            "Port to which engines connect their token streams; each further worker uses the next port.",
+            default="any free port",
             panel=SERVER,
         ),
     ] = 0
     pooling_servers: Annotated[
         tuple[str, ...],
         Setting(
-            "A vLLM server of a pooling model, to which embeddings, scores and reranking go. Repeatable.",
+            "URL of a vLLM server for embeddings, scores and reranking. Repeatable.",
             flag="--pooling-server", metavar="URL", panel=MODEL,
         ),
     ] = ()  # fmt: skip
     pooling_key: Annotated[
         str,
         Setting(
-            "The API key of pooling servers; best given as a variable.", flag="", env=POOLING_KEY_VARIABLE,
+            "API key of pooling servers. Give it as a variable.", flag="", env=POOLING_KEY_VARIABLE,
             default="none", is_key=True,
         ),
     ] = ""  # fmt: skip
@@ -326,8 +353,8 @@ class RouterSettings(Settings, frozen=True):
     openai_layer: Annotated[
         Literal["auto", "vllm", "small"],
         Setting(
-            "OpenAI API: vLLM's, or a small one (completions and chat as text) that needs neither vLLM nor torch; "
-            "auto: small before engines of `tercet up --simulate`, else vLLM's.",
+            "OpenAI API: `vllm`, or `small` without vLLM and torch; `small` has completions and chat as text. `auto`: "
+            "`small` with `tercet up --simulate`, otherwise `vllm`.",
             panel=MODEL,
         ),
     ] = "auto"
@@ -336,46 +363,54 @@ class RouterSettings(Settings, frozen=True):
     api_key_file: Annotated[
         str | None,
         Setting(
-            "A file of clients' keys, one a line, read again when it changes.", metavar="FILE", default="none",
+            "File of client keys, one on each line, reloaded when it changes.", metavar="FILE", default="none",
             panel=ACCESS,
         ),
     ] = None  # fmt: skip
     open_to_all: Annotated[
         bool,
-        Setting("Serve other machines though no key is asked of clients.", default="off", panel=ACCESS),
+        Setting("Serve other machines although no client key is set.", default="off", panel=ACCESS),
     ] = False
     admin_folders: Annotated[
         tuple[str, ...],
         Setting(
-            "A folder of files that `/tercet/v1` may name: programs, scheduling files, plugins. Repeatable.",
+            "Folder of files that `/tercet/v1` may load: programs, scheduling files, plugins. Repeatable.",
             flag="--admin-folder", metavar="DIR", panel=ACCESS,
         ),
     ] = ()  # fmt: skip
     vllm_args: Annotated[
         tuple[str, ...],
-        Setting("Flags of the router's vLLM layer; with `tercet router` after `--`.", flag="", panel=MODEL),
+        Setting(
+            "Flags of vLLM's API server in the router; with `tercet router` they follow `--`.", flag="", panel=MODEL
+        ),
     ] = msgspec.field(default=(), name="router-args")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stream_port + self.workers - 1 > 65535:
-            raise BadRequest(f"stream-port: {self.workers} workers need as many ports from it on", "stream-port")
+            raise BadRequest(
+                f"stream-port: {self.workers} workers need {self.workers} consecutive ports; 65535 is the last",
+                "stream-port",
+            )
         if self.openai_layer == "small" and self.workers > 1:
-            raise BadRequest("workers: the small OpenAI layer has one process; see openai-layer", "workers")
+            raise BadRequest(
+                "workers: the small OpenAI layer runs in one process; set workers to 1 or openai-layer to vllm",
+                "workers",
+            )
         require_objectives(self.roles_by, self.objectives)
         for url in self.pooling_servers:
             require_url(url, "pooling-servers")
         if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
-            raise BadRequest("pooling-servers: one of them is there twice", "pooling-servers")
+            raise BadRequest("pooling-servers: a URL is given twice; remove one", "pooling-servers")
 
     def require_stream_ports_beside(self, port: int) -> None:
-        """Raises :class:`~tercet.protocol.BadRequest` if one of them is the ``port`` for clients."""
+        """Raise :class:`~tercet.protocol.BadRequest` if a stream port is the ``port`` for clients."""
         if self.stream_port and self.stream_port <= port < self.stream_port + self.workers:
-            raise BadRequest(f"stream-port: clients come to the port {port}; choose another one", "stream-port")
+            raise BadRequest(f"stream-port: clients use the port {port}; choose another one", "stream-port")
 
     @property
     def serves_without_vllm(self) -> bool:
-        """Whether the OpenAI API is the small one."""
+        """True if the OpenAI API is the small one, without vLLM."""
         return self.openai_layer == "small"
 
     @property
@@ -385,17 +420,17 @@ class RouterSettings(Settings, frozen=True):
 
 
 class RouterConfig(RouterSettings, frozen=True, kw_only=True):
-    """Everything that ``tercet router`` needs; ``discovery`` and ``engine_tls`` are groups."""
+    """Settings of ``tercet router``; ``discovery`` and ``engine_tls`` are groups."""
 
     engines: Annotated[
         tuple[EngineAddress, ...],
         Setting(
-            "An engine; role is prefill, decode or both, labels are for scheduling. Repeatable.", flag="--engine",
+            "URL of an engine; role: prefill, decode or both, labels: for scheduling. Repeatable.", flag="--engine",
             metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields, panel=ENGINES,
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
-    # Kubernetes sets TERCET_PORT, to a URL, wherever a service is called tercet.
+    # Kubernetes sets TERCET_PORT to a URL if a service is called tercet.
     port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT", panel=SERVER)
     ] = 8000
@@ -403,32 +438,35 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             "File that keeps engines, programs and scheduling; routers with the same file share them.",
-            metavar="FILE", default="of this router alone", panel=ENGINES,
+            metavar="FILE", default="a private file", panel=ENGINES,
         ),
     ] = None  # fmt: skip
     state_configmap: Annotated[
         Annotated[str, Meta(pattern=_CONFIGMAP)] | None,
         Setting(
-            "The same in a ConfigMap of Kubernetes, for routers on several machines.",
-            metavar="[NAMESPACE/]NAME", default="in a file", panel=ENGINES,
+            "ConfigMap for this state, for routers on several machines.",
+            metavar="[NAMESPACE/]NAME", default="a file", panel=ENGINES,
         ),
     ] = None  # fmt: skip
     state_ray: Annotated[
         Annotated[str, Meta(pattern=_RAY_RECORD)] | None,
         Setting(
-            "The same in the head of a Ray cluster, for routers on several machines.",
-            metavar="[HOST:PORT/]NAME", default="in a file", panel=ENGINES,
+            "Record in Ray's head for this state; for routers on several machines.",
+            metavar="[HOST:PORT/]NAME", default="a file", panel=ENGINES,
         ),
     ] = None  # fmt: skip
     admin_listen: Annotated[
         str | None,
         Setting(
-            "Serve `/tercet/v1` here alone, not at the clients' port.", metavar="ADDRESS", default="off", panel=ACCESS
+            "Address at which `/tercet/v1` is served instead of the clients' port.",
+            metavar="ADDRESS",
+            default="off",
+            panel=ACCESS,
         ),
     ] = None
     await_engines: Annotated[
         bool,
-        Setting("Begin without an engine, and answer 503 until one joins.", default="off", panel=ENGINES),
+        Setting("Start without an engine, and answer 503 until one joins.", default="off", panel=ENGINES),
     ] = False
     supervisor_key: SupervisorKey = ""
     engine_tls: EngineTLS = EngineTLS()
@@ -438,34 +476,34 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         super().__post_init__()
         require_unlike(self.engines, self.discovery, self.await_engines)
         if self.state_ray is not None and self.state_configmap is not None:
-            raise BadRequest("state-ray: the state is in state-configmap already; give one of them", "state-ray")
+            raise BadRequest("state-ray: cannot be combined with state-configmap; remove one", "state-ray")
         self.require_stream_ports_beside(self.port)
         address = self.admin_address
         if address is not None and address.port == self.port:
-            raise BadRequest(f"admin-listen: clients come to the port {self.port}; choose another one", "admin-listen")
+            raise BadRequest(f"admin-listen: clients use the port {self.port}; choose another one", "admin-listen")
         if address is not None and self.stream_port and 0 <= address.port - self.stream_port < self.workers:
-            raise BadRequest("admin-listen: a token stream has this port; choose another one", "admin-listen")
+            raise BadRequest("admin-listen: token streams use this port; choose another one", "admin-listen")
 
     @property
     def admin_address(self) -> AdminAddress | None:
-        """Where admin routes are served, if apart from the port for clients."""
+        """The address of admin routes; None if they are served at the port for clients."""
         return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
 
 
 def require_unlike(engines: Sequence[EngineAddress], discovery: DiscoverySettings, awaited: bool = False) -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for no engines, if none are found or ``awaited``, and for two alike.
+    """Raise :class:`~tercet.protocol.BadRequest` if two engines have the same name or URL, or there are no engines.
 
-    Engines are alike if they have one name or one URL.
+    An empty list is allowed if discovery is on, or if engines are ``awaited``.
     """
     if not engines and not discovery.is_wanted and not awaited:
         raise BadRequest(
-            "engines: at least one is needed, or --endpoint-selector, --pool-name or --roster to find some, or "
-            "--await-engines for those that join",
+            "engines: there are none; give --engine, or --endpoint-selector, --pool-name or --roster to find engines, "
+            "or --await-engines to wait for engines that join",
             "engines",
         )
     twice = [name for name, times in Counter(engine.name for engine in engines).items() if times > 1]
     if twice:
-        raise BadRequest(f"engines: two engines are called {twice[0]}; give them names", "engines")
+        raise BadRequest(f"engines: two engines are called {twice[0]}; give them different names", "engines")
     again = [url for url, times in Counter(engine.url.rstrip("/") for engine in engines).items() if times > 1]
     if again:
-        raise BadRequest(f"engines: {again[0]} is there twice", "engines")
+        raise BadRequest(f"engines: {again[0]} is given twice", "engines")

@@ -1,4 +1,4 @@
-"""Sessions of agents: whether their turns are kept together, and what happens to their KV between two turns."""
+"""Settings of agents' sessions: which engine serves their turns, and how their KV is kept between two turns."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SessionSettings(Settings, frozen=True):
-    """How a router serves the turns of one session."""
+    """Settings of a router for the turns of one session."""
 
     together: Annotated[
         Literal["on", "off"],
-        Setting("Turns of a session go to one engine.", panel=PLACEMENT),
+        Setting("Send all turns of a session to one engine.", panel=PLACEMENT),
     ] = msgspec.field(default="off", name="sessions")
     keep: Annotated[
         Literal["none", "tools", "all"],
         Setting(
-            "Sessions whose KV is pinned in pauses.",
+            "Sessions whose KV is pinned between two turns; `tools`: those that wait for a tool's result.",
             panel=PLACEMENT,
         ),
     ] = msgspec.field(default="tools", name="session-keep")
     keep_s: Annotated[
-        Seconds, Setting("Longest time that it is pinned.", unit="seconds", panel=PLACEMENT, in_file=True)
+        Seconds, Setting("Longest time that a session's KV is pinned.", unit="seconds", panel=PLACEMENT, in_file=True)
     ] = msgspec.field(default=30.0, name="session-keep-for")  # fmt: skip
     keep_share: Annotated[
-        Share, Setting("Share of an engine's KV cache that sessions may pin together.", panel=PLACEMENT, in_file=True)
+        Share,
+        Setting("Share of an engine's KV cache, from 0 to 1, that all sessions together may pin.", panel=PLACEMENT,
+                in_file=True),
     ] = msgspec.field(default=0.3, name="session-keep-share")  # fmt: skip
     give_up_at: Annotated[
         Share,
         Setting(
-            "KV usage of an engine from which on pinned KV is given up there; so it is while requests wait.",
+            "KV usage of an engine, from 0 to 1, at or above which pinned KV is released; or while requests wait.",
             panel=PLACEMENT,
             in_file=True,
         ),
@@ -49,14 +51,14 @@ class SessionSettings(Settings, frozen=True):
     ] = msgspec.field(default=3600.0, name="session-ttl")
     most: Annotated[
         AtLeastOne,
-        Setting("Sessions that a router process remembers; those of the oldest turns are forgotten.", panel=PLACEMENT,
-                in_file=True),
+        Setting("Most sessions that a router process remembers; the least recently used are forgotten.",
+                panel=PLACEMENT, in_file=True),
     ] = msgspec.field(default=10_000, name="max-sessions-remembered")  # fmt: skip
     tokens: Annotated[
         AtLeastOne,
         Setting(
-            "Tokens of all sessions that a router process remembers, 4 bytes each; sessions beyond are recomputed "
-            "where their engine is drained.",
+            "Most tokens that a router process remembers for all sessions, 4 bytes each; a session without remembered "
+            "tokens is recomputed when its engine is drained.",
             panel=PLACEMENT,
             in_file=True,
         ),
@@ -64,5 +66,5 @@ class SessionSettings(Settings, frozen=True):
 
     @property
     def on(self) -> bool:
-        """Whether turns are kept together."""
+        """True if all turns of a session go to one engine."""
         return self.together == "on"

@@ -1,4 +1,4 @@
-"""What ``tercet sidecar`` can be told."""
+"""Settings of ``tercet sidecar``."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ Connector = Literal["tercet", "nixl"]
 
 
 class SidecarConfig(Settings, frozen=True, kw_only=True):
-    """One sidecar, before one engine; ``engine_tls`` is a group."""
+    """Settings of one sidecar, which stands before one engine; ``engine_tls`` is a group."""
 
-    engine: Annotated[str, Setting("The engine that decodes: what is asked here is asked there.", metavar="URL")]
+    engine: Annotated[
+        str, Setting("URL of the engine that decodes; requests to the sidecar are forwarded to it.", metavar="URL")
+    ]
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[Port, Setting("Port of its HTTP server; 0 is any free one.")] = 8000
+    port: Annotated[Port, Setting("Port of the HTTP server; 0 means any free port.")] = 8000
     connector: Annotated[
         Connector,
         Setting(
-            "Protocol by which KV reaches the engine: `tercet` by the verbs, `nixl` by vLLM's `kv_transfer_params`, "
-            "for engines with NixlConnector or a similar one."
+            "Protocol that brings KV to the engine: `tercet` uses the verbs, `nixl` uses vLLM's `kv_transfer_params`, "
+            "for engines with NixlConnector or a similar connector."
         ),
     ] = "tercet"
     prefill_hosts: PrefillHosts = ""
@@ -54,7 +56,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
         Setting("Time without a heartbeat of the engine after which waiting requests fail.", unit="seconds"),
     ] = msgspec.field(default=10.0, name="stuck-after")
     idle_timeout_s: Annotated[
-        Seconds, Setting("Longest gap in an answer of an engine that sends heartbeats.", unit="seconds")
+        Seconds, Setting("Longest gap in the answer of an engine that sends heartbeats.", unit="seconds")
     ] = msgspec.field(default=300.0, name="idle-timeout")
     max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
     tls_cert: TLSCertificate = None
@@ -71,10 +73,10 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
         self.allowed_prefillers()
 
     def allowed_prefillers(self) -> AllowedPrefillers:
-        """The engines that a header may name to prefill; raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the engines that a header may name to prefill; raise :class:`~tercet.protocol.BadRequest`."""
         return AllowedPrefillers(self.prefill_hosts, "prefill-hosts")
 
     @property
     def prefill_budget(self) -> PrefillBudget:
-        """How long others may take to prefill."""
+        """The limits, in seconds, of prefill by other engines."""
         return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)

@@ -1,4 +1,4 @@
-"""URLs of servers, as people give them."""
+"""Checks of server URLs that people give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tercet.protocol import BadRequest
 
 
 def require_url(given: str, name: str, example: str = "http://127.0.0.1:8001") -> None:
-    """Raises :class:`~tercet.protocol.BadRequest` for text that is not an http or https URL with a host."""
+    """Raise :class:`~tercet.protocol.BadRequest` if ``given`` is not an http or https URL with a host."""
     try:
         parts = urlsplit(given)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -19,7 +19,9 @@ def require_url(given: str, name: str, example: str = "http://127.0.0.1:8001") -
 
 
 def require_engine_url(given: str, name: str, example: str = "http://127.0.0.1:8001") -> None:
-    """As :func:`require_url`, and none with a password: an engine's URL is shown in logs, metrics and traces."""
+    """Check as :func:`require_url` does, and refuse a user or password: logs and metrics show an engine's URL."""
     require_url(given, name, example)
     if "@" in urlsplit(given).netloc:
-        raise BadRequest(f"{name}: engines' URLs have no user or password; engines ask for the secret", name)
+        raise BadRequest(
+            f"{name}: must not have a user or password, which logs would show; engines check TERCET_SECRET", name
+        )

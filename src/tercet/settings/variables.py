@@ -1,4 +1,4 @@
-"""Environment variables that are read by themselves; those of settings follow from the settings."""
+"""Environment variables that are not settings; the variables of settings follow from their declarations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 
 URL_VARIABLE = "TERCET_URL"
-"""The router that commands talk to, and that is measured."""
+"""Variable of the URL of the router that commands call, and that ``tercet bench`` measures."""
 SPIN_SECONDS_VARIABLE = "TERCET_SPIN_SECONDS"
 WARM_PARENT_VARIABLE = "TERCET_WARM_PARENT"
 COLD = "cold"
-"""Named as the warm parent: have none."""
+"""Value of ``TERCET_WARM_PARENT``: use no warm parent."""
 CACHE_VARIABLE = "TERCET_CACHE"
 ENGINE_NAME_VARIABLE = "TERCET_ENGINE_NAME"
 ACCESS_LOG_VARIABLE = "TERCET_ACCESS_LOG"
@@ -22,15 +22,15 @@ ADMIN_KEY_FILE_VARIABLE = "TERCET_ADMIN_KEY_FILE"
 CLIENT_KEY_VARIABLE = "TERCET_API_KEY"
 POOLING_KEY_VARIABLE = "TERCET_POOLING_KEY"
 OF_COMMANDS = frozenset({URL_VARIABLE, ADMIN_KEY_VARIABLE, ADMIN_KEY_FILE_VARIABLE, CLIENT_KEY_VARIABLE})
-"""Those that commands read which talk to a router."""
+"""Variables that are read by commands that call a router."""
 INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES"})
-"""What Tercet's own processes tell one another."""
+"""Variables that Tercet's processes set for their child processes."""
 OF_TESTS = frozenset({"TERCET_LONG_TESTS", "TERCET_GOLDEN"})
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class Variable(NamedTuple):
-    """A variable, who reads it, what holds without it, and what it says."""
+    """An environment variable: its name, the processes that read it (``of``), its default and its meaning."""
 
     name: str
     of: str
@@ -43,39 +43,39 @@ VARIABLES = (
         CACHE_VARIABLE,
         "every command",
         "`~/.cache/tercet`",
-        "Where converted models, logs and the records of fleets in the background are kept.",
+        "Directory of converted models, logs and the records of background fleets.",
     ),
     Variable(
         SPIN_SECONDS_VARIABLE,
         "engines",
         "0 on a CPU, else vLLM's own",
-        "For how long an engine's process looks for a message without a pause before it sleeps (seconds).",
+        "Time for which an engine's process polls for a message without a pause before it sleeps (seconds).",
     ),
     Variable(
         WARM_PARENT_VARIABLE,
         "`tercet up`, `tercet router --workers`",
-        "its own",
-        "The socket of a process that has imported vLLM and forks engines and routers; with `cold`, each imports vLLM.",
+        "a new process",
+        "Socket of a process that has imported vLLM and forks engines and routers; with `cold`, each one imports vLLM.",
     ),
     Variable(
         ENGINE_NAME_VARIABLE,
         "engines that are not started by `tercet`",
         "HOST:PORT",
-        "The engine's name in its status and logs.",
+        "Name of the engine in its status and logs.",
     ),
-    Variable(ACCESS_LOG_VARIABLE, "engines", "0", "A line for each call of a verb in the log."),
-    Variable(LOG_FORMAT_VARIABLE, "engines", "text", "The lines of Tercet's own log as text, or `json`."),
+    Variable(ACCESS_LOG_VARIABLE, "engines", "0", "Log a line for each call of a verb."),
+    Variable(LOG_FORMAT_VARIABLE, "engines", "text", "Format of Tercet's log lines: `text` or `json`."),
     Variable(
         PREFILL_HOSTS_VARIABLE,
         "engines",
         "none: the header is ignored",
-        "Engines that `x-prefiller-host-port` may name to prefill, as `prefill_hosts` of the plugin's settings.",
+        "Engines that `x-prefiller-host-port` may name to prefill; same as `prefill_hosts` in the plugin's settings.",
     ),
     Variable(
         API_KEY_VARIABLE,
         "engines and routers",
         "none",
-        "vLLM's: the API key that the server asks for, as with its `--api-key`.",
+        "API key that the server requires (a variable of vLLM); same as its `--api-key`.",
     ),
-    Variable(OPENAI_KEY_VARIABLE, "`tercet bench`", "none", "The API key that is sent to the server that is measured."),
+    Variable(OPENAI_KEY_VARIABLE, "`tercet bench`", "none", "API key that is sent to the measured server."),
 )

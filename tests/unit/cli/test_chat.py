@@ -152,7 +152,7 @@ def test_wrong_use(
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [("error", "the engine is gone", "the engine is gone"), ("status", 503, "not now"),
-     ("breaks_off", True, "the answer broke off")],
+     ("breaks_off", True, "the connection closed before the answer ended")],
 )  # fmt: skip
 def test_an_answer_that_fails_fails_the_command(
     router: LiveRouter,

@@ -85,7 +85,7 @@ def start_up(tmp_path: Path, runs: list[Run], mode: str, *arguments: str) -> Run
 
 def test_up_says_where_everything_is(tmp_path: Path, up: list[Run]) -> None:
     run = start_up(tmp_path, up, "answers", "--both", "1", "--served-model-name", "m")
-    text = run.says("Ctrl-C finishes what runs")
+    text = run.says("Ctrl-C finishes running requests")
     for expected in (
         "prefill-0: loading", "router: ready in", "model m, program disaggregated", "decode-0   decode   http://127.0.0.1:",
         "engine-0   both ", f"logs: {tmp_path}/cache/logs/", "/v1/chat/completions -H 'content-type: application/json'",
@@ -173,7 +173,7 @@ def test_a_demo_that_breaks_off_says_so(tmp_path: Path, up: list[Run]) -> None:
     up.append(run)
     assert run.process.wait(timeout=200) == 1
     last = run.out.read_text().splitlines()[-1]
-    assert last.startswith("tercet: the router's answer broke off")
+    assert last.startswith("tercet: the router's answer was interrupted")
     assert run.leaves_nothing(0)
 
 
@@ -206,7 +206,7 @@ def test_a_fleet_in_the_background_is_told_from_others_by_its_port_and_stopped(t
     assert len(ports) == 2
     code, said = tercet(tmp_path, "answers", up, "down")
     assert (code, said) == (
-        2, f"tercet: --port: fleets run at the ports {ports[0]}, {ports[1]}; name one, or say --all\n",
+        2, f"tercet: --port: fleets run at the ports {ports[0]}, {ports[1]}; give one of them, or --all\n",
     )  # fmt: skip
     assert tercet(tmp_path, "answers", up, "down", "--port", str(ports[0]))[0] == 0
     assert [int(file.stem.partition("-")[0]) for file in (tmp_path / "cache" / "fleets").iterdir()] == ports[1:]

@@ -197,7 +197,7 @@ def test_engines(router: Running, tercet: Any) -> None:
     assert "draining" in tercet("engines", "drain", "d")
     assert "serving" in tercet("engines", "drain", "d", "--undo")
     assert "both" in tercet("engines", "role", "p", "both")
-    assert tercet("engines", "remove", "new") == "new removed; sequences that still run on it: 0\n"
+    assert tercet("engines", "remove", "new") == "new removed; 0 sequences still run on it\n"
     assert [engine["name"] for engine in json.loads(tercet("status", "--json"))["engines"]] == ["p", "d"]
     assert "it has p, d" in tercet("engines", "remove", "new", code=2)
     assert "already" in tercet("engines", "add", "p", "http://new", code=2)
@@ -314,7 +314,7 @@ def test_the_status_is_one_screen(router: Running, tercet: Any) -> None:
     assert said[2] == "no objectives; roles: fixed"
     assert said[3] == "2 engines, 2 sequences on them"
     assert said[4].split()[:3] == ["p", "prefill", "serving"]
-    assert said[-1] == "0 moves under way"
+    assert said[-1] == "0 running moves"
     found = json.loads(tercet("status", "--json"))
     assert (found["serving"], found["models"], [engine["name"] for engine in found["engines"]]) == (
         True, ["m"], ["p", "d"],
@@ -326,12 +326,12 @@ def test_roles_are_explained(router: Running, tercet: Any) -> None:
     assert tercet("engines", "roles").splitlines() == ["no objectives", "roles: fixed; prefill: p; decode: d"]
     batch = ObjectiveClass("batch", ttft=30.0, share=0.9)
     service.attainments = Attainments(Objectives(ttft=1.0, tpot=0.025, classes=(batch,)))
-    assert tercet("engines", "roles").splitlines()[0].endswith("for 99.0% of the requests; none has ended")
+    assert tercet("engines", "roles").splitlines()[0].endswith("for 99.0% of the requests; no request has ended yet")
     service.attainments.default.ended_with(0.5, 0.02)
     service.attainments.default.failed()
     assert tercet("status").splitlines()[2:4] == [
         "objectives: TTFT 1 s, TPOT 0.025 s for 99.0% of the requests; met by 50.0% of 2; roles: fixed",
-        "  x-objective-class: batch: TTFT 30 s for 90.0% of the requests; none has ended",
+        "  x-objective-class: batch: TTFT 30 s for 90.0% of the requests; no request has ended yet",
     ]
 
 

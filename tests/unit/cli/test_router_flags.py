@@ -225,7 +225,7 @@ def test_a_file_of_keys_is_read_before_anything_is_loaded(
     (tmp_path / "keys").write_text("\n")
     for command in ("router", "up"):
         assert started(monkeypatch, command, name, str(tmp_path / "keys")) == 2
-        assert "no key in" in capsys.readouterr().err
+        assert "has no key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("blank", ["\n", "  ", "\t\n"])

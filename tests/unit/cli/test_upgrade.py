@@ -17,10 +17,10 @@ from tests.unit.gateway.model_router.test_model_router import Router, world
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "--to: give either this or --config"),
-        ({"to": "http://127.0.0.1:1", "config": Path("new.yaml")}, "--to: give either this or --config"),
+        ({}, "--to: give either --to or --config"),
+        ({"to": "http://127.0.0.1:1", "config": Path("new.yaml")}, "--to: give either --to or --config"),
         ({"to": "nonsense"}, "--to: 'nonsense' is not a URL"),
-        ({"to": "http://127.0.0.1:1", "steps": "5,x"}, "--steps: '5,x' are not percentages"),
+        ({"to": "http://127.0.0.1:1", "steps": "5,x"}, "--steps: must be percentages such as 5,25,50,100, is '5,x'"),
         ({"to": "http://127.0.0.1:1", "steps": "50,20,100"}, "steps: must rise from above 0 to 100 percent"),
         ({"to": "http://127.0.0.1:1", "model_router": "http://127.0.0.1:1"}, "no router answers at http://127.0.0.1:1"),
     ],

@@ -195,7 +195,7 @@ def test_engines_that_share_a_device_get_a_share_of_its_memory() -> None:
     given = ("--gpu-memory-utilization", "0.3")
     assert value_of(engine_argv(spec(gpus=("0",), gpu_memory=0.45, extra_args=given)), given[0]) == "0.3"
     assert gpu_memory_of(given) == 0.3
-    with pytest.raises(BadRequest, match="is not a share"):
+    with pytest.raises(BadRequest, match="must be greater than 0 and at most 1"):
         gpu_memory_of(("--gpu-memory-utilization", "45"))
 
 
@@ -243,7 +243,7 @@ def test_a_ratio_and_a_number_of_engines_are_counts_in_the_order_of_starts() -> 
         ("prefill: many", "prefill"),
         ("prefill: -1", "prefill"),
         ("port: 99999", "port"),
-        ("- a\n- b", "not a mapping"),
+        ("- a\n- b", "must be a mapping"),
         ("a: [", "not YAML"),
         ("kv_cache_gib: 2", "did you mean kv-cache-gib"),
         ("nonsense: 2", "the keys are model"),
@@ -252,10 +252,10 @@ def test_a_ratio_and_a_number_of_engines_are_counts_in_the_order_of_starts() -> 
         ("engine-args: [--port, 1]", "engine-args: --port"),
         ("router-args: [--model=x]", "router-args: --model"),
         ("program-args: {x: {}}", "program-args"),
-        ("prefill: 0\ndecode: 0", "no engine"),
+        ("prefill: 0\ndecode: 0", "start at least one engine"),
         ("max-instances: 1", "max-instances"),
-        ("max-instances: 4\nboth: 1", "max-instances: is split by pd-ratio"),
-        ("pd-ratio: '2:1'", "pd-ratio: requires max-instances"),
+        ("max-instances: 4\nboth: 1", "max-instances: cannot be combined with prefill"),
+        ("pd-ratio: '2:1'", "pd-ratio: needs max-instances"),
         ("max-instances: 4\npd-ratio: '0:1'", "pd-ratio: '0:1' is not a ratio"),
     ],
 )
@@ -342,7 +342,7 @@ def test_an_engine_that_strangers_cannot_call_starts(spec: EngineSpec, environme
     [
         (spec_at("0.0.0.0"), "set TERCET_SECRET to"),
         (spec_at("0.0.0.0", "--api-key", ""), "set TERCET_SECRET to"),
-        (spec_at("127.0.0.1", "--api-server-count=2"), "one API server keeps the leases"),
+        (spec_at("127.0.0.1", "--api-server-count=2"), "one API server keeps an engine's leases"),
     ],
     ids=str,
 )

@@ -96,7 +96,7 @@ def test_why_there_are_none(machine: Path, tmp_path: Path, monkeypatch: pytest.M
     machine.write_text("#!/bin/sh\n")
     assert why_no_devices({}) == "nvidia-smi lists no GPU"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert "no nvidia-smi" in why_no_devices({})
+    assert "nvidia-smi is not installed" in why_no_devices({})
 
 
 # ---- what it prints on real machines ---------------------------------------------------------------------------------

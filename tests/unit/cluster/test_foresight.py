@@ -126,7 +126,7 @@ def test_what_the_hub_has_or_cannot_tell_is_left_to_vllm(name: str, hub: list[st
     [
         ("smolm2", "did you mean smollm2?"),
         ("org/cachd", "did you mean org/cached?"),
-        ("org/hidden", "or none that it shows without HF_TOKEN"),
+        ("org/hidden", "or shows it only with HF_TOKEN"),
         ("a/b/c", "not a valid name of a model hub"),
         ("zzz", "the built-in one is smollm2"),
     ],

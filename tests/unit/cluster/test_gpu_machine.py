@@ -126,7 +126,7 @@ def test_what_the_installed_vllm_computes_on(
     if on_cpu or not installed:
         assert compute.devices_for_engines({}) == ()
     else:
-        with pytest.raises(BadRequest, match=r"is not for CPUs.*there is no nvidia-smi"):
+        with pytest.raises(BadRequest, match=r"needs an NVIDIA GPU.*nvidia-smi is not installed"):
             compute.devices_for_engines({})
         (named,) = compute.devices_for_engines({"CUDA_VISIBLE_DEVICES": "0"})  # a container without the tool
         assert named.handle == "0"

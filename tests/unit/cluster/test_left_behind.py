@@ -165,7 +165,7 @@ async def test_a_process_is_not_ready_because_another_one_answers(
         async with asyncio.timeout(60):
             await running_fleet.until_ready(first, url, lambda *_: None)
         monkeypatch.setattr(running_fleet, "READY_SECONDS", 0.5)
-        with pytest.raises(StartFailed, match=r"does not listen at .*, where another process answers"):
+        with pytest.raises(StartFailed, match=r"does not listen at .*: another process answers there"):
             await running_fleet.until_ready(second, url, lambda *_: None)
     finally:
         await first.stop()

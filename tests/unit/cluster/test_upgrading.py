@@ -88,7 +88,7 @@ async def test_errors_return_all_requests_to_the_old_one() -> None:
     new.status = 500
     async with world(old) as found, clients(found) as asking:
         await until(lambda: asking.statuses[200] > 10)
-        with pytest.raises(EngineError, match=r"the old fleet serves as before: .* requests failed at the new fleet"):
+        with pytest.raises(EngineError, match=r"serves all requests again: .* requests failed at the new fleet"):
             await upgrade_of(found, old, new, [], RolloutPlan((0.3, 1.0), hold_s=20.0)).run()
         assert await weights(found) == {old.url: 1.0}
         failed, served = asking.statuses[500], asking.statuses[200]
@@ -103,7 +103,7 @@ async def test_a_new_one_that_dies_is_left() -> None:
         running = asyncio.create_task(upgrade_of(found, old, new, [], RolloutPlan((0.5, 1.0), hold_s=20.0)).run())
         await until(lambda: len(new.bodies) > 5)
         await new.running.aclose()
-        with pytest.raises(EngineError, match="the old fleet serves as before"):
+        with pytest.raises(EngineError, match="the old fleet serves all requests again"):
             await running
         assert await weights(found) == {old.url: 1.0}
         served = asking.statuses[200]
@@ -140,7 +140,7 @@ async def test_one_that_was_killed_goes_on_where_it_was() -> None:
 async def test_a_fleet_that_does_not_serve_the_names_gets_nothing() -> None:
     old, new = await fleets("other")
     async with world(old) as found:
-        with pytest.raises(BadRequest, match="does not serve chat, which the old one serves"):
+        with pytest.raises(BadRequest, match="does not serve chat; it must serve the old router's models"):
             await upgrade_of(found, old, new, []).run()
         assert await weights(found) == {old.url: 1.0}
         with pytest.raises(BadRequest, match="has no router at"):

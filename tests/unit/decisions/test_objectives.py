@@ -118,8 +118,8 @@ def test_without_objectives_of_its_own_a_request_counts_nowhere() -> None:
     ("classes", "said"),
     [
         (["a"], "a has neither ttft nor tpot"),
-        (["a,ttft=1", "a,tpot=1"], "another name"),
-        (["default,ttft=1"], "another name"),
+        (["a,ttft=1", "a,tpot=1"], "different name"),
+        (["default,ttft=1"], "different name"),
         (["a,ttft=soon"], "ttft"),
         (["a,ttft=1,shares=0.9"], "shares"),
         (["a b,ttft=1"], "name"),

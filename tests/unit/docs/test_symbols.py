@@ -194,7 +194,7 @@ QUOTED = [
     ("howto/gpu.md", "a worker's KV cannot be mapped"),
     ("howto/gpu.md", "KV of this sender is read over"),
     *(("troubleshooting.md", message) for message in (
-        "cannot listen at", "has no function", "is Tercet's own; give it before the --",
+        "cannot listen at", "has no function", "is a flag of Tercet; give it before --",
         "is not supported", "is not as Tercet needs it", "no engine that may be picked answers",
         "this engine's KV cannot be shared with the process that moves it (CUDA IPC)", "there is no program",
         "every engine of this fleet is drained or stops", "this client was slow",

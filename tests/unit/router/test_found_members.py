@@ -66,7 +66,7 @@ async def test_pods_serve_and_are_drained_before_they_go(
             server.put(pod("e-1", "10.0.0.1", deleting=True))
             await until(lambda: open_members(other) == {"p", "d"} == open_members(router))
         assert router.fleet.member("e-1").leaving, "it is followed, so that what runs there can be moved"
-        assert "engine_drained: e-1 is emptied, and not picked: its pod is being deleted" in caplog.text
+        assert "engine_drained: e-1 is drained and not picked: its pod is being deleted" in caplog.text
         server.delete("e-1")
         await until(lambda: [each.name for each in other.fleet.members] == ["p", "d"])
 

@@ -94,7 +94,7 @@ async def test_a_broken_file_changes_nothing_until_it_is_mended(
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
     file.write_text("syntax error(")
-    await until(lambda: "mine.py has changed and is not used" in caplog.text)
+    await until(lambda: "mine.py changed and its new content is not used" in caplog.text)
     assert (await router.ask())[1] == [1]
     file.unlink()
     file.write_text(TEXT.format(22))
@@ -169,7 +169,7 @@ async def test_a_changed_scheduling_file_is_used_and_so_is_a_changed_plugin(
         await until(lambda: router.fleet.scheduling is not before)
         before = router.fleet.scheduling
         file.write_text("plugins: nonsense")
-        await until(lambda: "scheduling.yaml has changed and is not used" in caplog.text)
+        await until(lambda: "scheduling.yaml changed and its new content is not used" in caplog.text)
         assert router.fleet.scheduling is before
     finally:
         watching.cancel()

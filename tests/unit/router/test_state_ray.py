@@ -166,7 +166,7 @@ def test_a_head_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_place_has_the_state() -> None:
-    with pytest.raises(BadRequest, match="give one of them"):
+    with pytest.raises(BadRequest, match="cannot be combined with state-configmap"):
         RouterConfig(await_engines=True, state_ray="fleet", state_configmap="fleet")
     for wrong in ("host/fleet", "a b", ""):
         with pytest.raises(Exception, match=r"state.ray"):

@@ -108,7 +108,7 @@ def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signal
         process = subprocess.Popen(command, cwd=tmp_path, stderr=log, env={**os.environ, WARM_PARENT_VARIABLE: COLD})
     try:
         until(lambda: len(list(tmp_path.iterdir())) == 2)
-        until(lambda: f"router_ready: it serves smollm2 at 127.0.0.1:{port}" in errors.read_text())
+        until(lambda: f"router_ready: the router serves smollm2 at 127.0.0.1:{port}" in errors.read_text())
         assert errors.read_text().count("router_ready") == 1
         process.send_signal(number)
         assert process.wait(60) == code

@@ -137,7 +137,7 @@ def test_one_whose_word_it_is_comes_before_one_that_is_spelt_a_little_like_it(gi
 
 
 def test_what_is_needed_is_said() -> None:
-    with pytest.raises(BadRequest, match="name: is needed"):
+    with pytest.raises(BadRequest, match="name: is required"):
         decode_settings(House, Source({}))
 
 

@@ -75,7 +75,7 @@ access_logger.info("GET /health %d", 200, extra={FIELDS: {"status": 200}})
     assert drained.pop("process") > 0
     assert drained == {
         "level": "warning", "logger": "tercet.events", "event": "engine_drained", "engine": "decode-0",
-        "reason": "asked for", "message": "engine_drained: decode-0 is emptied, and not picked: asked for",
+        "reason": "asked for", "message": "engine_drained: decode-0 is drained and not picked: asked for",
     }  # fmt: skip
     assert failed["exception"].endswith("ValueError: a b\nc")
     assert (access["level"], access["logger"], access["status"]) == ("info", "tercet.access", 200)
@@ -98,8 +98,8 @@ def test_serious_events_are_found_in_a_log_of_either_form(form: str) -> None:
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
     found = [serious_event(line) for line in (*said.splitlines(), "Traceback", "{", "{}", "[1]", "")]
     assert [each for each in found if each is not None] == [
-        "engine_drained: decode-0 is emptied, and not picked: somebody [tercet.events] asked",
-        "reload_refused: mine.py has changed and is not used: no: it is not good",
+        "engine_drained: decode-0 is drained and not picked: somebody [tercet.events] asked",
+        "reload_refused: mine.py changed and its new content is not used: no: it is not good",
     ]
 
 

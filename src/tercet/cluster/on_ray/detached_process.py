@@ -1,4 +1,4 @@
-"""A guarded process that is not a child of this one, and ends with it, whatever ends it: SIGKILL, Ray, a node's end."""
+"""A guarded process that is not a child of this one, and that ends with this one, even after SIGKILL."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ START_SECONDS = 30.0
 
 
 class DetachedProcess:
-    """One start of a command. Its methods may be called by several threads, except :meth:`start`.
+    """One start of a command. Several threads may call its methods, except :meth:`start`.
 
-    The pipe whose other end the guard reads is its only tie to this process.
+    A pipe, whose other end the guard reads, is the only connection between the command and this process.
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path, grace: float = GRACE_SECONDS) -> None:
@@ -38,7 +38,7 @@ class DetachedProcess:
         self.pid = 0
 
     def start(self) -> None:
-        """Start it. Raises :class:`~tercet.protocol.EngineError` if it cannot be started."""
+        """Start the command; raise :class:`~tercet.protocol.EngineError` if that fails."""
         guards_end, self._lifeline = os.pipe()
         self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
         python = [sys.executable, "-I", "-S"]
@@ -58,17 +58,17 @@ class DetachedProcess:
             os.close(guards_end)
 
     def ended_within(self, seconds: float) -> bool:
-        """Whether the guard, and so the command, has ended, or does within ``seconds``."""
+        """Return True if the guard, and with it the command, has ended or ends within ``seconds``."""
         return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], seconds)[0])
 
     def terminate(self) -> None:
-        """Ask the command's group to end."""
+        """Send SIGTERM to the command's group."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
     def stop(self) -> None:
-        """End it: SIGTERM, and SIGKILL to its whole group after the grace period."""
+        """Stop the command: SIGTERM, and SIGKILL to the group after the grace period."""
         self.terminate()
         self.ended_within(self._grace)
         if self.pid:
@@ -77,13 +77,13 @@ class DetachedProcess:
         self.close()
 
     def let_go(self) -> None:
-        """Cut the tie: its guard ends it, with SIGTERM once, and SIGKILL after the grace period. Returns at once."""
+        """Close the pipe and return at once; the guard then sends SIGTERM, and SIGKILL after the grace period."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
         self._lifeline = -1
 
     def close(self) -> None:
-        """Cut the tie, and forget it."""
+        """Close the pipe, and release the resources of this process for the command."""
         self.let_go()
         if self._pidfd >= 0:
             os.close(self._pidfd)

@@ -1,4 +1,4 @@
-"""The actor that owns one engine process: starts it, waits for its end, starts it again, and reports."""
+"""The actor that owns one engine process: it starts and restarts the process, and reports its state."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OUT_OF_RESTARTS = 1
 
 
 class EngineOwner:
-    """Owns the engine that ``wanted`` describes, as JSON. ``cores`` are those that it asked Ray for.
+    """Owner of the engine that ``wanted`` describes, as JSON. ``cores`` is the number of cores requested from Ray.
 
-    When the engine has ended too often, the actor's process ends as well, and Ray starts the actor again, perhaps on
-    another machine. When this process ends in whatever way, so does the engine.
+    When the engine exceeds its limit of restarts, the actor's process ends, and Ray starts the actor again, perhaps on
+    another machine. When this process ends for any reason, the engine ends too.
     """
 
     def __init__(self, wanted: bytes, cores: int) -> None:
@@ -48,16 +48,16 @@ class EngineOwner:
         self._thread.start()
 
     def report(self) -> bytes:
-        """The engine's last start, as JSON of an :class:`~tercet.cluster.on_ray.wanted.OwnerReport`."""
+        """Return the engine's last start, as JSON of an :class:`~tercet.cluster.on_ray.wanted.OwnerReport`."""
         return msgspec.json.encode(self._report)
 
     def stop(self) -> None:
-        """End the engine, for ever; returns when it has ended."""
+        """Stop the engine for good, and return when it has ended."""
         self._stopping.set()
         self._thread.join()
 
     def _placed(self, spec: EngineSpec, cores: int) -> EngineSpec:
-        """The engine on this machine: the devices that Ray gave, or cores that no other engine has."""
+        """Return the engine's description with devices that Ray assigned, or with cores that no other engine uses."""
         spec = msgspec.structs.replace(spec, host=self._host)
         if spec.simulate is not None:
             return spec
@@ -79,7 +79,7 @@ class EngineOwner:
                 return
 
     def _run_once(self, restarts: Restarts) -> None:
-        """One start of the engine, until its end."""
+        """Start the engine once, and wait until it ends or is to stop."""
         self._count += 1
         spec = msgspec.structs.replace(self._spec, port=free_ports(self._host, 1)[0])
         url, log = url_of(spec.host, spec.port), self._log()
@@ -94,7 +94,7 @@ class EngineOwner:
                     restarts.ready(time.monotonic())
         finally:
             process.stop()
-            self._report = msgspec.structs.replace(self._report, state="it has ended")
+            self._report = msgspec.structs.replace(self._report, state="the engine has ended")
 
     def _environment(self) -> dict[str, str]:
         return dict(self._wanted.environment)
@@ -106,7 +106,7 @@ class EngineOwner:
 
 
 def _environment() -> dict[str, str]:
-    """Ray sets the number of OpenMP's threads in its workers, which is not meant for an engine."""
+    """Return the number of OpenMP threads for an engine, since Ray sets a number that is meant for its workers."""
     return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 
 

@@ -1,4 +1,4 @@
-"""The actor that keeps a fleet on Ray as it is wanted: it has an owner for each engine, and knows their reports."""
+"""The actor that keeps the wanted engines of a fleet running on Ray: it has an owner for each, and their reports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STOP_SECONDS = 60.0
 
 
 class FleetKeeper:
-    """Keeps the fleet that ``wanted`` describes, as JSON of a :class:`~tercet.cluster.on_ray.wanted.WantedFleet`.
+    """Keeper of the fleet that ``wanted`` describes, as JSON of a :class:`~tercet.cluster.on_ray.wanted.WantedFleet`.
 
-    Ray starts it again, elsewhere, when its machine is lost; then it finds its owners by their names, and what is
-    wanted by now in what Ray's head stores.
+    When its machine is lost, Ray starts the keeper on another one. It then finds its owners by their names, and the
+    newest wanted fleet in the store of Ray's head.
     """
 
     def __init__(self, wanted: bytes) -> None:
@@ -40,26 +40,26 @@ class FleetKeeper:
         self._thread.start()
 
     def roster(self) -> bytes:
-        """The engines of which something is known; see :mod:`tercet.fleet.discovery.roster`."""
+        """Return the roster of engines that have reported; see :mod:`tercet.fleet.discovery.roster`."""
         return write_roster(roster_of(self._wanted.engines, self._reports, self._draining))
 
     def wanted(self) -> bytes:
-        """What is wanted by now."""
+        """Return the wanted fleet, as JSON."""
         return self._content
 
     def want(self, content: bytes) -> bytes:
-        """Keep that fleet from now on, unless a later version is wanted already. Returns what is wanted."""
+        """Keep the fleet ``content`` from now on, unless a later version is already wanted; return the wanted fleet."""
         if msgspec.json.decode(content, type=WantedFleet).version > self._wanted.version:
-            store(self._wanted.keeper, content)  # first, so that a keeper that Ray starts again has it
+            store(self._wanted.keeper, content)  # stored first, so that a restarted keeper finds it
             self._take_wanted(content)
         return self._content
 
     def reports(self) -> bytes:
-        """The newest report of each engine by name, and why the fleet cannot be kept, empty if it is."""
+        """Return, as JSON, the newest report of each engine by name, and the last round's error, or an empty text."""
         return msgspec.json.encode((self._reports, self._failure))
 
     def stop(self) -> None:
-        """Have every engine end, then every owner; returns when they have."""
+        """Stop every engine and then every owner; return when they have ended."""
         self._stopping.set()
         self._thread.join()
         owners = [self._ray.get_actor(name, namespace=NAMESPACE) for name in self._actors(())]
@@ -78,7 +78,7 @@ class FleetKeeper:
             try:
                 self._look()
                 self._failure = ""
-            except Exception as error:  # Ray's head is away, or it has no room: the next look may find it better
+            except Exception as error:  # Ray's head does not answer, or has no room: retry in the next round
                 self._failure = f"{type(error).__name__}: {error}"
             self._stopping.wait(LOOK_SECONDS)
 
@@ -99,13 +99,13 @@ class FleetKeeper:
         self._end_unwanted()
 
     def _forget_but(self, names: set[str]) -> None:
-        """Of an engine that is not wanted any more nothing is asked or told."""
+        """Drop the records of engines that are not in ``names``."""
         for known in (self._asked, self._owners, self._reports):
             for name in known.keys() - names:
                 del known[name]
 
     def _take(self, name: str, ref: Any) -> None:
-        """An owner's report. One that has died for good is forgotten, and another one is made."""
+        """Record an owner's report. Drop an owner that has died for good; the next round creates a new one."""
         try:
             report = msgspec.json.decode(self._ray.get(ref), type=OwnerReport)
         except self._ray.exceptions.ActorUnavailableError:
@@ -129,5 +129,5 @@ class FleetKeeper:
             self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
     def _actors(self, but: Sequence[WantedEngine]) -> list[str]:
-        """Names of this fleet's owners, but for those of these engines."""
+        """Return the names of this fleet's owners, except those of the engines ``but``."""
         return unwanted(self._wanted.name, but, named_actors(), self._wanted.keeper)

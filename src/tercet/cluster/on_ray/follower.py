@@ -1,7 +1,8 @@
-"""The process that follows a fleet on Ray: it has the fleet kept, and writes the roster that the router follows.
+"""The process that follows a fleet on Ray: it runs the fleet's keeper, and writes the roster that the router follows.
 
-``python -m tercet.cluster.on_ray.follower FLEET ROSTER``. Ray ends it when its head is away for long; then it is begun
-again, and meanwhile the roster, and the router, stay as they are. ``... follower FLEET`` alone ends the fleet.
+``python -m tercet.cluster.on_ray.follower FLEET ROSTER``. Ray ends this process when Ray's head does not answer for a
+long time. The process is then restarted; in the meantime the roster, and so the router's list of engines, stays
+unchanged. ``... follower FLEET`` without a roster ends the fleet.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ STOP_SECONDS = 90.0
 
 
 def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
-    """The fleet's keeper, which is started if there is none.
+    """Return the fleet's keeper; start one if there is none.
 
-    Raises :class:`~tercet.protocol.BadRequest` if a fleet of this name is another one.
+    Raises :class:`~tercet.protocol.BadRequest` if a fleet with this name and other settings runs.
     """
     content = msgspec.json.encode(wanted)
     options: dict[str, Any] = {
@@ -51,19 +52,19 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
 
 
 def once_it_runs(ray: Any, answer: Any) -> bytes:
-    """A keeper's first answer, however long Ray takes to start it: it may have to make an environment for it first."""
+    """Wait without a limit for a keeper's first answer: Ray may first have to create an environment for the keeper."""
     is_told = False
     while True:
         try:
             return ray.get(answer, timeout=ANSWER_SECONDS)
         except ray.exceptions.GetTimeoutError:
             if not is_told:
-                logger.warning("the fleet on Ray: its keeper does not run yet; it is waited for")
+                logger.warning("the fleet on Ray: its keeper does not run yet; waiting for it")
             is_told = True
 
 
 def _is_same_fleet(kept: bytes, wanted: bytes) -> bool:
-    """Whether both are one fleet; how many engines it has changes from version to version."""
+    """True if both describe the same fleet; versions of one fleet may differ in the number of engines."""
     one, other = (msgspec.json.decode(content, type=WantedFleet) for content in (kept, wanted))
     if one.version == other.version:
         return _comparable(one) == _comparable(other)
@@ -71,20 +72,20 @@ def _is_same_fleet(kept: bytes, wanted: bytes) -> bool:
 
 
 def _comparable(fleet: WantedFleet) -> WantedFleet:
-    """Without what differs at each start of the command."""
+    """Return the fleet without the fields that differ at each start of the command."""
     engines = tuple(msgspec.structs.replace(each, log_dir=None) for each in fleet.engines)
     return msgspec.structs.replace(fleet, address="", engines=engines)
 
 
 def _without_names(fleet: WantedFleet) -> WantedFleet:
-    """As comparable, with one of its engines, which are all alike."""
+    """Return the comparable fleet with one nameless engine, since all engines have the same settings."""
     like = _comparable(fleet).engines[0]
     one = msgspec.structs.replace(like, spec=msgspec.structs.replace(like.spec, name=""), role="both")
     return msgspec.structs.replace(fleet, address="", engines=(one,), version=0)
 
 
 def _agreed(ray: Any, keeper: Any, file: Path) -> WantedFleet:
-    """What is wanted: by the file, or by the keeper where that is newer, which is then written to the file."""
+    """Return the newer of the file's and the keeper's wanted fleet, and write it to the other one."""
     ours = read_whole(file)
     wanted = msgspec.json.decode(ours, type=WantedFleet)
     kept = msgspec.json.decode(ray.get(keeper.want.remote(ours), timeout=ANSWER_SECONDS), type=WantedFleet)
@@ -96,7 +97,7 @@ def _agreed(ray: Any, keeper: Any, file: Path) -> WantedFleet:
 
 
 def follow(file: Path, roster: Path) -> None:
-    """Have the fleet kept that ``file`` wants, and write the roster each time that it changes, for ever."""
+    """Run the keeper of the fleet that ``file`` describes, and write the roster when it changes; never return."""
     wanted = msgspec.json.decode(read_whole(file), type=WantedFleet)
     ray = connect(wanted.address)
     keeper = keeper_of(ray, wanted)
@@ -111,17 +112,17 @@ def follow(file: Path, roster: Path) -> None:
                 entries = after
             _, said = msgspec.json.decode(ray.get(keeper.reports.remote(), timeout=ANSWER_SECONDS))
         except ray.exceptions.ActorDiedError:
-            keeper, said = keeper_of(ray, wanted), "the keeper is started again"
+            keeper, said = keeper_of(ray, wanted), "the keeper is restarted"
         except (ray.exceptions.RayError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
         if said != failure:
-            (logger.warning if said else logger.info)("the fleet on Ray: %.500s", said or "is kept again")
+            (logger.warning if said else logger.info)("the fleet on Ray: %.500s", said or "its keeper answers again")
             failure = said
         time.sleep(LOOK_SECONDS)
 
 
 def _entries_of(roster: Path) -> list[RosterEntry]:
-    """What an earlier follower of this fleet has written; nothing if it has not."""
+    """Return the roster that an earlier follower of this fleet wrote; empty if there is none."""
     try:
         return msgspec.json.decode(read_whole(roster, MOST_BYTES), type=list[RosterEntry])
     except FileNotFoundError:
@@ -129,7 +130,7 @@ def _entries_of(roster: Path) -> list[RosterEntry]:
 
 
 def stop(wanted: WantedFleet) -> None:
-    """End the fleet's engines, their owners and the keeper; a fleet that is not there is fine."""
+    """Stop the fleet's engines, their owners and the keeper; do nothing if the fleet does not exist."""
     ray = connect(wanted.address)
     try:
         keeper = ray.get_actor(wanted.keeper, namespace=NAMESPACE)
@@ -140,7 +141,7 @@ def stop(wanted: WantedFleet) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Follow or end the fleet that a file describes; returns the exit code."""
+    """Follow or stop the fleet that a file describes; return the exit code."""
     log_to_stderr("info", "text")
     wanted = msgspec.json.decode(read_whole(Path(arguments[0])), type=WantedFleet)
     try:

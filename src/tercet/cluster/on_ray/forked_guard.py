@@ -1,8 +1,8 @@
-"""Starts a guarded command that is not a child of its caller: ``python forked_guard.py LOG GUARD...``, a pipe as stdin.
+"""Program that starts a guarded command outside its caller's children: ``python forked_guard.py LOG GUARD...``.
 
-Ray kills the children of a worker that it ends at once, the guard among them, before it could end its engine. So the
-guard is a grandchild: this process forks it and ends. Standard output gets the guard's process id. It needs only the
-standard library.
+Standard input is the guard's pipe. When Ray ends a worker, it kills the worker's children at once, and a guard among
+them could not end its engine. The guard is therefore a grandchild: this process forks it and exits. Standard output
+gets the guard's process id. The program needs only the standard library.
 """
 
 from __future__ import annotations

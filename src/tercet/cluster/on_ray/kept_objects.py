@@ -1,11 +1,11 @@
-"""Objects that are changed only if they are as they were read, in Ray's key-value store, which has no such change.
+"""Objects with conditional changes in Ray's key-value store: a change fails if the object changed since it was read.
 
-What that store has is a put that fails if the key is there. So each version of an object has its own key, and who
-puts version N + 1 first has changed version N. The newest :data:`KEPT` versions stay. A writer that was stopped for
-longer than these last, and puts a version that was there and is gone, is told by how old it is.
+The store has one atomic operation: a put that fails if the key exists. Each version of an object therefore has its own
+key; the writer that puts version N + 1 first wins. The newest :data:`KEPT` versions are kept. A writer that paused for
+longer than that may put a version that existed and was deleted; it detects this by the newer versions, and fails.
 
-Objects, methods and answers are those of Kubernetes' API server, as far as :mod:`tercet.router.state_configmap` uses
-them, so that one code claims and changes both.
+Objects, methods and answers are those of Kubernetes' API server that :mod:`tercet.router.state_configmap` uses, so that
+the same code claims and changes both.
 """
 
 from __future__ import annotations
@@ -21,33 +21,36 @@ Json = dict[str, Any]
 
 
 class KeyValues(Protocol):
-    """The part of Ray's key-value store that is needed."""
+    """The operations of Ray's key-value store that are needed here."""
 
     def put_new(self, key: str, value: bytes) -> bool:
-        """Store it unless the key is there; whether it was stored."""
+        """Store ``value`` unless the key exists; return True if it was stored."""
         ...
 
     def get(self, key: str) -> bytes | None:
-        """What is stored."""
+        """Return the stored value, or None."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove it, if it is there."""
+        """Remove the key if it exists."""
         ...
 
     def keys(self, prefix: str) -> Sequence[str]:
-        """Keys that begin so."""
+        """Return the keys that begin with ``prefix``."""
         ...
 
 
 class KeptObjects:
-    """The objects that ``store`` has. Any number of processes may use one store."""
+    """The objects in ``store``. Any number of processes may use one store."""
 
     def __init__(self, store: KeyValues) -> None:
         self._store = store
 
     def ask(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """Answer ``GET`` of an object, ``POST`` of a new one to its collection, or ``PATCH`` of one that was read."""
+        """Answer ``GET`` of an object, ``POST`` of a new one to its collection, or ``PATCH`` of one that was read.
+
+        Returns the HTTP status and the object; the status is CONFLICT if another process changed the object.
+        """
         if method == "POST":
             made = cast("Json", body)
             return self._write(f"{path}/{made['metadata']['name']}", 0, made, CREATED)
@@ -64,7 +67,7 @@ class KeptObjects:
     def _newest(self, path: str) -> tuple[int, Json | None]:
         while versions := self._versions(path):
             content = self._store.get(f"{path}@{versions[-1]}")
-            if content is not None:  # else it has been changed very often since
+            if content is not None:  # None: many newer versions were written in the meantime
                 return versions[-1], msgspec.json.decode(content, type=Json)
         return 0, None
 
@@ -81,7 +84,7 @@ class KeptObjects:
         versions = self._versions(path)
         if versions[-1] >= version + KEPT:
             self._store.delete(f"{path}@{version}")
-            return UNKNOWN, {"message": "this process stood still while others changed it; ask again"}
+            return UNKNOWN, {"message": "this process paused while others changed the object; try again"}
         for old in versions:
             if old <= version - KEPT:
                 self._store.delete(f"{path}@{old}")

@@ -1,7 +1,8 @@
-"""The process by which a router that is none of Ray's reaches objects in Ray's head.
+"""The process through which a router, which is not a process of Ray, reads and changes objects in Ray's head.
 
-``python -m tercet.cluster.on_ray.kept_objects_process ADDRESS``: a line of JSON in, ``[method, path, body]``, a line of
-JSON out, ``[status, object]``. It ends with its input. Ray ends it when its head is away for long.
+``python -m tercet.cluster.on_ray.kept_objects_process ADDRESS`` reads lines of JSON, ``[method, path, body]``, and
+answers each with a line of JSON, ``[status, object]``. It exits at the end of its input. Ray ends it when Ray's head
+does not answer for a long time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ UNAVAILABLE = 503
 
 
 def main(address: str) -> None:
-    """Answer until there are no more questions."""
+    """Answer calls until the end of standard input."""
     objects = KeptObjects(HeadStore(address))
     for line in sys.stdin.buffer:
         method, path, body = msgspec.json.decode(line, type=tuple[str, str, dict[str, Any] | None])
         try:
             answer = objects.ask(method, path, body)
-        except Exception as error:  # Ray's own, of a head that does not answer; the next question may find it better
+        except Exception as error:  # Ray's error: its head does not answer; a later call may succeed
             answer = (UNAVAILABLE, {"message": f"{type(error).__name__}: {error}"})
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""The one place where Ray is imported and connected to, and what a head that is away asks of Ray's settings."""
+"""Access to Ray: the only module that imports and connects to it; and Ray's settings for a head that may fail."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ANSWER_SECONDS = 2.0
 
 
 def head_settings(storage: str) -> Mapping[str, str]:
-    """Ray's variables for every node of a cluster whose head may be away for :data:`HEAD_AWAY_SECONDS`.
+    """Return Ray's variables for every node of a cluster whose head may be down for :data:`HEAD_AWAY_SECONDS`.
 
-    ``storage`` is a directory that outlives the head's processes. A node that is lost is noticed within 2 s, one that
-    stands still within 6 s.
+    ``storage`` is a directory that outlives the head's processes. With these values Ray detects a lost node within 2 s,
+    and a node that hangs within 6 s.
     """
     return {
         "RAY_gcs_storage": "rocksdb",
@@ -35,13 +35,13 @@ def head_settings(storage: str) -> Mapping[str, str]:
 
 
 def require_ray() -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` without the extra; nothing is imported."""
+    """Raise :class:`~tercet.protocol.BadRequest` if Ray is not installed; Ray is not imported."""
     if importlib.util.find_spec("ray") is None:
-        raise BadRequest("on: Ray is not installed here; pip install 'tercet[ray]'", "on")
+        raise BadRequest("on: Ray is not installed; install it with: pip install 'tercet[ray]'", "on")
 
 
 def the_ray() -> Any:
-    """The module."""
+    """Import and return the module ``ray``."""
     require_ray()
     import ray
 
@@ -49,14 +49,15 @@ def the_ray() -> Any:
 
 
 def connect(address: str) -> Any:
-    """Connect this process, which Ray ends when its head is away for long. Returns the module.
+    """Connect this process to Ray, and return the module ``ray``.
 
-    Raises :class:`~tercet.protocol.EngineUnreachable` if no cluster answers at ``address``.
+    Ray ends a connected process when Ray's head does not answer for a long time. Raises
+    :class:`~tercet.protocol.EngineUnreachable` if no cluster answers at ``address``.
     """
     ray = the_ray()
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     host = address.rpartition(":")[0]
-    if _is_loopback(host):  # Ray would look for the node at this machine's outward address
+    if _is_loopback(host):  # otherwise Ray looks for the node at this machine's external address
         options["_node_ip_address"] = host
     try:
         ray.init(address=address, **options)
@@ -73,32 +74,32 @@ def _is_loopback(host: str) -> bool:
 
 
 def head_node(ray: Any) -> str:
-    """Ray's id of the head's node; empty if the head is not told from others."""
+    """Return Ray's id of the head's node; empty if no node is marked as the head."""
     heads = [node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]]
     return heads[0]["NodeID"] if heads else ""
 
 
 def here(ray: Any) -> tuple[str, str]:
-    """The address of this actor's machine, and Ray's id of it."""
+    """Return the address of this actor's machine, and Ray's id of that node."""
     util: Any = importlib.import_module("ray.util")
     return str(util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
 
 
 def named_actors() -> list[str]:
-    """Names of Tercet's actors that have not ended for good."""
+    """Return the names of Tercet's actors that have not ended for good."""
     util: Any = importlib.import_module("ray.util")
     found: list[dict[str, str]] = util.list_named_actors(all_namespaces=True)
     return [each["name"] for each in found if each["namespace"] == NAMESPACE]
 
 
 def stored(name: str) -> bytes | None:
-    """What Ray's head stores under that name."""
+    """Return the content that Ray's head stores under ``name``, or None."""
     kv: Any = importlib.import_module("ray.experimental.internal_kv")
     return kv._internal_kv_get(name, namespace=NAMESPACE)
 
 
 def store(name: str, content: bytes | None) -> None:
-    """Have Ray's head store it, or nothing under that name any more."""
+    """Store ``content`` under ``name`` in Ray's head; None deletes the name."""
     kv: Any = importlib.import_module("ray.experimental.internal_kv")
     if content is None:
         kv._internal_kv_del(name, namespace=NAMESPACE)
@@ -107,9 +108,9 @@ def store(name: str, content: bytes | None) -> None:
 
 
 class HeadStore:
-    """The key-value store of the head at ``address``, without being one of Ray's processes.
+    """The key-value store of the head at ``address``, for a process that is not a process of Ray.
 
-    Ray ends a process that has it, as any that is connected, when the head is away for long.
+    Ray ends a process that uses it when the head does not answer for a long time.
     """
 
     def __init__(self, address: str) -> None:
@@ -120,23 +121,23 @@ class HeadStore:
         self._namespace = NAMESPACE.encode()
 
     def put_new(self, key: str, value: bytes) -> bool:
-        """See :class:`~tercet.cluster.on_ray.kept_objects.KeyValues`, as for the others."""
+        """Store ``value`` unless the key exists; return True if it was stored."""
         return self._client.internal_kv_put(key.encode(), value, False, self._namespace, ANSWER_SECONDS) == 1
 
     def get(self, key: str) -> bytes | None:
-        """What is stored."""
+        """Return the stored value, or None."""
         return self._client.internal_kv_get(key.encode(), self._namespace, ANSWER_SECONDS)
 
     def delete(self, key: str) -> None:
-        """Remove it, if it is there."""
+        """Remove the key if it exists."""
         self._client.internal_kv_del(key.encode(), False, self._namespace, ANSWER_SECONDS)
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys that begin so."""
+        """Return the keys that begin with ``prefix``."""
         return [key.decode() for key in self._client.internal_kv_keys(prefix.encode(), self._namespace, ANSWER_SECONDS)]
 
 
 def draining_nodes(ray: Any) -> set[str]:
-    """Ids of nodes that Ray is about to take away."""
+    """Return the ids of the nodes that Ray drains, and will remove."""
     client = ray._private.worker.global_worker.gcs_client
     return {node.hex() if isinstance(node, bytes) else str(node) for node in client.get_draining_nodes()}

@@ -1,4 +1,4 @@
-"""A fleet whose engines are on Ray and whose router is here: started together and stopped together."""
+"""A fleet whose engines run on Ray and whose router runs on this machine; they start and stop together."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tercet.settings import DiscoverySettings, EngineAddress
 ASK_SECONDS = 0.5
 AGAIN_SECONDS = 1.0
 STOP_SECONDS = 240.0
-REMEDY = "the same command takes them over, and its end ends them"
+REMEDY = "run the same command again to take them over, and stop it to stop them"
 
 
 @dataclass(frozen=True)
 class RayFleet:
-    """A fleet whose router answers at ``url``; ``engines`` are those that were ready at its start."""
+    """A fleet whose router answers at ``url``; ``engines`` are the engines that were ready at the start."""
 
     url: str
     engines: Sequence[EngineAddress]
@@ -49,7 +49,7 @@ class RayFleet:
     hands: RayHands
 
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Keep the follower alive until the router ends; raise :class:`StartFailed` then."""
+        """Restart the follower when it ends, until the router ends; then raise :class:`StartFailed`."""
         router = asyncio.create_task(self.router.ended())
         beside = [
             asyncio.create_task(each)
@@ -68,7 +68,7 @@ class RayFleet:
 
 
 class Follower:
-    """The process that has the engines kept and writes the roster; it may end, and is started again."""
+    """The process that runs the fleet's keeper and writes the roster; it is restarted when it ends."""
 
     def __init__(self, fleet: Path, roster: Path, log_dir: Path) -> None:
         self._fleet = fleet
@@ -78,17 +78,17 @@ class Follower:
         self._stopping = Process("ray", argv, {}, log_dir / "ray-down.log")
 
     async def keep(self, on_event: OnEvent) -> None:
-        """Start it again when it ends, until cancelled."""
+        """Restart the process when it ends, until cancelled."""
         while True:
             how = describe_exit(await self.process.ended())
-            on_event("ray", f"the follower {how}; engines stay as they are, and it is started again")
+            on_event("ray", f"the follower {how} and is restarted; engines continue to run")
             await asyncio.sleep(AGAIN_SECONDS)
             dead, self.process = self.process, self.process.again(self.process.log)
             await dead.stop()
             await self.process.start()
 
     async def until_ready(self, hands: RayHands, on_event: OnEvent) -> Sequence[EngineAddress]:
-        """Wait until the roster has all of these engines, ready. Raises :class:`StartFailed`."""
+        """Wait until all wanted engines are ready in the roster, and return them. Raises :class:`StartFailed`."""
         said: dict[str, str] = {}
         names = hands.engines
         deadline = asyncio.get_running_loop().time() + READY_SECONDS
@@ -108,19 +108,21 @@ class Follower:
                     return [found[name].address for name in names]
             await asyncio.sleep(ASK_SECONDS)
         late = ", ".join(name for name in names if not said.get(name, "").startswith("ready"))
-        raise self.process.failure(f"has no ready engines after {READY_SECONDS:.0f} s: {late}; has Ray room for them?")
+        raise self.process.failure(
+            f"has engines that are not ready after {READY_SECONDS:.0f} s: {late}; check that Ray has room for them"
+        )
 
     async def stop_all(self, on_event: OnEvent) -> None:
-        """End the follower, then the engines and everything else of the fleet on Ray."""
+        """Stop the follower, and then the engines and all other actors of the fleet on Ray."""
         await self.process.stop()
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._stopping.start()
                 code = await self._stopping.ended()
             if code:
-                on_event("ray", f"engines may still run there; {REMEDY}: {self._stopping.tail()}")
+                on_event("ray", f"engines may still run on Ray; {REMEDY}: {self._stopping.tail()}")
         except TimeoutError:
-            on_event("ray", f"engines may still run there: Ray has not answered for {STOP_SECONDS:.0f} s; {REMEDY}")
+            on_event("ray", f"engines may still run on Ray, which has not answered for {STOP_SECONDS:.0f} s; {REMEDY}")
         finally:
             await self._stopping.stop()
 
@@ -129,10 +131,10 @@ class Follower:
 async def ray_fleet(
     config: UpConfig, model: str, on_event: OnEvent, hurry: asyncio.Event | None = None
 ) -> AsyncGenerator[RayFleet]:
-    """Start the fleet that ``config`` describes, engines on Ray; stop all of it on exit.
+    """Start the fleet that ``config`` describes, with engines on Ray; stop all of it on exit.
 
-    As :func:`tercet.cluster.local.local_fleet`. Engines of this fleet that run already, as after an end of this process
-    by SIGKILL, are taken over.
+    Parameters and errors are those of :func:`tercet.cluster.local.local_fleet`. Running engines of this fleet, such as
+    after a SIGKILL of an earlier process, are taken over.
     """
     if config.port:
         require_free(config.host, config.port)
@@ -177,7 +179,7 @@ async def _stop(router: Process, follower: Follower, on_event: OnEvent, hurry: a
 
 
 def wanted_fleet(config: UpConfig, model: str, port: int) -> WantedFleet:
-    """What is asked of Ray: every engine alike, but for name and role."""
+    """Return the fleet to run on Ray; its engines differ only in name and role."""
     simulated = config.simulate is not None
     ranks = ranks_of(config.engine_args)
     cpus = config.engine_cpus if config.engine_cpus is not None else 0.1 if simulated else float(ranks)
@@ -208,7 +210,7 @@ def _spec(config: UpConfig, model: str, name: str) -> EngineSpec:
 
 
 def router_of(config: UpConfig, model: str, port: int, roster: Path, log_dir: Path, key: str = "") -> Process:
-    """The router, an ordinary process that follows the roster."""
+    """Return the router's process, which follows the roster; it is not started yet."""
     told = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)), key)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
     return Process("router", router_argv(told, log_dir), router_env(model), log_dir / "router.log", grace=grace)

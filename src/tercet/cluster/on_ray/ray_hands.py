@@ -1,4 +1,4 @@
-"""Engines of a fleet on Ray that start and end while it serves: the file that says what is wanted changes."""
+"""Start and stop of single engines of a fleet on Ray, by changes of the file that describes the wanted fleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ GONE_SECONDS = 60.0
 class RayHands:
     """The hands of a fleet on Ray.
 
-    ``file`` says what is wanted, and the follower has it done; ``roster`` says what there is. The router follows it.
+    ``file`` describes the wanted fleet, which the follower passes to the keeper; ``roster`` lists the present engines,
+    and the router follows it.
     """
 
     def __init__(self, file: Path, roster: Path, wanted: WantedFleet, router: RouterAdmin, on_event: OnEvent) -> None:
@@ -36,26 +37,26 @@ class RayHands:
 
     @property
     def engines(self) -> Sequence[str]:
-        """Engines that are wanted."""
+        """Names of the wanted engines."""
         return [each.spec.name for each in self._wanted.engines]
 
     @property
     def used(self) -> Sequence[str]:
-        """All names that there ever were."""
+        """All names of present and past engines."""
         return self._used
 
     def require_room(self, count: int) -> None:
-        """Ray knows whether there is room, and may get machines; an engine is waited for, and then given up."""
+        """Do nothing: Ray decides about room, and may add machines; :meth:`start` has a timeout."""
 
     async def wanted(self) -> WantedFleet:
-        """What is wanted now: as the command said, or as a fleet that was taken over is."""
+        """Return the wanted fleet: the command's, or the newer one of a fleet that was taken over."""
         content = await asyncio.to_thread(read_whole, self._file)
         self._wanted = msgspec.json.decode(content, type=WantedFleet)
         self._used = list(dict.fromkeys([*self._used, *self.engines]))
         return self._wanted
 
     async def start(self, name: str, role: Role) -> None:
-        """Start an engine; returns when the router has it."""
+        """Start an engine, and return when the router has added it."""
         self._used.append(name)
         await self._change(lambda engines: (*engines, _like(engines[0], name, role)))
         self._on_event(name, LOADING)
@@ -64,14 +65,16 @@ class RayHands:
                 await _until(lambda: self._is_well(name))
         except TimeoutError:
             await self._without(name)
-            raise EngineError(f"it does not serve after {READY_SECONDS:.0f} s; has Ray room for it?") from None
+            raise EngineError(
+                f"the engine does not serve after {READY_SECONDS:.0f} s; check that Ray has room for it"
+            ) from None
         except BaseException:
             await asyncio.shield(self._without(name))
             raise
         self._on_event(name, "ready")
 
     async def set_role(self, name: str, role: Role) -> None:
-        """Give a member another role."""
+        """Change the role of a member."""
         await self.router.set_role(name, role)
         await self._change(
             lambda engines: tuple(
@@ -80,13 +83,15 @@ class RayHands:
         )
 
     async def stop(self, name: str) -> None:
-        """Have Ray end an engine; returns when the router has forgotten it."""
+        """Stop an engine on Ray, and return when the router has removed it."""
         await self._without(name)
         try:
             async with asyncio.timeout(GONE_SECONDS):
                 await _until(lambda: self._is_gone(name))
         except TimeoutError:
-            raise EngineError(f"it is still a member after {GONE_SECONDS:.0f} s; does the follower run?") from None
+            raise EngineError(
+                f"the engine is still a member after {GONE_SECONDS:.0f} s; check that the follower runs"
+            ) from None
 
     async def _without(self, name: str) -> None:
         await self._change(lambda engines: tuple(each for each in engines if each.spec.name != name))

@@ -1,4 +1,4 @@
-"""What a keeper makes of its owners' reports: pure decisions, so that tests compare lists."""
+"""Decisions of a keeper about its owners' reports, as pure functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ READY, STARTING = "ready", "starting"
 def roster_of(
     wanted: Sequence[WantedEngine], reports: Mapping[str, OwnerReport], draining: Collection[str]
 ) -> list[RosterEntry]:
-    """The roster: each wanted engine that has an address, under its newest start alone.
+    """Return the roster: each wanted engine that has an address, with its newest start.
 
-    ``draining`` are the ids of nodes that Ray is about to take away. An engine whose owner has not answered stays as it
-    was reported: whether it serves, the router finds out by itself.
+    ``draining`` are the ids of nodes that Ray will remove. An engine whose owner does not answer keeps its last report;
+    the router itself checks that the engine serves.
     """
     return [
         RosterEntry(
@@ -35,15 +35,15 @@ def roster_of(
 def merged(
     wanted: Sequence[WantedEngine], before: Sequence[RosterEntry], now: Sequence[RosterEntry]
 ) -> list[RosterEntry]:
-    """The roster after ``before``: an engine of which nothing is known now stays as it was.
+    """Return the roster that follows ``before``: an engine that is not in ``now`` keeps its entry.
 
-    That is so while its owner restarts, or the keeper, which then knows of none.
+    Entries are missing while an engine's owner restarts, or while the keeper restarts, which then knows no engines.
     """
     found = {each.name: each for each in (*before, *now)}
     return [found[each.spec.name] for each in wanted if each.spec.name in found]
 
 
 def unwanted(fleet: str, wanted: Sequence[WantedEngine], owners: Collection[str], keeper: str) -> list[str]:
-    """Names of actors of this fleet that own no wanted engine, such as those of an earlier start with more engines."""
+    """Return the names of this fleet's actors without a wanted engine, such as those of an earlier, larger fleet."""
     kept = {f"{fleet}/{each.spec.name}" for each in wanted} | {keeper}
     return sorted(name for name in owners if name.startswith(f"{fleet}/") and name not in kept)

@@ -1,4 +1,4 @@
-"""What a fleet on Ray shall be, as plain data: what the follower gives to the keeper, and the keeper to the owners."""
+"""Description of a wanted fleet on Ray, as plain data that the follower sends to the keeper, and it to the owners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMESPACE = "tercet"
 
 
 class WantedEngine(msgspec.Struct, frozen=True):
-    """One engine; its host, port, cores and devices are chosen where it starts. ``environment`` may hold a secret."""
+    """One engine; its owner chooses host, port, cores and devices at the start. ``environment`` may hold a secret."""
 
     spec: EngineSpec
     role: Role
@@ -24,7 +24,7 @@ class WantedEngine(msgspec.Struct, frozen=True):
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """What each engine asks Ray for. ``head``: whether the machine of Ray's head may have engines."""
+    """Resources that each engine requests from Ray. ``head`` is True if the machine of Ray's head may have engines."""
 
     cpus: float = 1.0
     gpus: int = 0
@@ -35,7 +35,7 @@ class Resources(msgspec.Struct, frozen=True):
 class WantedFleet(msgspec.Struct, frozen=True):
     """A fleet called ``name``; ``address`` is that of Ray's head, ``auto`` for a cluster of this machine.
 
-    Of two that differ, the one of the higher ``version`` holds: each change of the engines has the next one.
+    The fleet with the higher ``version`` replaces another one; each change of the engines increases the version by 1.
     """
 
     name: str
@@ -46,18 +46,19 @@ class WantedFleet(msgspec.Struct, frozen=True):
 
     @property
     def keeper(self) -> str:
-        """The name of its keeper among Ray's actors."""
+        """Name of the fleet's keeper among Ray's actors."""
         return f"{self.name}/keeper"
 
     def owner(self, engine: str) -> str:
-        """The name of an engine's owner among Ray's actors."""
+        """Return the name of an engine's owner among Ray's actors."""
         return f"{self.name}/{engine}"
 
 
 class OwnerReport(msgspec.Struct, frozen=True):
-    """One start of an engine, as its owner tells it. ``url`` is empty before it has an address.
+    """An owner's report about one start of an engine. ``url`` is empty until the engine has an address.
 
-    ``state`` is ``starting``, ``ready``, or how it ended; ``log`` is a file on the machine of ``node``, Ray's id of it.
+    ``state`` is ``starting``, ``ready``, or a description of the end. ``log`` is a file on the machine whose Ray id is
+    ``node``.
     """
 
     uid: str
@@ -69,7 +70,7 @@ class OwnerReport(msgspec.Struct, frozen=True):
 
 
 def actor_options(name: str, resources: Resources, head_node: str) -> dict[str, Any]:
-    """Ray's options of the actor that owns an engine: restarted elsewhere for ever, and not on the head's machine."""
+    """Return Ray's options of an engine's owner: restarts without a limit, and not on the head's machine by default."""
     options: dict[str, Any] = {
         "name": name,
         "namespace": NAMESPACE,

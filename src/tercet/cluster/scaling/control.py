@@ -1,7 +1,7 @@
-"""How a command asks the process that owns a fleet: HTTP on a socket file that only this user can open.
+"""Connection from a command to the process that owns a fleet: HTTP on a Unix socket that only this user can open.
 
 ``GET /scale`` answers with a :class:`~tercet.cluster.scaling.records.ScaleRecord`, ``POST /scale`` takes a
-:class:`~tercet.cluster.scaling.records.ScaleCall`. Errors are as on every other route.
+:class:`~tercet.cluster.scaling.records.ScaleCall`. Errors have the format of all other routes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[ScaleRecord]]
 
 @asynccontextmanager
 async def control_socket(scaler: Scaler) -> AsyncGenerator[Path]:
-    """Serve commands while entered; yields the socket's path, which is short enough for any system."""
+    """Serve commands until the block ends; yield the socket's path, which is short enough for every system."""
 
     async def show(_: web.Request) -> ScaleRecord:
         return await scaler.record()
@@ -61,7 +61,7 @@ def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respon
 
 
 async def scale_fleet(socket: Path, call: ScaleCall) -> ScaleRecord:
-    """Begin to scale the fleet whose owner listens at ``socket``.
+    """Start to scale the fleet whose owner listens at ``socket``, and return the first record.
 
     Raises the owner's :class:`~tercet.protocol.TercetError`, and :class:`~tercet.protocol.EngineUnreachable` if the
     owner does not answer.
@@ -70,7 +70,7 @@ async def scale_fleet(socket: Path, call: ScaleCall) -> ScaleRecord:
 
 
 async def scaling_of(socket: Path) -> ScaleRecord:
-    """The fleet's scaling, or its size. Raises as :func:`scale_fleet`."""
+    """Return the fleet's scaling, or its size. Raises the errors of :func:`scale_fleet`."""
     return await _ask(socket, "GET", None)
 
 

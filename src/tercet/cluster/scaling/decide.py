@@ -1,8 +1,8 @@
-"""Decides without I/O what is done to make a fleet as large as it is wanted.
+"""Decisions, without I/O, about the steps from a fleet's present size to the wanted size.
 
-What serves is never fewer than before and than wanted: roles change first, then engines start, and only when all of
-those serve are others drained, and each stopped once it is empty. If an engine does not start, nothing is drained, and
-the fleet stays as it is then.
+The number of serving engines is at least the smaller of old and wanted number: roles change first, then engines start.
+Only when all of these serve, other engines are drained, and each is stopped when it is empty. If an engine does not
+start, no engine is drained, and the fleet stays as it is at that time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tercet.protocol import Role
 
 @dataclass(frozen=True)
 class Flip:
-    """Give an engine another role."""
+    """Step: change the role of an engine."""
 
     name: str
     role: Role
@@ -25,7 +25,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Start:
-    """Start an engine; it is a member once it serves."""
+    """Step: start an engine; it becomes a member when it serves."""
 
     name: str
     role: Role
@@ -33,14 +33,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Drain:
-    """Have an engine picked for nothing new, and wait until nothing runs on it."""
+    """Step: stop new requests to an engine, and wait until it has no sequences."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Take an engine out of the fleet, and end it."""
+    """Step: remove an engine from the fleet, and stop it."""
 
     name: str
 
@@ -50,7 +50,7 @@ Do = Flip | Start | Drain | Stop
 
 @dataclass(frozen=True)
 class Present:
-    """An engine that serves: its role, and how much runs on it."""
+    """An engine that serves: its name, its role, and its number of sequences."""
 
     name: str
     role: Role
@@ -58,22 +58,22 @@ class Present:
 
 
 def newest(name: str) -> int:
-    """The number at the end of an engine's name; -1 without one."""
+    """Return the number at the end of an engine's name; -1 without one."""
     number = re.search(r"[0-9]+$", name)
     return int(number[0]) if number else -1
 
 
 def names_after(used: Iterable[str], role: Role, count: int) -> list[str]:
-    """Names of ``count`` more engines of a role; the name of an engine that has gone is not used again."""
+    """Return names for ``count`` more engines of a role; names of removed engines are not used again."""
     prefix = "engine" if role == "both" else role
     first = max((newest(name) for name in used if name.rpartition("-")[0] == prefix), default=-1) + 1
     return [f"{prefix}-{first + index}" for index in range(count)]
 
 
 class Scaling:
-    """One change of a fleet, from ``present`` engines to ``wanted`` ones. ``used`` are all names there ever were.
+    """One change of a fleet, from ``present`` engines to the ``wanted`` numbers. ``used`` are all names so far.
 
-    :meth:`begin`, and each method that records an event, return what is to be done next.
+    :meth:`begin`, and each method that records an event, return the next steps.
     """
 
     def __init__(self, present: Sequence[Present], wanted: Counts, used: Iterable[str] = ()) -> None:
@@ -92,63 +92,63 @@ class Scaling:
 
     @property
     def starting(self) -> int:
-        """How many engines it starts."""
+        """Number of engines that this change starts."""
         return len(self._starts)
 
     @property
     def state(self) -> State:
-        """Whether something is still to be done, and whether all went well."""
+        """``under_way`` while steps are open, then ``done``, or ``failed`` after a failed step."""
         if self._open:
             return "under_way"
         return "failed" if self.why else "done"
 
     @property
     def present(self) -> Counts:
-        """Engines that serve, or drain."""
+        """Numbers of engines that serve or drain."""
         return Counts.of(role for name, role in self._role.items() if self._phase[name] in ("serving", "draining"))
 
     @property
     def engines(self) -> tuple[EngineStep, ...]:
-        """Every engine that is not gone."""
+        """All engines that are not removed, with their phases."""
         return tuple(
             EngineStep(name, role, self._phase[name], self._left.get(name, 0)) for name, role in self._role.items()
         )
 
     def begin(self) -> list[Do]:
-        """The first things to do; nothing if the fleet is as it is wanted."""
+        """Return the first steps; none if the fleet has the wanted size already."""
         for start in self._starts:
             self._phase[start.name], self._role[start.name] = "starting", start.role
         self._open = {each.name for each in (*self._flips, *self._starts)}
         return [*self._flips, *self._starts] or self._drains()
 
     def flipped(self, name: str, role: Role) -> list[Do]:
-        """The engine has that role."""
+        """Record that the engine has the role ``role``; return the next steps."""
         self._role[name] = role
         return self._after(name)
 
     def ready(self, name: str) -> list[Do]:
-        """An engine that was started is a member that serves."""
+        """Record that a started engine serves as a member; return the next steps."""
         self._phase[name] = "serving"
         return self._after(name)
 
     def runs(self, name: str, left: int) -> None:
-        """The number of sequences that are left on an engine that drains."""
+        """Record the number of sequences that are left on a draining engine."""
         self._left[name] = left
 
     def drained(self, name: str) -> list[Do]:
-        """Nothing runs on the engine, or the time for that is over."""
+        """Record that the engine is empty, or that its drain timed out; return the next steps."""
         self._phase[name] = "stopping"
         return [Stop(name)]
 
     def gone(self, name: str) -> list[Do]:
-        """The engine has ended, and has left the fleet."""
+        """Record that the engine has ended and is removed from the fleet; return the next steps."""
         del self._phase[name], self._role[name]
         self._left.pop(name, None)
         self._open.discard(name)
         return []
 
     def failed(self, name: str, why: str) -> list[Do]:
-        """What was to be done with the engine has not worked; one that was to start has been ended."""
+        """Record that a step failed; return the next steps. An engine that failed to start has been stopped already."""
         self.why = self.why or f"{name}: {why}"
         if self._phase[name] == "starting":
             del self._phase[name], self._role[name]
@@ -168,9 +168,9 @@ class Scaling:
 
 
 def _flips(present: Sequence[Present], wanted: Counts) -> tuple[list[Flip], list[Present], dict[Role, int]]:
-    """Engines that get another role, those that are too many, and how many of each role are missing.
+    """Return the changes of roles, the surplus engines, and the number of missing engines of each role.
 
-    Too many are those on which the least runs, of equal ones the newest.
+    Surplus engines are those with the fewest sequences, and the newest of equal ones.
     """
     idle = sorted(present, key=lambda each: (each.in_flight, -newest(each.name)))
     surplus, missing = list[Present](), dict[Role, int]()

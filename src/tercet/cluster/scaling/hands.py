@@ -1,4 +1,4 @@
-"""What starts and ends the engines of one kind of fleet: on this machine, or on Ray."""
+"""Interface to start and stop the engines of one kind of fleet: on this machine, or on Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tercet.protocol import Role
 
 
 class Hands(Protocol):
-    """Starts and ends the engines of one kind of fleet. Each method is called for one engine by one task."""
+    """Interface to the engines of one kind of fleet. At most one task at a time calls the methods for an engine."""
 
     @property
     def router(self) -> RouterAdmin:
@@ -19,12 +19,12 @@ class Hands(Protocol):
 
     @property
     def engines(self) -> Sequence[str]:
-        """Names of the engines that are there, and not given up."""
+        """Names of the present engines without those that are given up."""
         ...
 
     @property
     def used(self) -> Sequence[str]:
-        """All names that there ever were."""
+        """All names of present and past engines."""
         ...
 
     def require_room(self, count: int) -> None:
@@ -32,13 +32,13 @@ class Hands(Protocol):
         ...
 
     async def start(self, name: str, role: Role) -> None:
-        """Start an engine; returns when it serves and the router has it. Nothing is left of one that fails."""
+        """Start an engine, and return when it serves and the router has added it; stop it if that fails."""
         ...
 
     async def set_role(self, name: str, role: Role) -> None:
-        """Give a member another role."""
+        """Change the role of a member."""
         ...
 
     async def stop(self, name: str) -> None:
-        """Take an engine from the router, and end it."""
+        """Remove an engine from the router, and stop it."""
         ...

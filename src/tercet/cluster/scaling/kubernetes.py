@@ -1,7 +1,7 @@
-"""Scales the engines of a namespace by the scale subresource of what runs them; Kubernetes starts and ends the pods.
+"""Scaling of the engines of a namespace by the scale subresource of their workloads; Kubernetes runs the pods.
 
-A pod that is to end is seen by the router at once: nothing new begins there, what runs moves, and its ``preStop`` hook
-waits for that. So the order is as everywhere: more pods first, and fewer once those are ready.
+The router notices at once that a pod will end: the pod gets no new requests, its sequences move, and its ``preStop``
+hook waits for that. The order is that of other fleets: first add pods, and remove pods when the new ones are ready.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _List(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class EngineSet:
-    """What runs the engines of a role, at a ``path`` of the API: how many there shall be, are, and are ready."""
+    """A workload that runs the engines of a role, at the API's ``path``: its wanted, present and ready replicas."""
 
     path: str
     name: str
@@ -84,7 +84,7 @@ class EngineSet:
 
     @property
     def settled(self) -> bool:
-        """Whether there are as many as there shall be, and all are ready."""
+        """True if the wanted number of replicas is present and ready."""
         return self.is_seen and self.wanted == self.present == self.ready
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class EngineSet:
 
 
 def workload_of(collection: str, found: _Object) -> EngineSet | None:
-    """One that runs engines, by the label of its pods; None for others."""
+    """Return a workload that runs engines, by the label of its pods; None for other objects."""
     spec, group = found.spec, found.spec.leader_worker_template
     template = spec.template
     if group is not None:
@@ -118,7 +118,7 @@ class KubernetesFleet:
         self._selector = selector
 
     async def workloads(self) -> list[EngineSet]:
-        """What runs engines here. Raises :class:`~tercet.protocol.EngineError` if nothing does."""
+        """Return the workloads that run engines. Raises :class:`~tercet.protocol.EngineError` if there are none."""
         found: list[EngineSet] = []
         for kind in KINDS:
             collection = kind.format(self._namespace)
@@ -128,15 +128,15 @@ class KubernetesFleet:
                 found += [each for item in items if (each := workload_of(collection, item)) is not None]
         if not found:
             raise EngineError(
-                f"nothing in the namespace {self._namespace} with the label {self._selector} runs engines whose pods "
-                f"have the label {ROLE_LABEL}; name another --namespace or --selector"
+                f"the namespace {self._namespace} has no workload with the label {self._selector} whose pods have the "
+                f"label {ROLE_LABEL}; give another --namespace or --selector"
             )
         return found
 
     async def scale(self, call: ScaleCall, say: Callable[[str], object], wait: bool = True) -> Counts:
-        """Make it as large as it is wanted; returns how many engines of each role are ready then.
+        """Scale the fleet to the wanted size; return the number of ready engines of each role.
 
-        Raises :class:`~tercet.protocol.Conflict` while it is being scaled already.
+        Raises :class:`~tercet.protocol.Conflict` while another scaling runs.
         """
         before = await self.workloads()
         by_role = _one_of_each(before)
@@ -146,9 +146,9 @@ class KubernetesFleet:
         }
         for role in changes:
             if role not in by_role:
-                raise BadRequest(f"COUNTS: nothing in {self._namespace} runs {role} engines", "COUNTS")
+                raise BadRequest(f"COUNTS: no workload in {self._namespace} runs {role} engines", "COUNTS")
         if moving := [each for each in before if not each.settled]:
-            raise Conflict(f"COUNTS: the fleet is being scaled: {moving[0]}; wait until that is over", "COUNTS")
+            raise Conflict(f"COUNTS: another scaling runs: {moving[0]}; wait until it ends", "COUNTS")
         out: list[Role] = [role for role, count in changes.items() if count > by_role[role].wanted]
         fewer: list[Role] = [role for role in changes if role not in out]
         stages = [stage for stage in (out, fewer) if stage]
@@ -174,15 +174,15 @@ class KubernetesFleet:
                     said[path] = str(each)
                     say(str(each))
             if other := [each for path, each in found.items() if each.wanted != paths[path]]:
-                raise Conflict(f"COUNTS: something else scales {other[0].name}, to {other[0].wanted}", "COUNTS")
+                raise Conflict(f"COUNTS: another process scales {other[0].name} to {other[0].wanted}", "COUNTS")
             if found.keys() == paths.keys() and all(each.settled for each in found.values()):
                 return
             await asyncio.sleep(LOOK_SECONDS)
         late = "; ".join(said.values())
-        raise EngineError(f"the fleet is not as large as wanted after {READY_SECONDS:.0f} s: {late}")
+        raise EngineError(f"the fleet does not have the wanted size after {READY_SECONDS:.0f} s: {late}")
 
     async def _ask(self, method: str, path: str, query: Mapping[str, str], body: bytes | None = None) -> bytes | None:
-        """The server's answer; None for a kind of object that it does not know."""
+        """Return the API server's answer; None for a kind of object that it does not know."""
         try:
             token = await asyncio.to_thread(self._api.token)
             tls = await asyncio.to_thread(self._api.tls)
@@ -215,7 +215,7 @@ def _one_of_each(found: Sequence[EngineSet]) -> dict[Role, EngineSet]:
     for each in found:
         if each.role in by_role:
             raise BadRequest(
-                f"COUNTS: {by_role[each.role].name} and {each.name} both run {each.role} engines; choose by --selector",
+                f"COUNTS: {by_role[each.role].name} and {each.name} both run {each.role} engines; use --selector",
                 "COUNTS",
             )
         by_role[each.role] = each
@@ -226,7 +226,7 @@ def _objects(content: bytes) -> list[_Object]:
     try:
         return msgspec.json.decode(content, type=_List).items or []
     except UNREADABLE as error:
-        raise EngineUnreachable(f"the API server answers otherwise than Kubernetes: {error}") from error
+        raise EngineUnreachable(f"the answer is not that of a Kubernetes API server: {error}") from error
 
 
 def _message(content: bytes) -> str:

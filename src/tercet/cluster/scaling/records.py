@@ -1,4 +1,4 @@
-"""What is asked of a fleet that is to grow or shrink, and what its owner says about it, as plain data."""
+"""Calls to scale a fleet, and the records of its owner about scaling, as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = Literal["under_way", "done", "failed"]
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Engines of each role."""
+    """Number of engines of each role."""
 
     prefill: int = 0
     decode: int = 0
@@ -27,12 +27,12 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, roles: Iterable[Role]) -> Counts:
-        """How many engines there are of each of these roles."""
+        """Count the engines with these roles."""
         found = Counter(roles)
         return cls(found["prefill"], found["decode"], found["both"])
 
     def as_roles(self) -> Mapping[Role, int]:
-        """The same, by role."""
+        """Return the numbers as a mapping by role."""
         return {"prefill": self.prefill, "decode": self.decode, "both": self.both}
 
     def __str__(self) -> str:
@@ -43,9 +43,9 @@ Wanted = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 class ScaleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How many engines there shall be of each role; None leaves a role as it is.
+    """The wanted number of engines of each role; None keeps a role's number.
 
-    ``drain_seconds`` is the longest time in which sequences of an engine that leaves move, or finish where they are.
+    ``drain_seconds`` is the longest time in which sequences of an engine that leaves are moved or finish.
     """
 
     prefill: Wanted | None = None
@@ -54,22 +54,22 @@ class ScaleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = DRAIN_SECONDS
 
     def counts(self, present: Counts) -> Counts:
-        """What is wanted of a fleet that has ``present``. Raises :class:`~tercet.protocol.BadRequest`."""
+        """Return the wanted numbers for a fleet that has ``present``. Raises :class:`~tercet.protocol.BadRequest`."""
         given: dict[Role, int | None] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
         if all(count is None for count in given.values()):
-            raise BadRequest("COUNTS: say how many, such as prefill=3 decode=5", "COUNTS")
+            raise BadRequest("COUNTS: is empty; give numbers, such as prefill=3 decode=5", "COUNTS")
         wanted = Counts(*(now if (count := given[role]) is None else count for role, now in present.as_roles().items()))
         if not wanted.both and not (wanted.prefill and wanted.decode):
             raise BadRequest(
-                f"COUNTS: {wanted} leaves nothing to {'decode' if wanted.prefill else 'prefill'}; at least one engine "
-                "of each role is needed, or one for both",
+                f"COUNTS: {wanted} leaves no engine to {'decode' if wanted.prefill else 'prefill'}; give at least one "
+                "engine for each role, or one for both",
                 "COUNTS",
             )
         return wanted
 
 
 class EngineStep(msgspec.Struct, frozen=True):
-    """One engine of a fleet that is scaled; ``left`` are its sequences while it drains."""
+    """One engine of a fleet during scaling; ``left`` is its number of sequences while it drains."""
 
     name: str
     role: Role
@@ -78,9 +78,9 @@ class EngineStep(msgspec.Struct, frozen=True):
 
 
 class ScaleRecord(msgspec.Struct, frozen=True):
-    """The scaling of that ``number``: the first one of a fleet is 1, and 0 says that there was none.
+    """One scaling of a fleet; its ``number`` counts from 1, and 0 means that there was none.
 
-    ``present`` counts engines that serve; ``why`` is the reason of a failure; ``seconds`` is how long it has taken.
+    ``present`` counts engines that serve; ``why`` is the reason of a failure; ``seconds`` is the duration so far.
     """
 
     number: int
@@ -93,7 +93,7 @@ class ScaleRecord(msgspec.Struct, frozen=True):
 
 
 def parse_counts(given: Sequence[str]) -> Mapping[Role, int]:
-    """``prefill=3 decode=5`` as numbers by role. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Return ``prefill=3 decode=5`` as numbers by role. Raises :class:`~tercet.protocol.BadRequest`."""
     found: dict[Role, int] = {}
     for each in given:
         role, _, count = each.partition("=")
@@ -101,6 +101,6 @@ def parse_counts(given: Sequence[str]) -> Mapping[Role, int]:
         if known is None or not count.isdecimal() or len(count) > 4:
             raise BadRequest(f"COUNTS: {each!r} is not ROLE=NUMBER; ROLE is prefill, decode or both", "COUNTS")
         if known in found:
-            raise BadRequest(f"COUNTS: {known} is there twice", "COUNTS")
+            raise BadRequest(f"COUNTS: {known} is given twice", "COUNTS")
         found[known] = int(count)
     return found

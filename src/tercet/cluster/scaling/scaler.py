@@ -1,4 +1,4 @@
-"""Has a fleet scaled: what :mod:`.decide` says is done by the fleet's hands, and what comes of it is said back."""
+"""Scaling of a fleet: the fleet's hands carry out the steps of :mod:`.decide`, which gets their results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tercet.cluster.scaling.records import Counts, EngineStep, ScaleCall, ScaleR
 from tercet.protocol import Conflict, TercetError
 
 LOOK_SECONDS = 0.2
-# Looks in a row, a router's report apart, that see nothing on an engine before it is ended.
+# Number of polls in a row without sequences, one report of the router apart, before an engine is stopped.
 EMPTY_LOOKS = 3
 
 
 class Scaler:
-    """Scales one fleet, one change at a time. ``on_event`` receives each engine's steps.
+    """Scaler of one fleet, for one change at a time. ``on_event`` receives each engine's steps.
 
-    Use as an async context manager: at its end, what is under way is broken off, and the hands end what they started.
+    Use it as an async context manager: its end cancels a running change, and the hands stop engines that they started.
     """
 
     def __init__(self, hands: Hands, on_event: OnEvent) -> None:
@@ -44,7 +44,7 @@ class Scaler:
         await self._tasks.close()
 
     async def record(self) -> ScaleRecord:
-        """The scaling that is under way, or the fleet as it is, with the end of the last one."""
+        """Return the running or the last scaling; without one, the present size of the fleet."""
         scaling = self._scaling
         if scaling is None:
             present = await self._present()
@@ -57,17 +57,17 @@ class Scaler:
         )
 
     async def scale(self, call: ScaleCall) -> ScaleRecord:
-        """Begin to make the fleet as large as it is wanted.
+        """Start to scale the fleet to the wanted size, and return the first record.
 
-        Raises :class:`~tercet.protocol.Conflict` while another change is under way, and
-        :class:`~tercet.protocol.BadRequest` for what cannot be.
+        Raises :class:`~tercet.protocol.Conflict` while another change runs, and :class:`~tercet.protocol.BadRequest`
+        for an impossible size.
         """
         async with self._lock:
             under_way = self._scaling
             if under_way is not None and under_way.state == "under_way":
                 raise Conflict(
-                    f"COUNTS: the fleet is being scaled to {under_way.wanted}; wait until that is over, see "
-                    "`tercet scale` without counts",
+                    f"COUNTS: the fleet is being scaled to {under_way.wanted}; wait until that ends, `tercet scale` "
+                    "without counts shows the progress",
                     "COUNTS",
                 )
             present = await self._present()
@@ -121,7 +121,7 @@ class Scaler:
                 return scaling.gone(name)
 
     async def _drain(self, name: str, runs: Callable[[int], None]) -> None:
-        """Wait until nothing runs on an engine; the router moves what does. Its time is bounded."""
+        """Drain an engine, and wait at most the call's ``drain_seconds`` until it has no sequences."""
         engine: dict[str, Any] = await self._router.drain(name)
         empty, said = 0, -1
         with contextlib.suppress(TimeoutError):
@@ -131,7 +131,7 @@ class Scaler:
                     runs(left)
                     empty = 0 if left else empty + 1
                     if left != said:
-                        self._on_event(name, f"draining: {left} sequences on it")
+                        self._on_event(name, f"draining: {left} sequences left")
                         said = left
                     await asyncio.sleep(LOOK_SECONDS)
                     engine = await self._router.engine(name)

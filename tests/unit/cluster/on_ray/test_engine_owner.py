@@ -64,5 +64,5 @@ def test_an_engine_is_started_again_and_ended(tmp_path: Path, monkeypatch: pytes
     assert second.url != first.url
     assert second.log != first.log
     owner.stop()
-    assert report().state == "it has ended"
+    assert report().state == "the engine has ended"
     until(lambda: not servers_at(first.url) and not servers_at(second.url))

@@ -191,5 +191,5 @@ def test_a_keeper_that_starts_late_is_waited_for(caplog: pytest.LogCaptureFixtur
     ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(GetTimeoutError=GetTimeoutError))
     assert once_it_runs(ray, "answer") == b"kept"
     assert [each.getMessage() for each in caplog.records] == [
-        "the fleet on Ray: its keeper does not run yet; it is waited for"
+        "the fleet on Ray: its keeper does not run yet; waiting for it"
     ]

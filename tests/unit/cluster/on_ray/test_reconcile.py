@@ -82,11 +82,11 @@ def test_engines_ask_for_what_their_ranks_need() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"on": "slurm"}, "neither ray nor"),
-        ({"on": "ray:"}, "neither ray nor"),
-        ({"on": "ray:host"}, "neither ray nor"),
-        ({"engine_gpus": 1}, "require it"),
-        ({"fleet_name": "f"}, "require it"),
+        ({"on": "slurm"}, "must be ray or ray:HOST:PORT"),
+        ({"on": "ray:"}, "must be ray or ray:HOST:PORT"),
+        ({"on": "ray:host"}, "must be ray or ray:HOST:PORT"),
+        ({"engine_gpus": 1}, "is required by"),
+        ({"fleet_name": "f"}, "is required by"),
         ({"on": "ray", "engine_args": ("-dp", "2")}, "one group"),
     ],
 )

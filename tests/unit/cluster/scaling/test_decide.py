@@ -118,7 +118,7 @@ def _happens(scaling: Scaling, order: Do) -> Sequence[Do]:
         (["prefill"], "is not ROLE=NUMBER"),
         (["prefill=-1"], "is not ROLE=NUMBER"),
         (["encode=1"], "is not ROLE=NUMBER"),
-        (["prefill=1", "prefill=2"], "is there twice"),
+        (["prefill=1", "prefill=2"], "is given twice"),
     ],
 )
 def test_counts_that_are_none(given: list[str], said: str) -> None:
@@ -132,5 +132,5 @@ def test_counts_leave_other_roles_as_they_are() -> None:
     for call in (ScaleCall(prefill=0), ScaleCall(decode=0), ScaleCall(prefill=0, decode=0)):
         with pytest.raises(BadRequest, match="at least one engine"):
             call.counts(Counts(1, 1))
-    with pytest.raises(BadRequest, match="say how many"):
+    with pytest.raises(BadRequest, match="is empty; give numbers"):
         ScaleCall().counts(Counts(1, 1))

@@ -104,21 +104,21 @@ async def test_a_cluster_without_leader_worker_sets(cluster: Cluster) -> None:
     assert [str(each) for each in await cluster.fleet.workloads()] == [
         "t-prefill  prefill  1 of 1 ready", "t-decode  decode  4 of 4 ready",
     ]  # fmt: skip
-    with pytest.raises(BadRequest, match="nothing in llm runs both engines"):
+    with pytest.raises(BadRequest, match="no workload in llm runs both engines"):
         await cluster.fleet.scale(ScaleCall(both=1), print)
     assert not cluster.patched
 
 
 async def test_one_that_is_being_scaled_is_left_alone(cluster: Cluster) -> None:
     await cluster.fleet.scale(ScaleCall(decode=1), print, wait=False)
-    with pytest.raises(Conflict, match="is being scaled: t-decode"):
+    with pytest.raises(Conflict, match="another scaling runs: t-decode"):
         await cluster.fleet.scale(ScaleCall(prefill=2), print)
     assert cluster.patched == [("t-decode", 1)]
 
 
 async def test_something_else_that_scales_is_seen(cluster: Cluster) -> None:
     cluster.overwritten_by = 7
-    with pytest.raises(Conflict, match="something else scales t-prefill, to 7"):
+    with pytest.raises(Conflict, match="another process scales t-prefill to 7"):
         await cluster.fleet.scale(ScaleCall(prefill=3), print)
 
 
@@ -127,7 +127,7 @@ async def test_what_is_refused_says_why(cluster: Cluster) -> None:
     stranger = KubernetesFleet(ApiAccess(other.url, "llm", lambda: "x"))
     with pytest.raises(EngineError, match=r"HTTP 403; its Role must allow get .*: who are you\?"):
         await stranger.workloads()
-    with pytest.raises(EngineError, match="nothing in the namespace empty"):
+    with pytest.raises(EngineError, match="the namespace empty has no workload"):
         await KubernetesFleet(other, "empty").workloads()
     with pytest.raises(EngineUnreachable, match="does not answer"):
         await KubernetesFleet(ApiAccess("http://127.0.0.1:1", "llm")).workloads()

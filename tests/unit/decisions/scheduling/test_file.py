@@ -128,7 +128,7 @@ P = "schedulingProfiles: [{name: p}]"
         (
             f"plugins: [{{type: queue-scorer, parameters: {{a: 1}}}}]\n{P}",
             "plugins[0].parameters.a",
-            "it takes none",
+            "no keys are allowed here",
         ),
         (
             f"plugins: [{{type: load-aware-scorer, parameters: {{threshold: 0}}}}]\n{P}",

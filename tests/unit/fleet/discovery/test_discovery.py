@@ -76,10 +76,10 @@ async def test_pods_come_change_and_go(world: World, caplog: pytest.LogCaptureFi
             server.delete("p-0")
             await world.until(lambda state: not state)
     said = [each.getMessage() for each in caplog.records]
-    assert "engine_drained: d-0 is emptied, and not picked: its pod is being deleted" in said
+    assert "engine_drained: d-0 is drained and not picked: its pod is being deleted" in said
     pods = "reported by the pods of models with app=engine"
     assert f"engine_added: d-0 (http://10.0.0.2:8000) has the role decode: {pods}" in said
-    assert f"engine_removed: p-0, what runs on it goes on: {pods}" in said
+    assert f"engine_removed: p-0 gets no new requests, running ones continue: {pods}" in said
 
 
 async def test_by_an_inference_pool_and_its_changes(world: World, caplog: pytest.LogCaptureFixture) -> None:

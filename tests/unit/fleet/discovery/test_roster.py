@@ -144,7 +144,7 @@ async def test_engines_follow_the_file_and_stay_while_it_is_broken_or_gone(
             world.write()
             await world.until(lambda: not world.state())
     assert "discovery_back" in caplog.text
-    assert "engine_drained: a is emptied, and not picked: the roster says that it is draining" in caplog.text
+    assert "engine_drained: a is drained and not picked: the roster says that it is draining" in caplog.text
 
 
 async def test_a_file_system_that_hangs_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,5 +170,5 @@ async def test_a_file_system_that_hangs_changes_nothing(tmp_path: Path, monkeypa
 
 def test_a_roster_excludes_pods() -> None:
     assert isinstance(discovery_of(DiscoverySettings(roster="here.json")), RosterFile)
-    with pytest.raises(BadRequest, match="roster: engines are found in pods or in a roster"):
+    with pytest.raises(BadRequest, match="roster: cannot be combined with pool-name"):
         DiscoverySettings(roster="here.json", pool_name="pool")

@@ -274,8 +274,8 @@ async def test_routers_that_ask_for_keys() -> None:
 @pytest.mark.parametrize(
     ("routers", "said"),
     [
-        ([], "at least one is needed"),
-        (["http://127.0.0.1:1", "http://127.0.0.1:1/"], "is there twice"),
+        ([], "is empty; give at least one router"),
+        (["http://127.0.0.1:1", "http://127.0.0.1:1/"], "is given twice"),
         (["http://127.0.0.1:1,weight=x"], "is not a number"),
         (["http://127.0.0.1:1,weight=-1"], "weight"),
         (["127.0.0.1:1"], "is not a URL"),

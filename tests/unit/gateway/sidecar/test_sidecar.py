@@ -537,7 +537,7 @@ async def test_clients_that_speak_tls_and_a_certificate_that_is_renewed(tmp_path
             await found.ask()
     halves: list[dict[str, Any]] = [{"tls_cert": str(certificate)}, {"tls_key": str(key)}]
     for half in halves:
-        with pytest.raises(BadRequest, match="go together"):
+        with pytest.raises(BadRequest, match="a certificate needs its key"):
             SidecarConfig(engine="http://127.0.0.1:1", **half)
 
 

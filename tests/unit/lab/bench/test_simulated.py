@@ -426,7 +426,7 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("sim --request-rate x", "--request-rate"),
         ("sim --request-rate nan", "--request-rate"),
         ("sim --num-prompts 0", "--num-prompts: must be at least 1"),
-        ("sim --burstiness 0.5", "--burstiness: belongs to --arrival gamma"),
+        ("sim --burstiness 0.5", "--burstiness: needs --arrival gamma"),
         ("sim --option nonsense=1", "nonsense"),
         ("sim --option max_num_seqs=0", "max_num_seqs"),
         ("sim --option max_num_seqs", "--option"),

@@ -131,7 +131,7 @@ async def test_an_engine_that_cannot_connect_is_served_otherwise_and_that_is_log
             assert await keeper.ready() is None
             await until(lambda: engine.asked > 3)
             assert len(caplog.records) == 1
-            assert "token stream -> server-sent events" in caplog.text
+            assert "sends server-sent events instead of a token stream" in caplog.text
             engine.connect_error = None
             await until(lambda: keeper.connection.connected)
             assert "stream_back: " in caplog.text
