@@ -238,8 +238,11 @@ class _Frozen:
     """Hides the plan from the garbage collector while requests are timed."""
 
     def __enter__(self) -> None:
+        self._frozen_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
 
     def __exit__(self, *_: object) -> None:
-        gc.unfreeze()
+        # Objects that the caller has frozen cannot be told from the plan: they stay frozen.
+        if not self._frozen_before:
+            gc.unfreeze()
