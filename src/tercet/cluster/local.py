@@ -82,10 +82,12 @@ async def local_fleet(
 async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[Path | None]:
     """The warm parent of these engines: the one in a variable, else a new one; None if none can use it.
 
-    It is for engines with as many cores as the first one; others import for themselves.
+    It is for engines with as many cores as the first one; others import for themselves. Simulated engines alone get no
+    new one: they do not import vLLM.
     """
     named = os.environ.get(WARM_PARENT_VARIABLE, "")
-    if named == COLD or not any(can_fork(engine_argv(spec)) for spec in specs if spec.simulate is None):
+    usable = [spec for spec in specs if can_fork(engine_argv(spec))]
+    if named == COLD or not usable or not (named or any(spec.simulate is None for spec in usable)):
         yield None
     elif named:
         yield Path(named)

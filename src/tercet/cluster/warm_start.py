@@ -85,10 +85,10 @@ def main() -> None:
         with without_collections():
             for module in OF_ROUTER:
                 importlib.import_module(module)
-        serve_forks(listening, partial(_be, began_with))
+        serve_forks(listening, partial(be, began_with))
 
 
-def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
+def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     """Become the command of a request, in a fork of a process that ``began_with`` these variables.
 
     The descriptors are the request and the standard streams.
