@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.cluster.ports import free_ports
+from tests.warm import start_guarded
 
 MODEL = "smollm2"
 PROFILE = "llama-3.1-8b-h100-tp1"
@@ -23,11 +24,10 @@ PROFILE = "llama-3.1-8b-h100-tp1"
 
 @contextmanager
 def running(log: Path, *command: str, **variables: str) -> Generator[None]:
-    with log.open("w") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tercet.cli", *command], stdout=written, stderr=written,
-            env={**os.environ, "TERCET_ACCESS_LOG": "1", "TERCET_LOG_FORMAT": "json", **variables},
-        )  # fmt: skip
+    """Run a command of Tercet, forked from the process of the fixture ``forked`` where a test has that."""
+    environment = {**os.environ, "TERCET_ACCESS_LOG": "1", "TERCET_LOG_FORMAT": "json", **variables}
+    argv = [sys.executable, "-m", "tercet.cli", *command]
+    with log.open("wb") as written, start_guarded(argv, environment, written) as process:
         try:
             yield
         finally:

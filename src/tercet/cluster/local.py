@@ -83,9 +83,11 @@ async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[
     """Yield the warm parent of these engines: the one in a variable, or a new one; None if no engine can use it.
 
     Engines with the same number of cores as the first one use it; others import vLLM themselves.
+    Simulated engines alone get no new warm parent, since they do not import vLLM.
     """
     named = os.environ.get(WARM_PARENT_VARIABLE, "")
-    if named == COLD or not any(can_fork(engine_argv(spec)) for spec in specs if spec.simulate is None):
+    usable = [spec for spec in specs if can_fork(engine_argv(spec))]
+    if named == COLD or not usable or not (named or any(spec.simulate is None for spec in usable)):
         yield None
     elif named:
         yield Path(named)

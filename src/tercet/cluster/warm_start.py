@@ -84,10 +84,10 @@ def main() -> None:
         with without_collections():
             for module in OF_ROUTER:
                 importlib.import_module(module)
-        serve_forks(listening, partial(_be, began_with))
+        serve_forks(listening, partial(be, began_with))
 
 
-def _be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
+def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     """Run the command of a request in this fork; the warm parent started with the variables ``began_with``.
 
     The descriptors are the request and the three standard streams.

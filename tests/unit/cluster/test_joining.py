@@ -21,7 +21,7 @@ from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.ports import free_ports
 from tercet.cluster.up_config import UpConfig
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]
 PROFILE = "llama-3.1-8b-h100-tp1"
 SECONDS = 200
 

@@ -19,7 +19,7 @@ from tests.long_runs import in_full
 from tests.simulated_processes import PROFILE, ask, running, tercet, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]
 CLIENTS = 6
 UP = (
     f"simulate: {PROFILE}\nprefill: 0\ndecode: 0\nboth: 1\nprogram: data_parallel\nserved-model-name: chat\n"

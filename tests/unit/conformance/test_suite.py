@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,6 +16,7 @@ from tests.long_runs import FULL
 from tests.unit.wire.client.certificates import Authority
 
 from .faults import FAULTS, WIDE_FAULTS
+from .forked_runs import INSTALLED, Runs, forked_runs
 from .plain_picker import serving_plainly
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -27,8 +28,6 @@ WITHOUT_THEIR_PICKERS = {
     "test_without_a_ready_endpoint_the_answer_is_503",
     "test_what_may_be_dropped_gets_429_while_the_pool_is_full",
 }
-# The suite as somebody has it who has installed it, and no Tercet.
-INSTALLED = "import sys; sys.modules['tercet'] = None; from picker_suite.run import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -39,8 +38,14 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def run(where: Path, *options: str) -> tuple[int, str]:
-    """The exit code, and what is said."""
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with forked_runs() as forking:
+        yield forking
+
+
+async def run_by_itself(where: Path, *options: str) -> tuple[int, str]:
+    """Run the suite in an interpreter that has imported nothing yet; returns its exit code and its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", INSTALLED, *options, cwd=where,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -55,10 +60,14 @@ async def run(where: Path, *options: str) -> tuple[int, str]:
     return process.returncode, said.decode()
 
 
-async def outcomes(where: Path, *options: str) -> tuple[dict[str, list[str]], str]:
-    """What became of each test's cases, by its function's name: passed, failure, error, skipped; and what is said."""
+async def outcomes(where: Path, runs: Runs | None, *options: str) -> tuple[dict[str, list[str]], str]:
+    """What became of each test's cases, by its function's name: passed, failure, error, skipped; and what is said.
+
+    Without ``runs`` the suite runs in an interpreter of its own.
+    """
     report = where / "report.xml"
-    code, said = await run(where, "-q", f"--junitxml={report}", *options)
+    given = ("-q", f"--junitxml={report}", *options)
+    code, said = await (asyncio.to_thread(runs.run, where, given) if runs else run_by_itself(where, *given))
     assert code in (0, 1), said
     found: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -85,32 +94,34 @@ def target(port: int, *options: str) -> Sequence[str]:
 
 async def test_a_picker_that_keeps_the_protocol_passes(installed: Path) -> None:
     async with pickers() as options:
-        found, said = await outcomes(installed, *options)
+        found, said = await outcomes(installed, None, *options)
     assert {kind for kinds in found.values() for kind in kinds} == {"passed"}, said
     assert sum(len(kinds) for kinds in found.values()) > 200
 
 
 @pytest.mark.parametrize(("fault", "cases"), FAULTS.items(), ids=list(FAULTS))
 async def test_what_is_done_wrong_fails_the_cases_that_are_about_it(
-    installed: Path, fault: str, cases: set[str]
+    installed: Path, runs: Runs, fault: str, cases: set[str]
 ) -> None:
     # The seed gives each fault another tenth, so that all of them together meet nearly every case.
     some = () if FULL else ("-p", SOME_CASES.stem, f"--all-of={','.join(sorted(cases))}", f"--seed={fault}")
     async with pickers(fault) as options:
-        found, said = await outcomes(installed, *options, "--patience=5", *some)
+        found, said = await outcomes(installed, runs, *options, "--patience=5", *some)
     assert found.keys() > cases, "no other case has run"
     assert {name for name, kinds in found.items() if "failure" in kinds} == cases, said
     assert not [name for name, kinds in found.items() if "error" in kinds], said
 
 
 @pytest.mark.parametrize(("fault", "cases"), WIDE_FAULTS.items(), ids=list(WIDE_FAULTS))
-async def test_what_is_done_wrong_with_every_request_fails(installed: Path, fault: str, cases: set[str]) -> None:
+async def test_what_is_done_wrong_with_every_request_fails(
+    installed: Path, runs: Runs, fault: str, cases: set[str]
+) -> None:
     async with pickers(fault) as options:
-        found, said = await outcomes(installed, *options, "--patience=5", "-k", " or ".join(cases))
+        found, said = await outcomes(installed, runs, *options, "--patience=5", "-k", " or ".join(cases))
     assert {name for name, kinds in found.items() if "failure" in kinds} >= cases, said
 
 
-async def test_a_picker_that_speaks_tls_and_serves_its_health_elsewhere(installed: Path) -> None:
+async def test_a_picker_that_speaks_tls_and_serves_its_health_elsewhere(installed: Path, runs: Runs) -> None:
     certificate, key = Authority(installed, "nobody-knows-it").issue("picker")
     credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
     async with (
@@ -120,7 +131,7 @@ async def test_a_picker_that_speaks_tls_and_serves_its_health_elsewhere(installe
         # What is skipped, and a tenth of the others, each of which needs the channel.
         some = () if FULL else ("-p", SOME_CASES.stem, f"--all-of={','.join(WITHOUT_THEIR_PICKERS)}")
         options = target(port, "--tls", f"--health=127.0.0.1:{health}")
-        found, said = await outcomes(installed, *options, *some)
+        found, said = await outcomes(installed, runs, *options, *some)
     skipped = {name for name, kinds in found.items() if set(kinds) == {"skipped"}}
     assert skipped == WITHOUT_THEIR_PICKERS
     assert {kind for kinds in found.values() for kind in kinds} == {"passed", "skipped"}, said
@@ -135,6 +146,6 @@ async def test_a_picker_that_speaks_tls_and_serves_its_health_elsewhere(installe
         (target(1, "--saturated=127.0.0.1:2"), "--sheddable: name the objective"),
     ],
 )
-async def test_what_is_lacking_is_named(installed: Path, options: Sequence[str], complaint: str) -> None:
-    code, said = await run(installed, *options)
+async def test_what_is_lacking_is_named(installed: Path, runs: Runs, options: Sequence[str], complaint: str) -> None:
+    code, said = await asyncio.to_thread(runs.run, installed, options)
     assert (code, complaint in said) == (pytest.ExitCode.USAGE_ERROR, True), said

@@ -121,6 +121,7 @@ class Load:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus on this machine")
 def test_every_query_answers_and_what_must_have_data_has(tmp_path: Path) -> None:
     with fleet(tmp_path) as (url, ports):

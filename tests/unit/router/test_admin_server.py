@@ -162,6 +162,7 @@ async def test_the_small_server_serves_both_addresses(router: LiveRouter, checkp
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("between", [0.0, 0.05, 0.2, 0.5])
 def test_a_second_signal_leaves_no_socket_file(tmp_path: Path, between: float) -> None:
     """Whether running requests are waited for, or all has ended and files are removed: it does not break that off."""

@@ -46,7 +46,7 @@ def test_a_draw_falls_into_the_part_of_its_program(weights: list[float], draw: f
 @given(WEIGHTS)
 def test_shares_are_the_weights(weights: list[float]) -> None:
     routing = Routing(version(1, plan_of(*weights)), 5)
-    draws = 2000
+    draws = 500
     found = Counter(routing.choose({}, "", (i + 0.5) / draws).name for i in range(draws))
     for index, weight in enumerate(weights):
         assert abs(found[f"p{index}"] - draws * (weight / sum(weights))) <= 2

@@ -12,6 +12,7 @@ from tests.simulated_processes import MODEL, ask, fleet
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked")
 def test_one_trace_and_one_id_over_router_and_engines(tmp_path: Path) -> None:
     with Receiver() as receiver:
         variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}

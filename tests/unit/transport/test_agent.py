@@ -64,8 +64,9 @@ NOWHERE = ("tcp://127.0.0.1:1",)
 HALF = BLOCKS // 2
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def inbox() -> Generator[Edge]:
+    """An edge of one test: what is reported of another one's sends does not come here."""
     with edge() as found:
         yield found
 
@@ -365,7 +366,7 @@ def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_w
 ) -> None:
     sessions = target.counters()["sessions_in"]  # an answer: the socket to the target's agent is open from here on
     before = Held()
-    with edge() as inbox:  # not the module's: the target's connection to it would come at any time and stay
+    with edge() as inbox:  # opened after the descriptors were counted, and closed before they are counted again
         lease = target.grant(inbox.address)
         with rank(3) as ours:
             pid = ours.agent.pid

@@ -36,6 +36,8 @@ def answers_completed(arrivals: Sequence[ObservedRequest], seed: int = 0) -> lis
     The length of an answer that has not ended is drawn from the ended ones of prompts of like length that are longer
     than it is already. If none is, it is taken to be half done: of all that is known, that is the middle.
     """
+    if all(each.ended for each in arrivals):
+        return list(arrivals)
     by_class, everyone = defaultdict[int, list[int]](list), list[int]()
     for each in arrivals:
         if each.ended:

@@ -51,9 +51,10 @@ def demand_of(
         return EngineDemand(0.0, 0.0)
     tpot = STEP_SHARE * (objectives.tpot or 0.05)
     prefill = rate * sum(engine.prefill_s(each.prompt_tokens) for each in sample) / len(sample)
-    tokens = sum(each.output_tokens for each in sample) / len(sample)
+    output = sum(each.output_tokens for each in sample)
     context = sum((each.prompt_tokens + each.output_tokens / 2) * each.output_tokens for each in sample)
-    context /= max(1, sum(each.output_tokens for each in sample))
+    context /= max(1, output)
+    tokens = output / len(sample)
     return EngineDemand(prefill, rate * tokens * tpot / engine.decodes(context, tpot))
 
 

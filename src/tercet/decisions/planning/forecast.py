@@ -113,8 +113,11 @@ class Forecaster:
     def _count(self, now: float, since: float, arrivals: Sequence[ObservedRequest]) -> None:
         """Add the whole samples that have passed."""
         begin = since if self._counted_to is None else self._counted_to
+        if begin + BIN_S > now:
+            return
+        times = np.array([each.at for each in arrivals])
         while begin + BIN_S <= now:
-            self._bins.append(sum(begin <= each.at < begin + BIN_S for each in arrivals) / BIN_S)
+            self._bins.append(np.count_nonzero((begin <= times) & (times < begin + BIN_S)) / BIN_S)
             begin += BIN_S
         self._counted_to = begin
 
@@ -184,12 +187,14 @@ def _since_change(arrivals: Sequence[ObservedRequest], begin: float, now: float)
     It changed where rate, prompts or answers of the newest part differ from those of the part before it.
     """
     found = list(arrivals)
-    for length in (2 * BIN_S, 4 * BIN_S, 6 * BIN_S):
+    lengths = [length for length in (2 * BIN_S, 4 * BIN_S, 6 * BIN_S) if now - length - begin >= BIN_S]
+    if not lengths:
+        return found, begin
+    totals = _running_totals(found)
+    for length in lengths:
         cut = now - length
-        if cut - begin < BIN_S:
-            break
         at = next((index for index, each in enumerate(found) if each.at >= cut), len(found))
-        if _differ(found[:at], cut - begin, found[at:], length):
+        if _differ(totals, at, cut - begin, length):
             return found[at:], cut
     return found, begin
 
@@ -201,30 +206,26 @@ def _newest(arrivals: list[ObservedRequest], begin: float, now: float) -> tuple[
     return (arrivals, begin) if first == 0 else (arrivals[first:], min(now - NEWEST_S, arrivals[first].at))
 
 
-def _differ(
-    before: Sequence[ObservedRequest], before_s: float, after: Sequence[ObservedRequest], after_s: float
-) -> bool:
-    if len(after) < 8:
+def _running_totals(arrivals: Sequence[ObservedRequest]) -> NDArray[np.float64]:
+    """Six rows of sums over the first 0, 1, ... arrivals: requests, prompt and output tokens, then their squares."""
+    lengths = np.array([(1, each.prompt_tokens, each.output_tokens) for each in arrivals], float).reshape(-1, 3).T
+    totals = np.zeros((6, len(arrivals) + 1))
+    np.cumsum(np.vstack((lengths, lengths**2)), axis=1, out=totals[:, 1:])
+    return totals
+
+
+def _differ(totals: NDArray[np.float64], at: int, before_s: float, after_s: float) -> bool:
+    """True if the arrivals from index ``at`` on, of ``after_s`` seconds, are another load than those before it."""
+    before, after = totals[:, at], totals[:, -1] - totals[:, at]
+    if after[0] < 8:
         return False
-    for measure in (_one, _prompt, _output):
-        was, now = sum(map(measure, before)) / before_s, sum(map(measure, after)) / after_s
+    per_second = before / before_s, after / after_s
+    for measure in range(3):
+        was, now = (float(side[measure]) for side in per_second)
         if was <= 0 and now <= 0:
             continue
         # What chance does is counted on the side with more of it: a lull has few requests, and looks certain.
-        sides = ((before, before_s), (after, after_s))
-        chance = math.sqrt(max(sum(measure(each) ** 2 for each in side) / side_s for side, side_s in sides) / after_s)
+        chance = math.sqrt(max(float(side[measure + 3]) for side in per_second) / after_s)
         if abs(now - was) > max(CHANGE * max(was, now), CHANGED * chance):
             return True
     return False
-
-
-def _one(_: ObservedRequest) -> float:
-    return 1.0
-
-
-def _prompt(arrival: ObservedRequest) -> float:
-    return float(arrival.prompt_tokens)
-
-
-def _output(arrival: ObservedRequest) -> float:
-    return float(arrival.output_tokens)

@@ -239,8 +239,11 @@ class _Frozen:
     """A context in which the garbage collector ignores the plan, while requests are timed."""
 
     def __enter__(self) -> None:
+        self._frozen_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
 
     def __exit__(self, *_: object) -> None:
-        gc.unfreeze()
+        # Objects that the caller has frozen cannot be told from the plan: they stay frozen.
+        if not self._frozen_before:
+            gc.unfreeze()

@@ -22,7 +22,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Conflict
 from tests.unit.cluster.whole_streams import SECONDS, streams, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]
 LONG = pytest.mark.skipif(not os.environ.get("TERCET_LONG_TESTS"), reason="takes a minute; make test-long")
 
 

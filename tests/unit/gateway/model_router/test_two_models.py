@@ -15,7 +15,7 @@ from tercet.cluster.ports import free_ports
 from tests.simulated_processes import PROFILE, ask, running, wait_for
 from tests.unit.gateway.model_router.two_models import STRIDES, Answers, checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
 
 
 def up(folder: Path, model: str, path: Path, port: int) -> list[str]:

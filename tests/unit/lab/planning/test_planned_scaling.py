@@ -28,7 +28,7 @@ from tercet.settings.role_settings import Objectives
 from tercet.wire.client.ask_router import ask_router
 from tests.unit.cluster.whole_streams import SECONDS, read_whole, streams, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]
 BY_LOAD = """
 from tercet.decisions.planning import FleetPlan, Observed, WantedPlan
 
