@@ -43,6 +43,24 @@ def test_roles_follow_a_change_of_the_mix_by_one_flip() -> None:
     assert 1 <= len(world.changes) - before <= 2
 
 
+def test_a_split_that_is_at_its_limit_is_left_for_one_that_is_not_and_once() -> None:
+    """Prefills keep 93% of three engines busy: that might do, and costs nothing to mend."""
+    world = PlannedWorld(FleetPlan(3, 3), SIX)
+    world.run(900, Traffic(rate=14, prompt=1000, output=20))
+    assert world.plan == FleetPlan(5, 1)
+    assert len(world.changes) == 1
+    assert world.changes[0][0] <= 30
+
+
+def test_a_first_plan_waits_for_answers_and_then_for_no_interval() -> None:
+    planner = Planner(evaluated, Engine())
+    world = PlannedWorld(FleetPlan(3, 3), SIX, planner)
+    assert planner.pause_s(15.0) < 15.0
+    world.run(15, Traffic(rate=8))
+    assert planner.forecast is not None
+    assert planner.pause_s(15.0) == 15.0
+
+
 def test_engines_come_and_go_with_the_load() -> None:
     world = PlannedWorld(FleetPlan(2, 2), TWO_TO_TWELVE)
     world.run(300, Traffic(rate=4))
