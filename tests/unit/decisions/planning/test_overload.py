@@ -21,10 +21,12 @@ PROMPT_S = 0.2
 
 def engines(plan: FleetPlan, waiting_s: float, busy_s: float, running: int = 0) -> tuple[ObservedEngine, ...]:
     """Each of those that prefill has so much in line."""
-    decode = {"running": running, "contexts": 1000 * running, "step_s": 0.01}
     return (
         *(ObservedEngine(f"p{each}", "prefill", True, waiting_s, busy_s) for each in range(plan.prefill)),
-        *(ObservedEngine(f"d{each}", "decode", **decode) for each in range(plan.decode)),
+        *(
+            ObservedEngine(f"d{each}", "decode", running=running, contexts=1000 * running, step_s=0.01)
+            for each in range(plan.decode)
+        ),
     )
 
 

@@ -163,6 +163,25 @@ async def test_processes_that_have_not_answered_yet_are_taken_to_have_as_much() 
     assert view.observed().plan == FleetPlan(2, 2)
 
 
+async def test_the_guard_is_shown_the_last_seconds_and_of_many_arrivals_fewer() -> None:
+    router = Router(prompt=100)  # ten requests/s for 30 s
+    planner = planner_of(router)
+    await planner.look(0.0)
+    await planner.look(1.0)
+    asked = [path for _, path, _ in router.asked if path.startswith("/traffic")]
+    assert asked[-1] == "/traffic?window=5"
+    router.arrivals = [[29.0 + each / 400, 100, 20, True, [], 512, True] for each in range(400)]
+    await planner.look(2.0)
+    await planner.look(3.0)
+    assert router.asked[-1][1] == "/traffic?window=1"
+    view = TrafficView()
+    view.heard(read_traffic(await Router(prompt=100).ask("GET", "/traffic", None)))
+    guarded = view.observed(to_plan=False)
+    assert all(guarded.now - each.at <= 5 for each in guarded.arrivals)
+    assert 40 <= len(guarded.arrivals) <= 51
+    assert guarded.came is None
+
+
 @pytest.mark.slow
 async def test_the_simulating_planner_flips_roles_by_what_it_simulates() -> None:
     router = Router(prompt=8000)
