@@ -4,7 +4,7 @@
     python -m benchmarks.many_engines --by planner --engines 64 --processes 2 --seconds 240
 
 The engines share a few processes, and are slow, so that a machine of two cores carries them: a prompt of 1,000 tokens
-takes 1.5 s, a step of decodes 120 ms and 10 ms more for each. Half of the run's requests have long
+takes 3 s, a step of decodes a quarter of a second and 20 ms more for each. Half of the run's requests have long
 prompts and short answers, the other half short prompts and long answers. `tercet bench serve` sends them.
 """
 
@@ -42,12 +42,12 @@ from tercet.protocol import EngineError, TercetError
 from tercet.wire.client.ask_router import ask_router
 
 HOST, MODEL = "127.0.0.1", "smollm2"
-TTFT_S, TPOT_S = 5.0, 0.22
+TTFT_S, TPOT_S = 10.0, 0.45
 SLOW = StepTimes(
-    knots=((1, 0.12), (32, 0.12), (256, 0.4), (1024, 1.5), (2048, 3.0), (8192, 12.0)), pair=0.0, context=0.0,
-    sequence=0.01,
+    knots=((1, 0.25), (32, 0.25), (256, 0.8), (1024, 3.0), (2048, 6.0), (8192, 24.0)), pair=0.0, context=0.0,
+    sequence=0.02,
 )  # fmt: skip
-RATE_FOR_ENGINE = 20 / 64
+RATE_FOR_ENGINE = 10 / 64
 """Requests per second for each engine of the fleet."""
 LONG_PROMPTS, LONG_ANSWERS = (1000, 8), (100, 64)
 """Mean tokens of prompts and answers, in the two halves."""

@@ -126,9 +126,19 @@ class Planner:
 
     def plan(self, observed: Observed) -> WantedPlan:
         """What is wanted from now on: the present plan, with the reason, unless another one is better."""
+        return self.adopt(observed, self.decide(observed))
+
+    def decide(self, observed: Observed) -> WantedPlan:
+        """What :meth:`plan` would answer. It may take long, and run in a thread while :meth:`guard` is asked.
+
+        If the guard changes the fleet meanwhile, the answer is void; else :meth:`adopt` must follow.
+        """
         self._note(observed)
         self._compare(observed)
-        wanted = self._wanted(observed)
+        return self._wanted(observed)
+
+    def adopt(self, observed: Observed, wanted: WantedPlan) -> WantedPlan:
+        """Take what was decided as the plan from now on; returns it."""
         if wanted.plan != observed.plan:
             self._changes_to(observed.now, wanted)
             if _direction(observed.plan, wanted.plan):

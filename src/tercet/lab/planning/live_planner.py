@@ -80,21 +80,48 @@ class LivePlanner:
         if self._hands is not None and await self._is_changing(self._hands, now):
             return
         policy, limits = self._prepared(report), self._limits(report, now)
-        if isinstance(policy, Planner):
-            urgent = policy.guard(self._view.observed(limits, to_plan=False))
-            if urgent is not None:
-                await self._carry_out(urgent, limits, is_plan=False)
-                return
-        if now >= self._plan_at:
+        if not await self._guarded(policy, limits) and now >= self._plan_at:
             await self._plan(policy, limits, now)
+
+    async def _guarded(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
+        """Whether the guard changed the fleet."""
+        urgent = policy.guard(self._view.observed(limits, to_plan=False)) if isinstance(policy, Planner) else None
+        if urgent is not None:
+            await self._carry_out(urgent, limits, is_plan=False)
+        return urgent is not None
+
+    async def _decided(self, policy: Policy | Planner, observed: Observed) -> WantedPlan | None:
+        """What the policy wants; the guard looks while it simulates, and None follows from a change that it made."""
+        decide = policy.decide if isinstance(policy, Planner) else policy
+        deciding, is_void = asyncio.ensure_future(run_in_thread(decide, observed)), False
+        try:
+            while not (await asyncio.wait([deciding], timeout=LOOK_S))[0]:
+                is_void = is_void or await self._guarded_meanwhile(policy, observed.limits)
+            wanted = await deciding
+        finally:
+            deciding.cancel()
+        if is_void:
+            return None
+        return policy.adopt(observed, wanted) if isinstance(policy, Planner) else wanted
+
+    async def _guarded_meanwhile(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
+        """The same in the middle of a plan, which a router that does not answer does not end."""
+        try:
+            await self._heard(self._guarded_s)
+            return await self._guarded(policy, limits)
+        except TercetError as error:
+            self._note_answer(error)
+            return False
 
     async def _plan(self, policy: Policy | Planner, limits: PlanLimits, now: float) -> None:
         for _ in range(PROCESSES_ASKED if self._view.newest.processes > 1 else 1):
             await self._heard(self._config.planning.window_s)
         observed = self._view.observed(limits)
-        plan = policy.plan if isinstance(policy, Planner) else policy
         cpu = time.process_time()
-        wanted = await run_in_thread(plan, observed)
+        wanted = await self._decided(policy, observed)
+        if wanted is None:
+            logger.info("a plan is void: the guard changed the fleet meanwhile")
+            return
         if isinstance(policy, Planner) and policy.forecast is not None:
             await run_in_thread(self._try_program, observed.plan, policy.forecast)
         took = time.process_time() - cpu

@@ -169,3 +169,15 @@ def test_engines_with_the_least_to_end_change_first() -> None:
         assert now < 30
     assert found.role == "prefill"
     assert "d0" not in found.engines
+
+
+def test_a_line_of_prefills_hides_decodes_which_keep_their_engines() -> None:
+    """What waits does not decode yet: of 48 engines that decode, as few go as relieve the prefills."""
+    found = fleet(16, 48)
+    found.run(Traffic(rate=100, prefill_s=0.3, steps=600, noise=0.3), 6)
+    assert len(found.flips) == 1
+    assert 33 <= found.count("prefill") <= 50
+    found.run(Traffic(rate=100, prefill_s=0.3, steps=600, noise=0.3), 240)
+    assert all(look.flip.role == "prefill" for look in found.flips if look.flip is not None)
+    assert found.looks[-1].pressures is not None
+    assert found.looks[-1].pressures.decode < 1
