@@ -94,8 +94,8 @@ class FleetHistory:
             contexts=sum(each.contexts * each.with_queued for each in decoding),
         )
         self._samples.append(newest)
-        while now - self._samples[0].at > WINDOW_S:
-            self._samples.popleft()
+        while len(self._samples) > 2 and now - self._samples[0].at > WINDOW_S:
+            self._samples.popleft()  # of a starved process, whose looks are rare, the one before stays
         oldest = self._samples[0]
         passed = now - oldest.at
         if passed <= 0:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.decisions.roles import ObservedEngine, RolePolicy
+from tercet.decisions.roles.observed import FleetHistory
 from tercet.decisions.roles.policy import LASTING_S, REST_S, REVERSAL_S
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
@@ -181,3 +182,14 @@ def test_a_line_of_prefills_hides_decodes_which_keep_their_engines() -> None:
     assert all(look.flip.role == "prefill" for look in found.flips if look.flip is not None)
     assert found.looks[-1].pressures is not None
     assert found.looks[-1].pressures.decode < 1
+
+
+def test_looks_that_are_rare_are_compared_with_the_one_before() -> None:
+    history = FleetHistory()
+    assert history.observe(0.0, engines()) is None
+    for now in (8.0, 20.0):
+        waiting = engines(prefill_wait=now / 4)
+        demand = history.observe(now, waiting)
+        assert demand is not None
+        assert demand.over_s == now - (0.0 if now == 8.0 else 8.0)
+        assert demand.prefill == pytest.approx(3 / 4)
