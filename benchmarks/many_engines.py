@@ -212,15 +212,17 @@ def cpu_of(pids: Sequence[int]) -> float:
 
 def many_engines(
     by: Annotated[Deciding, typer.Option("--by", help="What changes roles: the router, or the planner.")] = "auto",
-    engines: Annotated[int, typer.Option(min=4, help="Engines of the fleet.")] = 64,
+    engines: Annotated[int, typer.Option("--engines", min=4, help="Engines of the fleet.")] = 64,
     prefill: Annotated[
-        int | None, typer.Option(help="Engines that prefill at first.", show_default="a quarter")
+        int | None, typer.Option("--prefill", help="Engines that prefill at first.", show_default="a quarter")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that the engines share.")] = 2,
-    seconds: Annotated[float, typer.Option(min=60, help="Seconds of traffic; the mix changes half-way.")] = 240,
-    seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that the engines share.")] = 2,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=60, help="Seconds of traffic; the mix changes half-way.")
+    ] = 240,
+    seed: Annotated[int, typer.Option("--seed", help="Of the traffic.")] = 0,
     logs: Annotated[
-        Path | None, typer.Option(help="Keep logs and the result here.", show_default="a temporary folder")
+        Path | None, typer.Option("--logs", help="Keep logs and the result here.", show_default="a temporary folder")
     ] = None,
 ) -> None:
     """Print when roles changed, what was within the objectives, and what each process cost."""
