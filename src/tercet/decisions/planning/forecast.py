@@ -49,6 +49,12 @@ CHANGED = 5.0
 """The same of a change: it is looked for often, and in several measures."""
 
 
+SETTLED_S = 15.0
+"""Seconds of traffic after which it is always planned for; before, a plan needs"""
+FEWEST_FIRST = 200
+"""so many requests, and most answers: of those that run longer, the length is not known."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """Requests like ``sample`` come at ``rate`` per second; ``why`` names what the rate was made of."""
@@ -64,6 +70,14 @@ class Forecasting(Protocol):
     def look(
         self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float
     ) -> Forecast | None: ...
+
+
+def tells_enough(now: float, since: float, arrivals: Sequence[ObservedRequest]) -> bool:
+    """Whether the first seconds are enough for a plan: many requests came, and of the earlier half most have ended."""
+    if now - since >= SETTLED_S:
+        return True
+    earlier = [each for each in arrivals if each.at < (since + now) / 2]
+    return len(arrivals) >= FEWEST_FIRST and 2 * sum(each.ended for each in earlier) > len(earlier)
 
 
 class Forecaster:

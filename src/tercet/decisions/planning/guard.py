@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from tercet.decisions.planning.candidates import EngineCapacity
 from tercet.decisions.planning.observed import FleetPlan, Observed, WantedPlan
+from tercet.decisions.planning.overload import overload_split
 from tercet.decisions.roles import RoleLook, RolePolicy
 from tercet.decisions.roles.pressures import BUSY_FULL
 from tercet.settings.role_settings import Objectives
@@ -18,10 +20,15 @@ WORK_OFF_S = 15.0
 
 
 class QueueGuard:
-    """Looks at queue waits and step times, as ``--roles auto`` does, and asks for engines if no role can give any."""
+    """Looks at queue waits and step times, as ``--roles auto`` does, and asks for engines if no role can give any.
 
-    def __init__(self, objectives: Objectives) -> None:
+    Where far more prompts come than can be computed, it does not wait for the pressure to last: ``engine`` and the
+    arrivals of the last :data:`~tercet.decisions.roles.observed.WINDOW_S` seconds say which split bears them.
+    """
+
+    def __init__(self, objectives: Objectives, engine: EngineCapacity) -> None:
         self._roles = RolePolicy(objectives)
+        self._engine = engine
         self._pressed_since: float | None = None
         self._added_at = -math.inf
 
@@ -29,6 +36,14 @@ class QueueGuard:
         """What must be done now, if anything."""
         serving = [each for each in observed.engines if each.able]
         found = self._roles.look(observed.now, serving)
+        split = overload_split(observed, found.demand, self._engine) if found.demand is not None else None
+        if split is not None and found.demand is not None:
+            self._pressed_since = None
+            return WantedPlan(
+                split,
+                f"guard: prefills for {found.demand.prefill:.1f} engines came in {found.demand.over_s:.1f} s, and "
+                f"{observed.plan.prefill} compute them",
+            )
         if found.flip is not None:
             sign = 1 if found.flip.role == "prefill" else -1
             count = sign * len(found.flip.engines)

@@ -8,12 +8,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tercet.decisions.planning.arrivals import answers_completed
-from tercet.decisions.planning.candidates import EngineCapacity, EngineDemand, candidates, demand_of, of_few_sizes
-from tercet.decisions.planning.forecast import Forecast, Forecaster, Forecasting
+from tercet.decisions.planning.candidates import (
+    EngineCapacity,
+    EngineDemand,
+    best_split,
+    candidates,
+    demand_of,
+    of_few_sizes,
+)
+from tercet.decisions.planning.forecast import BIN_S, Forecast, Forecaster, Forecasting, tells_enough
 from tercet.decisions.planning.guard import QueueGuard
 from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan
+from tercet.decisions.planning.overload import RELIEF
 from tercet.decisions.planning.remembered import TriedLoad, Verdict
 from tercet.decisions.planning.worth import Simulated, neighbours, worth_simulating, worths
+from tercet.decisions.roles.pressures import BUSY_FULL
 from tercet.protocol import TercetError
 
 MARGIN = 0.1
@@ -107,7 +116,7 @@ class Planner:
         """What must be done at once, because queues grow that no forecast saw coming; None if nothing."""
         self._note(observed)
         if self._guard is None:
-            self._guard = QueueGuard(observed.objectives)
+            self._guard = QueueGuard(observed.objectives, self._engine)
         found = self._guard.look(observed)
         if found is not None and self._overruled(observed, found):
             return None
@@ -117,9 +126,19 @@ class Planner:
 
     def plan(self, observed: Observed) -> WantedPlan:
         """What is wanted from now on: the present plan, with the reason, unless another one is better."""
+        return self.adopt(observed, self.decide(observed))
+
+    def decide(self, observed: Observed) -> WantedPlan:
+        """What :meth:`plan` would answer. It may take long, and run in a thread while :meth:`guard` is asked.
+
+        If the guard changes the fleet meanwhile, the answer is void; else :meth:`adopt` must follow.
+        """
         self._note(observed)
         self._compare(observed)
-        wanted = self._wanted(observed)
+        return self._wanted(observed)
+
+    def adopt(self, observed: Observed, wanted: WantedPlan) -> WantedPlan:
+        """Take what was decided as the plan from now on; returns it."""
         if wanted.plan != observed.plan:
             self._changes_to(observed.now, wanted)
             if _direction(observed.plan, wanted.plan):
@@ -127,6 +146,10 @@ class Planner:
         else:
             self.verdicts.append(Verdict(observed.now, wanted.plan, wanted.reason, wanted.expected))
         return wanted
+
+    def pause_s(self, interval_s: float) -> float:
+        """Seconds until the next plan, of a regular ``interval_s``: fewer while nothing has been forecast."""
+        return interval_s if self.forecast is not None else min(interval_s, BIN_S)
 
     def _overruled(self, observed: Observed, found: WantedPlan) -> bool:
         """Whether the guard is to wait for the next plan.
@@ -198,7 +221,8 @@ class Planner:
     def _wanted(self, observed: Observed) -> WantedPlan:
         now, plan = observed.now, observed.plan
         completed = answers_completed(observed.arrivals, seed=round(now))
-        self.forecast = forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
+        forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
+        self.forecast = forecast = forecast if tells_enough(now, observed.since, observed.arrivals) else None
         if forecast is None:
             return WantedPlan(plan, "too little was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)
@@ -210,7 +234,8 @@ class Planner:
             expected = self._simulated(plan, forecast)
             if not observed.limits.allow(plan) or self._misses(observed, forecast, expected):
                 return self._better(observed, forecast, expected)
-            return self._cheaper(observed, replace(forecast, rate=largest), expected)
+            relieved = self._relieved(observed, forecast, expected)
+            return relieved or self._cheaper(observed, replace(forecast, rate=largest), expected)
         except TercetError as error:
             return WantedPlan(plan, f"no simulation: {error}; the fleet stays")
 
@@ -222,6 +247,25 @@ class Planner:
         by_chance = BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))
         calmer = self._simulated(observed.plan, replace(forecast, rate=forecast.rate * (1 - by_chance)))
         return calmer.attainment < share - MISSED_BY_CHANCE * calmer.chance
+
+    def _relieved(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan | None:
+        """Another split, which costs nothing, if it bears the margin, and the present one, which is busy, does not."""
+        plan, share = observed.plan, observed.objectives.share
+        demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
+        split = best_split(plan.engines, demand)
+        if demand.share(plan) < BUSY_FULL or demand.share(split) > RELIEF * demand.share(plan):
+            return None
+        busier = self._with_margin(forecast, 1.0)
+        if self._reverses(self._flipped, observed.now, plan, split, REVERSAL_S):
+            return None
+        strained = self._simulated(plan, busier)
+        if strained.attainment >= share - MISSED_BY_CHANCE * strained.chance:
+            return None
+        got = self._simulated(split, busier)
+        if got.attainment < share:
+            return None
+        reason = f"{plan} meets the objectives for {expected.attainment:.1%} at {forecast.why}, with a margin for "
+        return WantedPlan(split, f"{reason}{strained.attainment:.1%}; {split} for {got.attainment:.1%}", got)
 
     def _without_traffic(self, observed: Observed) -> WantedPlan:
         """The fewest engines allowed, in the proportion of the present ones."""

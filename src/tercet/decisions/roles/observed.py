@@ -52,7 +52,7 @@ class Demand:
     ``prefill`` is what has been computed per second, and what the line has grown by; ``waiting_s`` is that line,
     over all engines, in seconds of one engine. ``decodes`` are the sequences that run or wait on engines that decode,
     with ``contexts`` tokens of KV, which need ``kv_usage`` KV caches; ``more_decodes`` and ``more_contexts`` are by how
-    much both grow per second.
+    much both grow per second. Prefills were measured over the last ``over_s`` seconds.
     """
 
     prefill: float
@@ -62,6 +62,7 @@ class Demand:
     kv_usage: float
     more_decodes: float
     more_contexts: float
+    over_s: float
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class FleetHistory:
             contexts=sum(each.contexts * each.with_queued for each in decoding),
         )
         self._samples.append(newest)
-        while now - self._samples[0].at > WINDOW_S:
-            self._samples.popleft()
+        while len(self._samples) > 2 and now - self._samples[0].at > WINDOW_S:
+            self._samples.popleft()  # of a starved process, whose looks are rare, the one before stays
         oldest = self._samples[0]
         passed = now - oldest.at
         if passed <= 0:
@@ -111,6 +112,7 @@ class FleetHistory:
             kv_usage=sum(each.kv_usage for each in decoding),
             more_decodes=(newest.decodes - recent.decodes) / lately if lately else 0.0,
             more_contexts=(newest.contexts - recent.contexts) / lately if lately else 0.0,
+            over_s=passed,
         )
 
     @property

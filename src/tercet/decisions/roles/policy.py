@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tercet.decisions.roles.observed import Demand, FleetHistory, ObservedEngine
-from tercet.decisions.roles.pressures import Pressures, decode_pressure, prefill_load, prefill_pressure
+from tercet.decisions.roles.pressures import BUSY_FULL, Pressures, decode_pressure, prefill_load, prefill_pressure
 from tercet.settings.role_settings import Objectives, require_objectives
 
 LASTING_S = 2.0
@@ -132,7 +132,11 @@ class RolePolicy:
     def _best(
         self, pressed: Pressed, able: dict[Pressed, list[ObservedEngine]], demand: Demand
     ) -> tuple[int, Pressures | None]:
-        """How many engines change roles so that the worse pressure is least, and the pressures then; 0 if none may."""
+        """How many engines change roles, and the pressures then; 0 if none may.
+
+        So many that the worse pressure is least, but for prefills no more than what comes needs, with a margin: what
+        waits in their line does not decode yet, so that the decodes seem to need less than they soon will.
+        """
         giving, sign = OTHER[pressed], 1 if pressed == "prefill" else -1
         best, found = 0, None
         for number in range(1, len(able[giving])):
@@ -142,6 +146,8 @@ class RolePolicy:
             )
             if getattr(after, giving) <= MARGIN and (found is None or after.worse < found.worse):
                 best, found = number, after
+            if pressed == "prefill" and demand.prefill <= MARGIN * BUSY_FULL * (len(able["prefill"]) + number):
+                break
         return best, found
 
 

@@ -15,10 +15,12 @@ from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.cluster.scaling.records import ScaleCall
 from tercet.decisions.planning import FleetPlan
 from tercet.decisions.planning.acting import FleetChange
-from tercet.protocol import BadRequest, TercetError
+from tercet.protocol import BadRequest, Role, TercetError
 
 DRAIN_S = 60.0
 """Seconds in which an engine that is given up is emptied: no other change is made meanwhile."""
+AT_ONCE = 16
+"""Changes of roles that are asked for at once."""
 
 Ask = Callable[[str, str, Any], Awaitable[Any]]
 """Method, path and body to the router's answer."""
@@ -60,11 +62,19 @@ class RoleHands:
         return HandsState()
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
-        """One request for each engine."""
+        """One request for each engine, several at once; all are tried, and the first error is raised."""
         if change.starts or change.stops:
             raise BadRequest(f"act: {plan} needs engines that start or stop; plan with --act scale", "act")
-        for name, role in change.flips:
-            await self._ask("PUT", f"/engines/{quote(name, safe='')}/role", {"role": role})
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def flip(name: str, role: Role) -> None:
+            async with turns:
+                await self._ask("PUT", f"/engines/{quote(name, safe='')}/role", {"role": role})
+
+        found = await asyncio.gather(*(flip(*each) for each in change.flips), return_exceptions=True)
+        failed = next((each for each in found if each is not None), None)
+        if failed is not None:
+            raise failed
 
 
 class ScaleHands:

@@ -18,7 +18,7 @@ from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
 from tercet.lab.planning.hands import Ask, KubernetesHands, PlannerHands, RoleHands, ScaleHands, fleet_of_router
 from tercet.lab.planning.journal import PlanJournal, steps_of
-from tercet.lab.planning.observing import TrafficReport, TrafficView, read_traffic, rounded
+from tercet.lab.planning.observing import LOOK_S, TrafficReport, TrafficView, guarded_s, read_traffic, rounded
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.planning.policies import load_policy
 from tercet.lab.planning.program_trials import NamedProgram, ProgramTrials
@@ -31,8 +31,6 @@ from tercet.settings.planner_config import PlannerConfig
 from tercet.wire.client.ask_router import ask_router
 
 logger = logging.getLogger("tercet.planner")
-LOOK_S = 1.0
-"""Seconds between two looks of the guard."""
 NICENESS = 10
 """How much lower than others' the priority of this process is, as ``nice`` counts."""
 FAILED_REST_S = 120.0
@@ -55,6 +53,7 @@ class LivePlanner:
         self._simulated: FleetSimulator | None = None
         self._policy: Policy | Planner | None = None
         self._plan_at = 0.0
+        self._guarded_s = LOOK_S
         self._journal = PlanJournal(config)
         self._trials = ProgramTrials(config.programs, self._simulator_of)
         self._proposal = ""
@@ -76,30 +75,60 @@ class LivePlanner:
 
     async def look(self, now: float) -> None:
         """Ask once; let the guard look, and plan if it is time. Raises :class:`~tercet.protocol.TercetError`."""
-        report = await self._heard(LOOK_S)
+        report = await self._heard(self._guarded_s)
+        self._guarded_s = guarded_s(report)
         if self._hands is not None and await self._is_changing(self._hands, now):
             return
         policy, limits = self._prepared(report), self._limits(report, now)
-        if isinstance(policy, Planner):
-            urgent = policy.guard(self._view.observed(limits, with_arrivals=False))
-            if urgent is not None:
-                await self._carry_out(urgent, limits, is_plan=False)
-                return
-        if now >= self._plan_at:
+        if not await self._guarded(policy, limits) and now >= self._plan_at:
             await self._plan(policy, limits, now)
+
+    async def _guarded(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
+        """Whether the guard changed the fleet."""
+        urgent = policy.guard(self._view.observed(limits, to_plan=False)) if isinstance(policy, Planner) else None
+        if urgent is not None:
+            await self._carry_out(urgent, limits, is_plan=False)
+        return urgent is not None
+
+    async def _decided(self, policy: Policy | Planner, observed: Observed) -> WantedPlan | None:
+        """What the policy wants; the guard looks while it simulates, and None follows from a change that it made."""
+        decide = policy.decide if isinstance(policy, Planner) else policy
+        deciding, is_void = asyncio.ensure_future(run_in_thread(decide, observed)), False
+        try:
+            while not (await asyncio.wait([deciding], timeout=LOOK_S))[0]:
+                is_void = is_void or await self._guarded_meanwhile(policy, observed.limits)
+            wanted = await deciding
+        finally:
+            deciding.cancel()
+        if is_void:
+            return None
+        return policy.adopt(observed, wanted) if isinstance(policy, Planner) else wanted
+
+    async def _guarded_meanwhile(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
+        """The same in the middle of a plan, which a router that does not answer does not end."""
+        try:
+            await self._heard(self._guarded_s)
+            return await self._guarded(policy, limits)
+        except TercetError as error:
+            self._note_answer(error)
+            return False
 
     async def _plan(self, policy: Policy | Planner, limits: PlanLimits, now: float) -> None:
         for _ in range(PROCESSES_ASKED if self._view.newest.processes > 1 else 1):
             await self._heard(self._config.planning.window_s)
         observed = self._view.observed(limits)
-        plan = policy.plan if isinstance(policy, Planner) else policy
         cpu = time.process_time()
-        wanted = await run_in_thread(plan, observed)
+        wanted = await self._decided(policy, observed)
+        if wanted is None:
+            logger.info("a plan is void: the guard changed the fleet meanwhile")
+            return
         if isinstance(policy, Planner) and policy.forecast is not None:
             await run_in_thread(self._try_program, observed.plan, policy.forecast)
         took = time.process_time() - cpu
         # The next plan waits until this one is paid for.
-        self._plan_at = now + max(self._config.planning.interval_s, took / self._config.planner_cpu)
+        interval = self._config.planning.interval_s
+        pause = policy.pause_s(interval) if isinstance(policy, Planner) else interval
+        self._plan_at = now + max(pause, took / self._config.planner_cpu)
         self._metrics.planned(policy, wanted, took)
         logger.info("%s; %.1f s of CPU", _in_words(wanted), took)
         if isinstance(policy, Planner) and len(policy.verdicts) > 1 and policy.verdicts[-2].came is not None:
@@ -121,7 +150,7 @@ class LivePlanner:
     def _simulator_of(self, named: NamedProgram) -> FleetSimulator:
         """Of another program, with the engines and the objectives as they are now."""
         options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
-        objectives = self._view.observed(with_arrivals=False).objectives
+        objectives = self._view.observed(to_plan=False).objectives
         return FleetSimulator(named.program, self._config.profile, options, objectives, named.args)
 
     # ---- what is planned with --------------------------------------------------------------------------------
@@ -145,7 +174,7 @@ class LivePlanner:
                 "engines: a planner needs the roles prefill and decode; see tercet engines role", "engines"
             )
         options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
-        objectives = self._view.observed(with_arrivals=False).objectives
+        objectives = self._view.observed(to_plan=False).objectives
         if self._simulated is None:
             self._simulated = FleetSimulator(report.program, self._config.profile, options, objectives, report.args)
             capacity = ProfileCapacity(self._profile, options)
@@ -176,7 +205,7 @@ class LivePlanner:
     # ---- acting ----------------------------------------------------------------------------------------------
 
     async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits, is_plan: bool = True) -> None:
-        observed = self._view.observed(limits, with_arrivals=False)
+        observed = self._view.observed(limits, to_plan=False)
         change = change_to(wanted.plan, observed.engines)
         steps = ", ".join(steps_of(change))
         if is_plan or steps != self._advised:  # a guard repeats itself until it is heard

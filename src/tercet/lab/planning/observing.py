@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import Any
 
@@ -9,11 +10,16 @@ import msgspec
 
 from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
 from tercet.decisions.roles import ObservedEngine
+from tercet.decisions.roles.observed import WINDOW_S
 from tercet.lab.sim.step_times import StepModel
 from tercet.protocol import EngineUnreachable
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.role_settings import Objectives
 
+LOOK_S = 1.0
+"""Seconds between two looks of the guard."""
+ENOUGH_FOR_GUARD = 400
+"""Arrivals in which chance is small enough for the guard."""
 FEWEST_STEPS = 8
 """Step times of engines that must have been reported before a profile is corrected by them."""
 MOST_STEPS = 200
@@ -97,8 +103,11 @@ class TrafficView:
         """The last answer; there must have been one."""
         return self._reports[next(reversed(self._reports))]
 
-    def observed(self, limits: PlanLimits | None = None, with_arrivals: bool = True) -> Observed:
-        """For a policy; without ``limits`` the engines are as many as there are."""
+    def observed(self, limits: PlanLimits | None = None, to_plan: bool = True) -> Observed:
+        """For a policy; without ``limits`` the engines are as many as there are.
+
+        If it is not ``to_plan``, but for the guard, the arrivals are those of the seconds that the guard looks at.
+        """
         report = self.newest
         engines = tuple(each.observed() for each in report.engines if not each.draining)
         plan = FleetPlan(
@@ -109,16 +118,17 @@ class TrafficView:
             now=report.now,
             since=max(each.since for each in self._reports.values()),
             plan=plan,
-            arrivals=self._arrivals() if with_arrivals else (),
+            arrivals=self._arrivals(math.inf if to_plan else WINDOW_S),
             engines=engines,
             objectives=Objectives(ttft=wanted.ttft, tpot=wanted.tpot, share=wanted.share),
             limits=limits or PlanLimits(max(2, plan.engines), max(2, plan.engines)),
-            came=self._came() if with_arrivals else None,
+            came=self._came() if to_plan else None,
         )
 
-    def _arrivals(self) -> tuple[ObservedRequest, ...]:
-        found = sorted((ObservedRequest(*each) for report in self._reports.values() for each in report.arrivals),
-                       key=lambda each: each.at)  # fmt: skip
+    def _arrivals(self, newest_s: float) -> tuple[ObservedRequest, ...]:
+        now = self.newest.now
+        found = sorted((ObservedRequest(*each) for report in self._reports.values() for each in report.arrivals
+                        if now - each[0] <= newest_s), key=lambda each: each.at)  # fmt: skip
         silent = self.newest.processes - len(self._reports)
         if silent <= 0 or not found:
             return tuple(found)
@@ -141,6 +151,12 @@ class TrafficView:
                 self._ratios.append(each.step_s / predicted)
         del self._ratios[:-MOST_STEPS]
         return median(self._ratios) if len(self._ratios) >= FEWEST_STEPS else 1.0
+
+
+def guarded_s(report: TrafficReport) -> float:
+    """Seconds of arrivals to ask for at the guard's next look: fewer where many come, since it looks often."""
+    came = sum(report.now - each[0] <= LOOK_S for each in report.arrivals)
+    return min(WINDOW_S, max(LOOK_S, LOOK_S * ENOUGH_FOR_GUARD / max(1, came)))
 
 
 def rounded(scale: float) -> float:

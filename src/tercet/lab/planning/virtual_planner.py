@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +13,7 @@ from typing import Literal
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import change_to
 from tercet.decisions.roles import ObservedEngine
+from tercet.decisions.roles.observed import WINDOW_S
 from tercet.fleet.observed_roles import observed_engines
 from tercet.fleet.seen_requests import SeenRequests
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts
@@ -49,6 +52,7 @@ class VirtualPlanner:
         self._samples: list[FleetSample] = []
         self._engine_seconds = 0.0
         self._decisions = 0
+        self._plan_at = policy.pause_s(settings.interval_s) if isinstance(policy, Planner) else settings.interval_s
         self.cpu_s = 0.0
         self._fleet.costs.watch()
         self._fleet.knowledge.needed()
@@ -59,15 +63,13 @@ class VirtualPlanner:
 
     async def run(self) -> None:
         """Look until cancelled: the guard often, the plan at its interval."""
-        looks, every = 0, max(1, round(self._settings.interval_s / GUARD_S))
-        while True:
-            await asyncio.sleep(GUARD_S)
-            looks += 1
-            self._look(plan=looks % every == 0)
-            if looks % SAMPLE_EVERY == 0:
+        for looks in itertools.count():
+            self._look()
+            if looks and looks % SAMPLE_EVERY == 0:
                 self._sample()
+            await asyncio.sleep(GUARD_S)
 
-    def _look(self, plan: bool) -> None:
+    def _look(self) -> None:
         for name, engine in self._engines.items():
             if self._state[name] != "off":
                 self._fleet.report(name, engine.load())
@@ -75,27 +77,35 @@ class VirtualPlanner:
                 self._switch_off(name)
         began = time.process_time()
         if isinstance(self._policy, Planner):
-            found = self._policy.guard(self._observed(with_arrivals=False))
+            found = self._policy.guard(self._observed(to_plan=False))
             if found is not None:
                 self._carry_out(found)
-        if plan:
-            self._decisions += 1
-            policy = self._policy.plan if isinstance(self._policy, Planner) else self._policy
-            self._carry_out(policy(self._observed(with_arrivals=True)))
+        if self._now() >= self._plan_at:
+            self._plan()
         self.cpu_s += time.process_time() - began
 
-    def _observed(self, with_arrivals: bool) -> Observed:
+    def _plan(self) -> None:
+        self._decisions += 1
+        policy, pause = self._policy, self._settings.interval_s
+        if isinstance(policy, Planner):
+            self._carry_out(policy.plan(self._observed(to_plan=True)))
+            pause = policy.pause_s(pause)
+        else:
+            self._carry_out(policy(self._observed(to_plan=True)))
+        self._plan_at += pause
+
+    def _observed(self, to_plan: bool) -> Observed:
         now, engines = self._now(), self._present()
         return Observed(
             now=now,
             since=0.0,
             plan=_counted(engines),
-            arrivals=self._seen.arrivals(now) if with_arrivals else (),
+            arrivals=self._seen.arrivals(now, math.inf if to_plan else WINDOW_S),
             engines=tuple(engines),
             objectives=self._objectives,
             limits=self._limits,
             starting=sum(state == "starting" for state in self._state.values()),
-            came=self._came() if with_arrivals else None,
+            came=self._came() if to_plan else None,
         )
 
     def _came(self) -> float | None:

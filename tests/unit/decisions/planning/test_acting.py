@@ -11,6 +11,8 @@ from tercet.decisions.planning.guard import QueueGuard
 from tercet.decisions.roles import ObservedEngine
 from tercet.settings.role_settings import Objectives
 
+from .planned_world import Engine
+
 
 def engines(prefill: int, decode: int) -> list[ObservedEngine]:
     return [ObservedEngine(f"p{each}", "prefill", waiting_s=each) for each in range(prefill)] + [
@@ -38,7 +40,7 @@ def test_idle_engines_change_first() -> None:
 
 
 def test_the_guard_adds_engines_where_no_role_can_give_any() -> None:
-    guard, objectives = QueueGuard(Objectives(ttft=1.0, tpot=0.025)), PlanLimits(2, 8)
+    guard, objectives = QueueGuard(Objectives(ttft=1.0, tpot=0.025), Engine()), PlanLimits(2, 8)
     found = None
     for step in range(30):
         busy = [ObservedEngine("p0", "prefill", waiting_s=2.0 * step, busy_s=0.5 * step)]

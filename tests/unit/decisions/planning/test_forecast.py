@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tercet.decisions.planning import Forecast, Forecaster, ObservedRequest, answers_completed
+from tercet.decisions.planning.forecast import tells_enough
 
 
 def poisson(
@@ -113,3 +115,14 @@ def test_answers_that_have_not_ended_are_as_long_as_longer_ones_of_like_prompts(
     assert beyond.output_tokens == 1800
     assert new.output_tokens in (100, 300, 500, 700)
     assert all(each.ended for each in (first, beyond, new))
+
+
+@pytest.mark.parametrize(
+    ("rate", "ended", "now", "enough"),
+    [(60, True, 5.0, True), (10, True, 5.0, False), (60, False, 5.0, False), (0.1, False, 15.0, True)],
+)
+def test_the_first_seconds_tell_enough_if_many_came_and_their_answers_ended(
+    rate: float, ended: bool, now: float, enough: bool
+) -> None:
+    came = [replace(each, ended=ended or each.at > now / 2) for each in poisson(lambda _: rate, now)]
+    assert tells_enough(now, 0.0, came) is enough

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tercet.decisions.planning import Expected, FleetPlan, Forecast, PlanLimits, Planner
+from tercet.decisions.planning.candidates import demand_of
 from tercet.protocol import BadRequest, EngineError
 
-from .planned_world import Engine, PlannedWorld, Traffic, evaluated
+from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic, evaluated
 
 SIX = PlanLimits(6, 6)
 TWO_TO_TWELVE = PlanLimits(2, 12)
@@ -41,6 +42,29 @@ def test_roles_follow_a_change_of_the_mix_by_one_flip() -> None:
     assert world.plan.engines == 6
     assert before <= 1
     assert 1 <= len(world.changes) - before <= 2
+
+
+def bears_almost_all(plan: FleetPlan, forecast: Forecast) -> Expected:
+    share = demand_of(forecast.sample, forecast.rate, Engine(), OBJECTIVES).share(plan)
+    return Expected(1.0 if share <= 0.99 else 0.5, 0.1, forecast.rate)
+
+
+def test_a_split_that_is_at_its_limit_is_left_for_one_that_is_not_and_once() -> None:
+    """Prefills keep 93% of three engines busy: that does while chance is kind, and costs nothing to mend."""
+    world = PlannedWorld(FleetPlan(3, 3), SIX, Planner(bears_almost_all, Engine()))
+    world.run(900, Traffic(rate=14, prompt=1000, output=20))
+    assert world.plan == FleetPlan(5, 1)
+    assert len(world.changes) == 1
+    assert world.changes[0][0] <= 30
+
+
+def test_a_first_plan_waits_for_answers_and_then_for_no_interval() -> None:
+    planner = Planner(evaluated, Engine())
+    world = PlannedWorld(FleetPlan(3, 3), SIX, planner)
+    assert planner.pause_s(15.0) < 15.0
+    world.run(15, Traffic(rate=8))
+    assert planner.forecast is not None
+    assert planner.pause_s(15.0) == 15.0
 
 
 def test_engines_come_and_go_with_the_load() -> None:

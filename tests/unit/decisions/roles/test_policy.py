@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.decisions.roles import ObservedEngine, RolePolicy
+from tercet.decisions.roles.observed import FleetHistory
 from tercet.decisions.roles.policy import LASTING_S, REST_S, REVERSAL_S
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
@@ -169,3 +170,26 @@ def test_engines_with_the_least_to_end_change_first() -> None:
         assert now < 30
     assert found.role == "prefill"
     assert "d0" not in found.engines
+
+
+def test_a_line_of_prefills_hides_decodes_which_keep_their_engines() -> None:
+    """What waits does not decode yet: of 48 engines that decode, as few go as relieve the prefills."""
+    found = fleet(16, 48)
+    found.run(Traffic(rate=100, prefill_s=0.3, steps=600, noise=0.3), 6)
+    assert len(found.flips) == 1
+    assert 33 <= found.count("prefill") <= 50
+    found.run(Traffic(rate=100, prefill_s=0.3, steps=600, noise=0.3), 240)
+    assert all(look.flip.role == "prefill" for look in found.flips if look.flip is not None)
+    assert found.looks[-1].pressures is not None
+    assert found.looks[-1].pressures.decode < 1
+
+
+def test_looks_that_are_rare_are_compared_with_the_one_before() -> None:
+    history = FleetHistory()
+    assert history.observe(0.0, engines()) is None
+    for now in (8.0, 20.0):
+        waiting = engines(prefill_wait=now / 4)
+        demand = history.observe(now, waiting)
+        assert demand is not None
+        assert demand.over_s == now - (0.0 if now == 8.0 else 8.0)
+        assert demand.prefill == pytest.approx(3 / 4)

@@ -89,6 +89,26 @@ async def test_pods_are_under_way_until_they_are_ready_and_say_why_they_are_not(
     assert [(each.prefill, each.decode) for each in pods.calls] == [(2, 3), (2, 4)]
 
 
+async def test_roles_of_many_engines_change_at_once_and_the_first_error_is_raised_after_all() -> None:
+    running, most, changed = 0, 0, list[str]()
+
+    async def ask(method: str, path: str, body: Any) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        if path == "/engines/e3/role":
+            raise EngineError("e3 is gone")
+        changed.append(path)
+
+    flips = FleetChange(flips=tuple((f"e{each}", "prefill") for each in range(40)))
+    with pytest.raises(EngineError, match="e3 is gone"):
+        await RoleHands(ask).change(FleetPlan(40, 2), flips)
+    assert len(changed) == 39
+    assert 2 <= most <= 16
+
+
 async def test_what_cannot_be_carried_out_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="--act scale"):
         await RoleHands(Router(prompt=1).ask).change(FleetPlan(2, 3), FleetChange(starts=("decode",)))

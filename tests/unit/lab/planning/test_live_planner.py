@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.decisions.planning import FleetPlan, Planner
+from tercet.decisions.planning import Expected, FleetPlan, Observed, Planner, WantedPlan
 from tercet.decisions.planning.planner_report import PlannerReport
+from tercet.lab.planning import live_planner
+from tercet.lab.planning.crystal import ProfileCapacity
 from tercet.lab.planning.hands import RoleHands
 from tercet.lab.planning.live_planner import LivePlanner
 from tercet.lab.planning.observing import TrafficView, read_traffic
 from tercet.lab.planning.planner_metrics import PlannerMetrics
+from tercet.lab.sim import load_profile
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.settings.planner_config import PlannerConfig
 from tercet.settings.planner_settings import PlannerSettings
 
 OBJECTIVES = {"ttft": 1.0, "tpot": 0.025, "share": 0.99, "requests": 0, "met": 0, "attainment": None}
+PROFILE = "llama-3.1-8b-h100-tp1"
 MY_POLICY = """
 from tercet.decisions.planning import FleetPlan, Observed, WantedPlan
 
@@ -161,6 +166,59 @@ async def test_processes_that_have_not_answered_yet_are_taken_to_have_as_much() 
     view.heard(read_traffic(await router.ask("GET", "/traffic", None)))
     assert len(view.observed().arrivals) == 600
     assert view.observed().plan == FleetPlan(2, 2)
+
+
+async def test_the_guard_is_shown_the_last_seconds_and_of_many_arrivals_fewer() -> None:
+    router = Router(prompt=100)  # ten requests/s for 30 s
+    planner = planner_of(router)
+    await planner.look(0.0)
+    await planner.look(1.0)
+    asked = [path for _, path, _ in router.asked if path.startswith("/traffic")]
+    assert asked[-1] == "/traffic?window=5"
+    router.arrivals = [[29.0 + each / 400, 100, 20, True, [], 512, True] for each in range(400)]
+    await planner.look(2.0)
+    await planner.look(3.0)
+    assert router.asked[-1][1] == "/traffic?window=1"
+    view = TrafficView()
+    view.heard(read_traffic(await Router(prompt=100).ask("GET", "/traffic", None)))
+    guarded = view.observed(to_plan=False)
+    assert all(guarded.now - each.at <= 5 for each in guarded.arrivals)
+    assert 40 <= len(guarded.arrivals) <= 51
+    assert guarded.came is None
+
+
+class SlowPlanner(Planner):
+    """Decides when its guard has changed the fleet, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda plan, forecast: Expected(1.0, 0.1, forecast.rate), ProfileCapacity(load_profile(PROFILE))
+        )
+        self.looks, self.guarded = 0, threading.Event()
+
+    def guard(self, observed: Observed) -> WantedPlan | None:
+        self.looks += 1
+        if self.looks != 2:
+            return None
+        self.guarded.set()
+        return WantedPlan(FleetPlan(3, 1), "guard: a line")
+
+    def decide(self, observed: Observed) -> WantedPlan:
+        assert self.guarded.wait(60)
+        return WantedPlan(FleetPlan(1, 3), "for the fleet as it was")
+
+
+async def test_the_guard_looks_while_a_plan_is_made_and_makes_it_void(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, router = SlowPlanner(), Router(prompt=100)
+    monkeypatch.setattr(live_planner, "load_policy", lambda *_: slow)
+    monkeypatch.setattr(live_planner, "LOOK_S", 0.01)
+    with caplog.at_level(logging.INFO, "tercet.planner"):
+        await planner_of(router, act="roles").look(0.0)
+    assert router.changes == [("/engines/e2/role", {"role": "prefill"})]
+    assert "a plan is void: the guard changed the fleet meanwhile" in caplog.messages
+    assert not slow.verdicts
 
 
 @pytest.mark.slow

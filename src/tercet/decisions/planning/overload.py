@@ -1,0 +1,69 @@
+"""Whether prompts come faster than the engines of their role compute them: seen in the first seconds, beyond chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tercet.decisions.planning.arrivals import FEWEST_ENDED, ObservedRequest, answers_completed
+from tercet.decisions.planning.candidates import STEP_SHARE, EngineCapacity, EngineDemand, demand_of
+from tercet.decisions.planning.observed import FleetPlan, Observed
+from tercet.decisions.roles.observed import Demand
+from tercet.decisions.roles.pressures import BUSY_FULL, prefill_pressure
+
+BEYOND_CHANCE = 3.0
+"""Standard deviations by which the work that came must exceed what the engines can do."""
+RELIEF = 0.8
+"""What the busiest role of another split may have of its present load, lest the change gain too little."""
+
+
+def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity) -> FleetPlan | None:
+    """The split of the same engines that bears what comes, if the prefills overload the present one; else None.
+
+    They do if the line that there is, and that it grows by, breaks the objective for TTFT (as for roles), and if the
+    prefills' demand exceeds the engines by :data:`BEYOND_CHANCE` standard deviations of Poisson arrivals. The demand is
+    the ``measured`` one, in which cached prompts cost little, but at most what the arrivals of the same seconds cost by
+    ``engine``: times of the first requests mislead. Such evidence needs no time to last: of 45 requests/s on one
+    engine that computes 15 a second of arrivals is enough. What the decodes need follows from the arrivals by
+    Little's law (:func:`~tercet.decisions.planning.candidates.demand_of`), since those that wait in line do not decode
+    yet; what they need now is the least. So some answers must have ended: what the others need is not known before.
+    """
+    plan, ttft = observed.plan, observed.objectives.ttft
+    able = sum(each.able and each.role == "prefill" for each in observed.engines)
+    came = [each for each in observed.arrivals if observed.now - each.at <= measured.over_s]
+    if ttft is None or observed.starting or able != plan.prefill or sum(each.ended for each in came) < FEWEST_ENDED:
+        return None
+    if prefill_pressure(measured, able, ttft) < 1:
+        return None
+    rate = len(came) / max(observed.now - came[0].at, 1e-3)
+    by_arrivals = demand_of(answers_completed(came), rate, engine, observed.objectives)
+    prefill, chance = min(by_arrivals.prefill, measured.prefill), _chance(came)
+    if prefill * (1 - BEYOND_CHANCE * chance) < able:
+        return None
+    # One standard deviation more: too few engines for what overloads them now would be the worse error.
+    demand = EngineDemand(prefill * (1 + chance), max(by_arrivals.decode, _decoding(measured, engine, observed)))
+    best = _bearing(plan.engines, demand)
+    if best is None or best.prefill <= plan.prefill or demand.share(best) > RELIEF * demand.share(plan):
+        return None
+    return best
+
+
+def _chance(came: Sequence[ObservedRequest]) -> float:
+    """Standard deviation of the work of so many prompts, as a share of it, where they come by chance."""
+    work = sum(each.prompt_tokens for each in came)
+    return math.sqrt(sum(each.prompt_tokens**2 for each in came)) / max(1, work)
+
+
+def _bearing(engines: int, demand: EngineDemand) -> FleetPlan | None:
+    """The split whose busier role is least busy, of those that leave the decodes engines enough; None if none does."""
+    plans = [FleetPlan(engines - decode, decode) for decode in range(1, engines)]
+    able = [each for each in plans if demand.decode <= BUSY_FULL * each.decode]
+    return min(able, key=demand.share, default=None)
+
+
+def _decoding(measured: Demand, engine: EngineCapacity, observed: Observed) -> float:
+    """Engines that the present decodes keep busy."""
+    if measured.decodes <= 0:
+        return 0.0
+    tpot = STEP_SHARE * (observed.objectives.tpot or 0.05)
+    return measured.decodes / engine.decodes(measured.contexts / measured.decodes, tpot)
