@@ -49,12 +49,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
 
     found: list[str] = []
-    for name in ("_write_text", "_write_chunk", "_process"):
+    for name in ("_write_text", "_write_parsed", "_write_chunk", "_process"):
         write = getattr(ChoiceStream, name)
 
-        def note(self: Any, output: Any, name: str = name, write: Any = write) -> Any:
+        def note(self: Any, *args: Any, name: str = name, write: Any = write) -> Any:
             found.append(name)
-            return write(self, output)
+            return write(self, *args)
 
         monkeypatch.setattr(ChoiceStream, name, note)
     return found
@@ -228,7 +228,7 @@ def test_tool_choices(
     )  # fmt: skip
     assert ('"tool_calls":[{' in events) == (choice != "none")
     assert ('"finish_reason":"tool_calls"' in events) == (choice in ("auto", "required"))
-    assert "_write_chunk" in written
+    assert "_write_parsed" in written
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,8 @@ def test_reasoning_and_tools(parsing: LiveRouters, written: list[str], more: Any
     events = both(parsing, CHAT, script, free=True, tools=[TOOL], **more)
     assert '"finish_reason":"tool_calls"' in events
     assert ('"reasoning":"' in events) == ("include_reasoning" not in more)
-    assert "_write_chunk" in written
+    is_alone = more in ({}, {"include_reasoning": False})
+    assert ("_write_parsed" if is_alone else "_write_chunk") in written
 
 
 def tool_parsers() -> list[str]:
