@@ -175,9 +175,9 @@ def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[
         rank = found.rank or 0
         if rank <= last:
             return _sorted_by_token(position, most)
-        if most is not None and 0 <= most < rank:
-            break
-        values[found.token_id], last = found.logprob, rank
+        last = rank
+        if most is None or most < 0 or rank <= most:
+            values[found.token_id] = found.logprob
     return values
 
 

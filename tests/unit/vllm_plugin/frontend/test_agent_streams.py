@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.protocol import TokenLogprob
+
 from .conftest import CREATED, LiveRouters, Step
 from .test_client_connection import until
 from .tool_texts import ARGUMENTS, CITY, HERMES, PARAMETERS, said
@@ -181,6 +183,19 @@ def test_numbers_are_written_as_vllm_does(value: float, text: str) -> None:
     piece, octets = piece_of(text), list(text.encode("utf-8", errors="replace"))
     stock = ChatCompletionLogProb(token=text, logprob=value, bytes=octets).model_dump_json(exclude_unset=True)
     assert piece.before + encode(value) + piece.after + b"}" == stock.encode()
+
+
+@given(
+    ranks=st.lists(st.integers(0, 12), max_size=8, unique=True), own=st.integers(0, 20),
+    most=st.none() | st.integers(-1, 9), is_sorted=st.booleans(),
+)  # fmt: skip
+def test_values_are_in_the_order_of_ranks(ranks: list[int], own: int, most: int | None, is_sorted: bool) -> None:
+    from tercet.vllm_plugin.fast_path.logprob_chunks import values_by_token
+
+    others = [rank for rank in (sorted(ranks) if is_sorted else ranks) if rank != own]
+    position = [TokenLogprob(100, -0.5, own), *(TokenLogprob(rank, -float(rank), rank) for rank in others)]
+    wanted = [rank for rank in sorted(others) if rank and (most is None or most < 0 or rank <= most)]
+    assert [*values_by_token(position, most).items()] == [(100, -0.5), *((rank, -float(rank)) for rank in wanted)]
 
 
 # ---- headers -------------------------------------------------------------------------------------------------
