@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import anthropic
@@ -17,7 +16,6 @@ import pytest
 
 from .conftest import ENGINE_ARGS, Fleet, router_over, running_engine
 from .moving import moving
-from .test_openai import named
 
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 SCHEMA = {
@@ -74,6 +72,9 @@ RESPONSES: dict[str, dict[str, Any]] = {
 # Random, or of the moment.
 VOLATILE = {"id", "item_id", "call_id", "created_at", "completed_at", "signature", "request_id"}
 
+# Kinds of events, of Anthropic's API and of its client, that say more of an open block.
+MORE = {"content_block_delta", "text", "thinking", "input_json"}
+
 
 class Clients(NamedTuple):
     """Public clients of one server, which raise what is not in the schema of its API."""
@@ -124,9 +125,18 @@ def lasting(value: Any) -> Any:
     return [lasting(item) for item in value] if isinstance(value, list) else value
 
 
-def in_a_row(kinds: list[str]) -> list[str]:
-    """The kinds of events, equal ones in a row once: how many tokens are in one is not the API's matter."""
-    return [kind for kind, _ in groupby(kinds)]
+def once(kinds: list[str]) -> list[str]:
+    """The kinds of events, those of more of the same once: how many tokens are in one is not the API's matter."""
+    found, since = list[str](), set[str]()
+    for kind in kinds:
+        if kind in since:
+            continue
+        if kind in MORE or kind.endswith(".delta"):
+            since.add(kind)
+        else:
+            since.clear()
+        found.append(kind)
+    return found
 
 
 async def message(clients: Clients, asked: dict[str, Any], *, stream: bool) -> Any:
@@ -139,7 +149,7 @@ async def message(clients: Clients, asked: dict[str, Any], *, stream: bool) -> A
         return lasting((await clients.messages.messages.create(**given)).model_dump())
     async with clients.messages.messages.stream(**given) as events:
         kinds = [event.type async for event in events]
-        return in_a_row(kinds), lasting((await events.get_final_message()).model_dump())
+        return once(kinds), lasting((await events.get_final_message()).model_dump())
 
 
 async def response(clients: Clients, asked: dict[str, Any], *, stream: bool) -> Any:
@@ -154,7 +164,7 @@ async def response(clients: Clients, asked: dict[str, Any], *, stream: bool) -> 
         final = getattr(event, "response", final)
     assert numbers == [*range(len(numbers))]
     assert final is not None
-    return in_a_row(kinds), lasting(final.model_dump())
+    return once(kinds), lasting(final.model_dump())
 
 
 async def verdict(seen: Awaitable[Any]) -> Any:
@@ -162,8 +172,9 @@ async def verdict(seen: Awaitable[Any]) -> Any:
     try:
         return await seen
     except (anthropic.APIStatusError, openai.APIStatusError) as error:
+        # The names of errors differ: a router's are those of the API.
         body: Any = error.body
-        return type(error).__name__, error.status_code, named({"error": body}) if "code" in body else lasting(body)
+        return type(error).__name__, error.status_code, body.get("error", body)["message"]
     except (anthropic.APIError, openai.APIError) as error:
         return type(error).__name__, str(error)
 
