@@ -1,6 +1,6 @@
 """Messages and Responses as public clients of agents read them: the same verdicts as of a lone vLLM server.
 
-The clients check each event and answer against the schema of its API, and put streams together by the rules of it.
+The clients check each event and answer against the schema of its API.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ RESPONSES: dict[str, dict[str, Any]] = {
 # Random, or of the moment.
 VOLATILE = {"id", "item_id", "call_id", "created_at", "completed_at", "signature", "request_id"}
 
-# Kinds of events, of Anthropic's API and of its client, that say more of an open block.
-MORE = {"content_block_delta", "text", "thinking", "input_json"}
+# The kind of Anthropic's events that say more of an open block; OpenAI's end with ``.delta``.
+MORE = "content_block_delta"
 
 
 class Clients(NamedTuple):
@@ -131,7 +131,7 @@ def once(kinds: list[str]) -> list[str]:
     for kind in kinds:
         if kind in since:
             continue
-        if kind in MORE or kind.endswith(".delta"):
+        if kind == MORE or kind.endswith(".delta"):
             since.add(kind)
         else:
             since.clear()
@@ -147,9 +147,16 @@ async def message(clients: Clients, asked: dict[str, Any], *, stream: bool) -> A
     }  # fmt: skip
     if not stream:
         return lasting((await clients.messages.messages.create(**given)).model_dump())
-    async with clients.messages.messages.stream(**given) as events:
-        kinds = [event.type async for event in events]
-        return once(kinds), lasting((await events.get_final_message()).model_dump())
+    kinds, said = list[str](), list[Any]()
+    async for event in await clients.messages.messages.create(stream=True, **given):
+        kinds.append(event.type)
+        if event.type == "content_block_delta":
+            said[-1] += "".join(lasting(event.delta.model_dump(exclude={"type"})).values())
+        elif event.type == "content_block_start":
+            said += [lasting(event.content_block.model_dump()), ""]
+        elif event.type == "message_delta":
+            said.append(event.model_dump())
+    return once(kinds), said
 
 
 async def response(clients: Clients, asked: dict[str, Any], *, stream: bool) -> Any:

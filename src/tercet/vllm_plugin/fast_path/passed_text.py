@@ -51,7 +51,7 @@ class Passed(Enum):
     ARGUMENTS = auto()
 
 
-class Phase(Protocol):
+class PassingPhase(Protocol):
     """What a parser passes on as long as it reads nothing; ``is_counted``: vLLM's metric counts its reading of tools.
 
     Until it settles, all that is passed on is of one kind.
@@ -220,7 +220,7 @@ class PassedText:
         self._has_tools = parser._tool_parser is not None
         self._tools = _tool_text(parser._tool_parser, self._state, parsing) if self._has_tools else None
         # What passes texts on until the parser reads again; None if that is not known.
-        self._phase: Phase | None = None
+        self._phase: PassingPhase | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._uncounted = 0
@@ -242,7 +242,7 @@ class PassedText:
                     self._count()
         return passed
 
-    def _present_phase(self) -> Phase:
+    def _present_phase(self) -> PassingPhase:
         state = self._state
         if not state.prompt_reasoning_checked:
             return NO_TEXT
@@ -292,7 +292,7 @@ def _reasoning_text(parser: Any) -> EngineText | None:
     return _engine_text(parser._parser_engine, ParserState.REASONING, EventType.REASONING_CHUNK)
 
 
-def _tool_text(parser: Any, state: Any, parsing: Parsing) -> Phase | None:
+def _tool_text(parser: Any, state: Any, parsing: Parsing) -> PassingPhase | None:
     choice = parsing.request.tool_choice
     if choice not in (None, "auto", "none"):
         return None
