@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tercet.vllm_plugin.fast_path.sse_chunks import Extras
+from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras
 
 
 class ChoiceEvents(Protocol):
@@ -15,6 +15,14 @@ class ChoiceEvents(Protocol):
 
     def text(self, text: str) -> bytes:
         """More text and nothing else, framed for HTTP/1.1's chunked encoding; empty without an event."""
+        ...
+
+    def thinking(self, text: str) -> bytes:
+        """More reasoning and nothing else, framed; empty without an event."""
+        ...
+
+    def more_arguments(self, call: int, text: str) -> bytes:
+        """More arguments of the call of this index and nothing else, framed; empty without an event."""
         ...
 
     def said(self, text: str) -> bytes:
@@ -33,8 +41,8 @@ class ChoiceEvents(Protocol):
         """A parser's delta as what the choice says; raises what vLLM raises if it cannot be written."""
         ...
 
-    def only(self, said: bytes) -> bytes:
-        """What the choice says and nothing else, framed; empty without an event."""
+    def only(self, said: bytes, logprobs: bytes = NULL, /) -> bytes:
+        """What the choice says, with its log probabilities at most, framed; empty without an event."""
         ...
 
     def more(self, said: bytes, extras: Extras, /) -> bytes:

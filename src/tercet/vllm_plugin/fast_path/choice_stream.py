@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
@@ -132,13 +133,19 @@ class ChoiceStream:
             return self._write_text
         if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
             return None  # vLLM knows which tokens a stop string leaves
+        if self._parsed is not None and self._logprobs is None and not self._has_extras:
+            return partial(self._write_parsed, self._parsed)
         return self._write_chunk
 
     async def run(self, place: AbstractAsyncContextManager[None]) -> None:
         """Stream the sequence, in its ``place``. Raises what ends the whole answer."""
-        with self._outputs.failures():
-            async with place:
-                await self._run_program()
+        try:
+            with self._outputs.failures():
+                async with place:
+                    await self._run_program()
+        finally:
+            if self._parsed is not None:
+                self._parsed.end()
         if self._failure is not None:
             raise self._failure
 
@@ -179,7 +186,7 @@ class ChoiceStream:
                 self._fail(error)
             self._answer.flush()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> NoReturn:
         self._failure = error
         raise TextEnded from error
 
@@ -220,6 +227,30 @@ class ChoiceStream:
             self._fail(error)
         return None
 
+    def _write_parsed(self, parsed: ParsedDeltas, output: Output) -> EngineCoreOutput | None:
+        """Send what the parser makes of an output, which has nothing next to it and knows no stop strings."""
+        token_ids = list(output.token_ids)
+        self.num_tokens += len(token_ids)
+        self._tools.stats.observe(self._state.stats, len(token_ids))
+        try:
+            frame = self._frame_of(parsed, self._text_of(token_ids), token_ids)
+        except Exception as error:
+            self._fail(error)
+        if frame:
+            self._answer.write(frame)
+        return None
+
+    def _frame_of(self, parsed: ParsedDeltas, text: str, token_ids: list[int]) -> bytes:
+        passed, events = parsed.passes(text, token_ids), self._events
+        if passed is Passed.CONTENT:
+            return events.text(text)
+        if passed is Passed.ARGUMENTS:
+            return events.more_arguments(parsed.call, text)
+        if passed is Passed.REASONING:
+            return events.thinking(text)
+        delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=False)
+        return b"" if delta is None else events.only(events.delta(delta))
+
     def _text_of(self, token_ids: list[int]) -> str:
         if self._decode_next is not None:
             return "".join(map(self._decode_next, token_ids))
@@ -234,8 +265,8 @@ class ChoiceStream:
             if shown is NULL and not self._sends_ids:
                 return
             said = self._events.nothing
-        if shown is NULL and prompt is NULL and not self._has_extras:
-            if frame := self._events.only(said):
+        if prompt is NULL and not self._has_extras:
+            if frame := self._events.only(said, shown):
                 self._answer.write(frame)
             return
         self._answer.write(framed(self._events.more(said, self._extras(token_ids, shown, prompt))))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tercet.vllm_plugin.fast_path.delta_json import is_told
-from tercet.vllm_plugin.fast_path.sse_chunks import Extras, framed
+from tercet.vllm_plugin.fast_path.sse_chunks import NULL, Extras, framed
 
 
 class ItemEvents:
@@ -22,11 +22,27 @@ class ItemEvents:
         """More of the answer's text."""
         raise NotImplementedError
 
+    def thought(self, text: str) -> bytes:
+        """More reasoning."""
+        raise NotImplementedError
+
+    def arguments(self, call: int, text: str) -> bytes:
+        """More arguments of a call."""
+        raise NotImplementedError
+
     def text(self, text: str) -> bytes:
         """More text, framed."""
         return self.only(self.said(text))
 
-    def only(self, said: bytes) -> bytes:
+    def thinking(self, text: str) -> bytes:
+        """More reasoning, framed."""
+        return self.only(self.thought(text))
+
+    def more_arguments(self, call: int, text: str) -> bytes:
+        """More arguments of a call, framed."""
+        return self.only(self.arguments(call, text))
+
+    def only(self, said: bytes, _logprobs: bytes = NULL) -> bytes:
         """What was said, framed."""
         return framed(said) if said else b""
 

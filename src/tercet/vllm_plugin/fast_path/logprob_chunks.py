@@ -15,7 +15,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
@@ -72,6 +71,8 @@ class LogprobChunks:
         self._pieces = pieces
         self._tokenizer = tokenizer
         self._is_chat = is_chat
+        # How many are told of each token; None: all.
+        self._most = None if asked.top == -1 else asked.top or 0
         self._offset = 0
 
     @property
@@ -118,56 +119,75 @@ class LogprobChunks:
         found, tokens = output.logprobs, output.token_ids
         if found is None or len(found) != len(tokens):
             return False
-        return all(position and position[0].token_id == token for position, token in zip(found, tokens, strict=True))
+        for position, token in zip(found, tokens, strict=True):
+            if not position or position[0].token_id != token:
+                return False
+        return True
 
     def of_output(self, output: Output) -> bytes:
         """Those of an output that :meth:`takes` accepts."""
-        positions = [self._position(position) for position in output.logprobs or ()]
-        return _chat_json(positions, self._asked.top) if self._is_chat else self._completion_json(positions)
+        positions = output.logprobs or ()
+        if self._is_chat:
+            return b'{"content":[%b]}' % b",".join(map(self._chat_json, positions))
+        return self._completion_json(positions)
 
-    def _position(self, position: Sequence[TokenLogprob]) -> list[tuple[Piece, float]]:
-        """The sampled token's piece and value, then the others' by rank, as vLLM's record would have them."""
-        values = self._by_token(position)
-        found = [self._piece(token) for token in values]
-        record: Any = self._processor.logprobs
-        record.append({position[0].token_id: None})  # the context of the tokens after it
-        rounded = array("f", values.values())  # engines' numbers have this precision, and vLLM's record too
-        return [(piece, max(value, LEAST)) for piece, value in zip(found, rounded, strict=True)]
+    def _position(self, position: Sequence[TokenLogprob]) -> tuple[list[Piece], list[float]]:
+        """Pieces and values: the sampled token's, then the others' by rank, as vLLM's record would have them."""
+        pieces: Any = self._pieces
+        context: Any = self._processor.logprobs
+        found = values_by_token(position, self._processor.num_logprobs)
+        texts = [pieces[token] or self._part(token) for token in found]
+        context.append({position[0].token_id: None})  # for the tokens after it
+        rounded = array("f", found.values())  # engines' numbers have this precision, and vLLM's record too
+        return texts, [LEAST if value < LEAST else value for value in rounded]
 
-    def _by_token(self, position: Sequence[TokenLogprob]) -> dict[int, float]:
-        sampled, most = position[0], self._processor.num_logprobs
-        values = {sampled.token_id: sampled.logprob}
-        by_rank = {found.rank or 0: found for found in position}
-        depth = max((found.rank or 0 for found in position[1:]), default=0)
-        depth = max(depth, sampled.rank or 0) if (sampled.rank or 0) <= len(position) else depth
-        for rank in range(1, (depth if most is None or most < 0 else min(depth, most)) + 1):
-            found = by_rank.get(rank, sampled)
-            values[found.token_id] = found.logprob
-        return values
+    def _part(self, token_id: int) -> Piece:
+        return piece_of(self._processor._verify_tokens([REPLACEMENT], [token_id])[0])
 
-    def _piece(self, token_id: int) -> Piece:
-        pieces = self._pieces
-        found = None if pieces is None else pieces[token_id]
-        return piece_of(self._processor._verify_tokens([REPLACEMENT], [token_id])[0]) if found is None else found
+    def _chat_json(self, position: Sequence[TokenLogprob]) -> bytes:
+        pieces, values = self._position(position)
+        entries = [
+            b"%b%b%b" % (piece.before, encode(value), piece.after) for piece, value in zip(pieces, values, strict=True)
+        ]
+        others = b"},".join(entries if self._most is None else entries[: self._most])
+        return b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b"")
 
-    def _completion_json(self, positions: Sequence[list[tuple[Piece, float]]]) -> bytes:
-        offsets: list[int] = []
-        top: list[dict[str, float]] = []
-        most = None if self._asked.top == -1 else (self._asked.top or 0) + 1
+    def _completion_json(self, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
+        offsets, tokens, values = list[int](), list[str](), list[float]()
+        top = list[dict[str, float]]()
+        most = None if self._most is None else self._most + 1
         for position in positions:
+            pieces, each = self._position(position)
+            text = pieces[0].text
             offsets.append(self._offset)
-            self._offset += len(position[0][0].text)
-            top.append({piece.text: value for piece, value in islice(position, most)})
-        values = [position[0][1] for position in positions]
-        tokens = [position[0][0].text for position in positions]
+            self._offset += len(text)
+            tokens.append(text)
+            values.append(each[0])
+            top.append({piece.text: value for piece, value in zip(pieces[:most], each, strict=False)})
         return encode({"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top})
 
 
-def _chat_json(positions: Sequence[list[tuple[Piece, float]]], top: int | None) -> bytes:
-    most = None if top == -1 else top or 0
-    content: list[bytes] = []
-    for position in positions:
-        entries = [b"%b%b%b" % (piece.before, encode(value), piece.after) for piece, value in position]
-        others = b"},".join(islice(entries, most))
-        content.append(b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b""))
-    return b'{"content":[%b]}' % b",".join(content)
+def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
+    """The value of the sampled token, then those of the ranks up to ``most`` (all for None and below 0) in order."""
+    values = {position[0].token_id: position[0].logprob}
+    last = 0
+    for found in position[1:]:
+        rank = found.rank or 0
+        if rank <= last:
+            return _sorted_by_token(position, most)
+        last = rank
+        if most is None or most < 0 or rank <= most:
+            values[found.token_id] = found.logprob
+    return values
+
+
+def _sorted_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
+    """The same for ranks in any order."""
+    sampled, by_rank = position[0], {found.rank or 0: found for found in position}
+    values = {sampled.token_id: sampled.logprob}
+    depth = max((found.rank or 0 for found in position[1:]), default=0)
+    depth = max(depth, sampled.rank or 0) if (sampled.rank or 0) <= len(position) else depth
+    for rank in range(1, (depth if most is None or most < 0 else min(depth, most)) + 1):
+        found = by_rank.get(rank, sampled)
+        values[found.token_id] = found.logprob
+    return values

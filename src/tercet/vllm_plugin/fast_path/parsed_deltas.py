@@ -57,6 +57,11 @@ class ParsedDeltas:
                 delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
         return delta
 
+    def end(self) -> None:
+        """No more is read."""
+        if self._passed is not None:
+            self._passed.settle()
+
     def finish_reason(self, reason: str) -> str:
         """What the choice ends with where the model ended with ``reason``."""
         called = self.has_tool_calls and not self._parsing.is_named and reason == "stop"

@@ -22,7 +22,7 @@ def keep_parser_parts() -> None:
     """Let vLLM's parsers in this process use the kept parts; calls after the first one change nothing."""
     parsers: Any = abstract_parser
     if not isinstance(parsers.record_tool_parser_invocation, ToolParserCalls):
-        parsers.record_tool_parser_invocation = ToolParserCalls()
+        parsers.record_tool_parser_invocation = TOOL_PARSER_CALLS
     if not isinstance(streaming_parser_engine._build_drop_info, SpecialTokenTerminals):
         streaming_parser_engine._build_drop_info = SpecialTokenTerminals(streaming_parser_engine._build_drop_info)
 
@@ -35,17 +35,21 @@ class ToolParserCalls:
         self._children: dict[tuple[bool, bool, type], Any] = {}
 
     def __call__(self, *, is_tool_called: bool | Exception, is_streaming: bool, request: object) -> None:
-        """Count a call; does nothing while vLLM has no metric."""
+        """Count a call, in place of vLLM's function."""
+        self.count(1, is_tool_called is True, is_streaming, request)
+
+    def count(self, times: int, is_tool_called: bool, is_streaming: bool, request: object) -> None:
+        """Count calls; does nothing while vLLM has no metric."""
         counter = metrics._tool_call_parser_invocations
         if counter is None:
             return
         if counter is not self._counter:
             self._counter, self._children = counter, {}
-        key = is_tool_called is True, is_streaming, type(request)
+        key = is_tool_called, is_streaming, type(request)
         child = self._children.get(key)
         if child is None:
             child = self._children[key] = self._child(*key)
-        child.inc()
+        child.inc(times)
 
     def _child(self, called: bool, is_streaming: bool, kind: type) -> Any:
         outcome = ToolCallOutcome.TOOL_CALL if called else ToolCallOutcome.NO_TOOL_CALL
@@ -61,6 +65,9 @@ def _request_type(kind: type) -> RequestType:
     if issubclass(kind, ChatCompletionRequest):
         return RequestType.CHAT_COMPLETIONS
     return RequestType.RESPONSES if issubclass(kind, ResponsesRequest) else RequestType.OTHER
+
+
+TOOL_PARSER_CALLS = ToolParserCalls()
 
 
 class SpecialTokenTerminals:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from vllm.parser import abstract_parser
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
 from vllm.parser.engine.events import EventType
@@ -25,9 +24,11 @@ from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
+from tercet.vllm_plugin.fast_path.parser_parts import TOOL_PARSER_CALLS
 from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
-PARSERS: Any = abstract_parser
+# Texts that are counted at once, in vLLM's metric of what its parsers of tools have read.
+COUNTED_AT_ONCE = 64
 # vLLM's own; a parser with another one reads each text.
 READ = DelegatingParser.parse_delta
 OF_REASONING = {"extract_reasoning_streaming": ParserEngineReasoningAdapter.extract_reasoning_streaming}
@@ -50,10 +51,14 @@ class Passed(Enum):
     ARGUMENTS = auto()
 
 
-class ToolText(Protocol):
-    """What a parser of tools passes on; ``is_counted``: vLLM's metric counts its reading of each text."""
+class PassingPhase(Protocol):
+    """What a parser passes on as long as it reads nothing; ``is_counted``: vLLM's metric counts its reading of tools.
 
-    is_counted: bool
+    Until it settles, all that is passed on is of one kind.
+    """
+
+    @property
+    def is_counted(self) -> bool: ...
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
         """What the text is, if it is passed on."""
@@ -64,54 +69,78 @@ class ToolText(Protocol):
         ...
 
 
-class AllText:
-    """What is passed on where no calls are looked for."""
+class NoText:
+    """Nothing is passed on."""
 
     is_counted = False
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """It is content."""
-        del token_ids
-        return Passed.CONTENT if text else None
+        """It is not."""
+        del text, token_ids
 
     def settle(self) -> None:
         """It knows nothing."""
 
 
+class AllText:
+    """What is passed on where no calls are looked for."""
+
+    is_counted = False
+
+    def __init__(self, *, even_empty: bool) -> None:
+        self._even_empty = even_empty
+
+    def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
+        """It is content."""
+        del token_ids
+        return Passed.CONTENT if text or self._even_empty else None
+
+    def settle(self) -> None:
+        """It knows nothing."""
+
+
+NO_TEXT, ANY_TEXT = NoText(), AllText(even_empty=True)
+
+
 class EngineText:
     """What a parser engine of vLLM's passes on in one of its states."""
-
-    is_counted = True
 
     def __init__(self, engine: Any, state: ParserState) -> None:
         self._engine = engine
         self._state = state
         self._reader = engine._engine
-        self._lexer = self._reader._lexer
-        self._scanner = self._reader._scanner
-        self._first_characters = self._lexer._literal_first_chars
+        self._first_characters = self._reader._lexer._literal_first_chars
         self._special = self._reader._resolved_token_ids.keys()
-        self._passed = Passed.REASONING if state is ParserState.REASONING else Passed.CONTENT
+        self.is_counted = state is not ParserState.REASONING
+        self._passed = Passed.CONTENT if self.is_counted else Passed.REASONING
+        # Whether it passes texts on as it has read up to here; None if that is not known.
+        self._passes: bool | None = None
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
         """What the text is, if it is passed on."""
-        engine, reader = self._engine, self._reader
-        if reader.state is not self._state or not text or self._lexer.buffer or self._scanner._deferred_terminals:
-            return None
-        if engine._deferred_content or not engine._streaming_initialized:
-            return None
-        if not self._first_characters.isdisjoint(text) or not self._special.isdisjoint(token_ids):
+        if self._passes is None:
+            self._passes = self._has_no_marker_open()
+        if not (self._passes and text and self._first_characters.isdisjoint(text)):
             return None
         if token_ids:
-            reader._ever_had_token_ids = True
-        if self._passed is Passed.REASONING:
-            reader._reasoning_token_count += len(token_ids)
-        elif not engine._content_has_nonws:
-            return None
+            if not self._special.isdisjoint(token_ids):
+                return None
+            self._reader._ever_had_token_ids = True
+            if self._passed is Passed.REASONING:
+                self._reader._reasoning_token_count += len(token_ids)
         return self._passed
 
     def settle(self) -> None:
-        """It knows all."""
+        """It knows all, and will read."""
+        self._passes = None
+
+    def _has_no_marker_open(self) -> bool:
+        engine, reader = self._engine, self._reader
+        if reader.state is not self._state or reader._lexer.buffer or reader._scanner._deferred_terminals:
+            return False
+        if engine._deferred_content or not engine._streaming_initialized:
+            return False
+        return self._passed is Passed.REASONING or engine._content_has_nonws
 
 
 class HermesText:
@@ -190,35 +219,52 @@ class PassedText:
         self._reasoning = _reasoning_text(parser._reasoning_parser)
         self._has_tools = parser._tool_parser is not None
         self._tools = _tool_text(parser._tool_parser, self._state, parsing) if self._has_tools else None
+        # What passes texts on until the parser reads again; None if that is not known.
+        self._phase: PassingPhase | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._uncounted = 0
+        self._calls_tool = False
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
         """What the next text is, if it is passed on; otherwise the parser is to read it."""
-        state = self._state
-        if not state.prompt_reasoning_checked:
-            return None
-        if not state.reasoning_ended:
-            passed = None if self._reasoning is None else self._reasoning.take(text, token_ids)
-        elif not self._has_tools:
-            passed = Passed.CONTENT
-        elif self._tools is None or not state.tool_call_text_started:
-            return None
-        else:
-            passed = self._tools.take(text, token_ids)
-            if passed is not None and self._tools.is_counted:
-                PARSERS.record_tool_parser_invocation(
-                    is_tool_called=passed is Passed.ARGUMENTS, is_streaming=True, request=self._request
-                )
+        phase = self._phase
+        if phase is None:
+            phase = self._phase = self._present_phase()
+        passed = phase.take(text, token_ids)
         if passed is not None:
             self._texts.append(text)
             self._token_ids += token_ids
+            if phase.is_counted:
+                self._uncounted += 1
+                self._calls_tool = passed is Passed.ARGUMENTS
+                if self._uncounted == COUNTED_AT_ONCE:
+                    self._count()
         return passed
+
+    def _present_phase(self) -> PassingPhase:
+        state = self._state
+        if not state.prompt_reasoning_checked:
+            return NO_TEXT
+        if not state.reasoning_ended:
+            return self._reasoning or NO_TEXT
+        if not self._has_tools:
+            return ANY_TEXT
+        if self._tools is None or not state.tool_call_text_started:
+            return NO_TEXT
+        return self._tools
+
+    def _count(self) -> None:
+        if self._uncounted:
+            TOOL_PARSER_CALLS.count(self._uncounted, self._calls_tool, True, self._request)
+            self._uncounted = 0
 
     def settle(self) -> None:
         """Have the parser know what was passed on, before it reads."""
-        if self._tools is not None:
-            self._tools.settle()
+        if self._phase is not None:
+            self._phase.settle()
+            self._phase = None
+        self._count()
         if not self._texts:
             return
         if not self._state.engine_based:
@@ -246,12 +292,12 @@ def _reasoning_text(parser: Any) -> EngineText | None:
     return _engine_text(parser._parser_engine, ParserState.REASONING, EventType.REASONING_CHUNK)
 
 
-def _tool_text(parser: Any, state: Any, parsing: Parsing) -> ToolText | None:
+def _tool_text(parser: Any, state: Any, parsing: Parsing) -> PassingPhase | None:
     choice = parsing.request.tool_choice
     if choice not in (None, "auto", "none"):
         return None
     if choice == "none" and not state.engine_based:
-        return AllText()
+        return AllText(even_empty=False)
     if type(parser) is Hermes2ProToolParser:
         return HermesText(parser, state, passes_arguments=parsing.keeps_tool_calls and not parsing.one_call_only)
     if not isinstance(parser, ParserEngineToolAdapter) or not _is_own(parser, OF_TOOLS):

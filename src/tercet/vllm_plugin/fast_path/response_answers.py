@@ -71,6 +71,7 @@ class ResponseItems(ItemEvents):
         self._numbered = numbered
         # The form of the open item's deltas, and the deltas that its state has not been told of.
         self._form: bytes | None = None
+        self._form_of: _StateType | None = None
         self._deltas: list[str] = []
         self._no_output: Any = None  # it is read for log probabilities alone
 
@@ -85,20 +86,19 @@ class ResponseItems(ItemEvents):
         """More of the answer's text."""
         if not text:
             return b""
-        if self._form is not None and self._processor.state.current_state is _StateType.CONTENT:
+        if self._form_of is _StateType.CONTENT:
             return self._more(text)
         return self.delta(DeltaMessage(content=text))
 
     def thought(self, text: str) -> bytes:
         """More reasoning."""
-        if self._form is not None and self._processor.state.current_state is _StateType.REASONING:
+        if self._form_of is _StateType.REASONING:
             return self._more(text)
         return self.delta(DeltaMessage(reasoning=text))
 
     def arguments(self, call: int, text: str) -> bytes:
         """More arguments of a call."""
-        state = self._processor.state
-        if self._form is not None and state.current_state is _StateType.TOOL_CALL and state.tool_call_index == call:
+        if self._form_of is _StateType.TOOL_CALL and self._processor.state.tool_call_index == call:
             return self._more(text)
         more = DeltaToolCall(index=call, function=DeltaFunctionCall(arguments=text))
         return self.delta(DeltaMessage(tool_calls=[more]))
@@ -137,6 +137,7 @@ class ResponseItems(ItemEvents):
         form = self._form
         if form is None:
             form = self._form = self._form_of_open()
+            self._form_of = self._processor.state.current_state
         number = self._numbered.next
         event = form % {b"delta": encode(delta), b"number": number}
         self._numbered.next = number + 1
@@ -156,7 +157,7 @@ class ResponseItems(ItemEvents):
         """Close the item that is open; ``finish_reason`` is that of the response, at its end."""
         self._processor.state.accumulated_text += "".join(self._deltas)
         self._deltas.clear()
-        self._form = None
+        self._form = self._form_of = None
         return self._numbered.written(closed_items(self._processor, finish_reason))
 
 

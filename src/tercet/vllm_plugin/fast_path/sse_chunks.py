@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tercet.vllm_plugin.differences import CHUNKS_WITHOUT_TRANSFER
 from tercet.vllm_plugin.fast_path.delta_json import delta_json, encode
@@ -71,8 +71,7 @@ def _former(form: ChunkFormat) -> ChunkFormat:
     return replace(form, closing=closing, last_closing=last_closing, ending=b"")
 
 
-@dataclass(frozen=True)
-class Extras:
+class Extras(NamedTuple):
     """What a chunk has next to its text, each as JSON; ``usage`` is empty where the chunk does not count tokens."""
 
     logprobs: bytes = NULL
@@ -126,8 +125,11 @@ class ChoiceChunks:
         self._form = form
         self._before = head + form.opening % index
         self._text_before = self._before + form.said[0]
-        nothing = {b"logprobs": NULL, b"ids": NULL, b"prompt": NULL}
-        self._said_after = form.closing % nothing + form.ending + b"}\n\n"
+        until, _, beyond = form.closing.partition(b"%(logprobs)b")
+        ending = (beyond % {b"ids": NULL, b"prompt": NULL}) + form.ending + b"}\n\n"
+        self._logprobs_around = until, ending
+        self._around_logprobs = len(self._before) + len(until) + len(ending)
+        self._said_after = until + NULL + ending
         self._text_after = form.said[1] + self._said_after
         self._around = len(self._text_before) + len(self._text_after)
         self._around_said = len(self._before) + len(self._said_after)
@@ -136,6 +138,14 @@ class ChoiceChunks:
         """More text and nothing else, framed for HTTP/1.1's chunked encoding."""
         encoded = encode(text)
         return b"%x\r\n%b%b%b\r\n" % (self._around + len(encoded), self._text_before, encoded, self._text_after)
+
+    def thinking(self, text: str) -> bytes:
+        """More reasoning and nothing else, framed."""
+        return self.only(b'{"reasoning":%b}' % encode(text))
+
+    def more_arguments(self, call: int, text: str) -> bytes:
+        """More arguments of a call and nothing else, framed."""
+        return self.only(self.arguments(call, text))
 
     def said(self, text: str) -> bytes:
         """A text as what the choice says."""
@@ -154,9 +164,13 @@ class ChoiceChunks:
         """A parser's delta as what the choice says."""
         return delta_json(delta)
 
-    def only(self, said: bytes) -> bytes:
-        """What the choice says and nothing else, framed for HTTP/1.1's chunked encoding."""
-        return b"%x\r\n%b%b%b\r\n" % (self._around_said + len(said), self._before, said, self._said_after)
+    def only(self, said: bytes, logprobs: bytes = NULL) -> bytes:
+        """What the choice says, with its log probabilities at most, framed for HTTP/1.1's chunked encoding."""
+        if logprobs is NULL:
+            return b"%x\r\n%b%b%b\r\n" % (self._around_said + len(said), self._before, said, self._said_after)
+        until, ending = self._logprobs_around
+        size = self._around_logprobs + len(said) + len(logprobs)
+        return b"%x\r\n%b%b%b%b%b\r\n" % (size, self._before, said, until, logprobs, ending)
 
     def more(self, said: bytes, extras: Extras) -> bytes:
         """A chunk that does not end the choice."""

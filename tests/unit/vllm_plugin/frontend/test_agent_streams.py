@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.protocol import TokenLogprob
+
 from .conftest import CREATED, LiveRouters, Step
 from .test_client_connection import until
 from .tool_texts import ARGUMENTS, CITY, HERMES, PARAMETERS, said
@@ -49,12 +51,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
 
     found: list[str] = []
-    for name in ("_write_text", "_write_chunk", "_process"):
+    for name in ("_write_text", "_write_parsed", "_write_chunk", "_process"):
         write = getattr(ChoiceStream, name)
 
-        def note(self: Any, output: Any, name: str = name, write: Any = write) -> Any:
+        def note(self: Any, *args: Any, name: str = name, write: Any = write) -> Any:
             found.append(name)
-            return write(self, output)
+            return write(self, *args)
 
         monkeypatch.setattr(ChoiceStream, name, note)
     return found
@@ -183,6 +185,19 @@ def test_numbers_are_written_as_vllm_does(value: float, text: str) -> None:
     assert piece.before + encode(value) + piece.after + b"}" == stock.encode()
 
 
+@given(
+    ranks=st.lists(st.integers(0, 12), max_size=8, unique=True), own=st.integers(0, 20),
+    most=st.none() | st.integers(-1, 9), is_sorted=st.booleans(),
+)  # fmt: skip
+def test_values_are_in_the_order_of_ranks(ranks: list[int], own: int, most: int | None, is_sorted: bool) -> None:
+    from tercet.vllm_plugin.fast_path.logprob_chunks import values_by_token
+
+    others = [rank for rank in (sorted(ranks) if is_sorted else ranks) if rank != own]
+    position = [TokenLogprob(100, -0.5, own), *(TokenLogprob(rank, -float(rank), rank) for rank in others)]
+    wanted = [rank for rank in sorted(others) if rank and (most is None or most < 0 or rank <= most)]
+    assert [*values_by_token(position, most).items()] == [(100, -0.5), *((rank, -float(rank)) for rank in wanted)]
+
+
 # ---- headers -------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +243,7 @@ def test_tool_choices(
     )  # fmt: skip
     assert ('"tool_calls":[{' in events) == (choice != "none")
     assert ('"finish_reason":"tool_calls"' in events) == (choice in ("auto", "required"))
-    assert "_write_chunk" in written
+    assert "_write_parsed" in written
 
 
 @pytest.mark.parametrize(
@@ -240,7 +255,8 @@ def test_reasoning_and_tools(parsing: LiveRouters, written: list[str], more: Any
     events = both(parsing, CHAT, script, free=True, tools=[TOOL], **more)
     assert '"finish_reason":"tool_calls"' in events
     assert ('"reasoning":"' in events) == ("include_reasoning" not in more)
-    assert "_write_chunk" in written
+    is_alone = more in ({}, {"include_reasoning": False})
+    assert ("_write_parsed" if is_alone else "_write_chunk") in written
 
 
 def tool_parsers() -> list[str]:

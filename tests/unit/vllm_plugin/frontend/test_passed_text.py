@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tercet.vllm_plugin.fast_path.passed_text import COUNTED_AT_ONCE
+
 from .conftest import parser_of
 from .tool_texts import CALL, CITY, HERMES, KIMI, XML
 
@@ -69,9 +71,9 @@ class Told:
             finished=finished,
         )  # fmt: skip
         expected = None if delta is None else delta_json(delta)
-        return expected, self._passed(text, token_ids, finished=finished)
+        return expected, self.passed(text, token_ids, finished=finished)
 
-    def _passed(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
+    def passed(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
         from tercet.vllm_plugin.fast_path.passed_text import Passed
 
         match None if finished else self.deltas.passes(text, token_ids):
@@ -149,6 +151,36 @@ def test_most_texts_are_passed_on(
     for piece, token_ids in pieces:
         told.both(piece, token_ids, finished=False)
     assert told.reads <= most < len(pieces) / 2
+
+
+@pytest.mark.parametrize(("tool", "text"), [("hermes", f"{WORDS * 6}{HERMES}"), ("qwen3_coder", f"{WORDS * 6}{XML}")])
+def test_vllms_metric_counts_what_was_passed_on(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tool: str, text: str
+) -> None:
+    from vllm.parser import abstract_parser
+
+    from tercet.vllm_plugin.fast_path.parser_parts import ToolParserCalls
+
+    counted: list[dict[bool, int]] = [{False: 0, True: 0}, {False: 0, True: 0}]
+    whose = 0
+
+    def count(_self: Any, times: int, is_tool_called: bool, _is_streaming: bool, _request: object) -> None:
+        counted[whose][is_tool_called] += times
+
+    monkeypatch.setattr(ToolParserCalls, "count", count)
+    monkeypatch.setattr(abstract_parser, "record_tool_parser_invocation", ToolParserCalls())
+    told, pieces = Told(tokenizer, tool, None, **TOOLS), outputs(tokenizer, text, [1])
+    for piece, token_ids in pieces:
+        whose = 0
+        told.alone.parse_delta(
+            delta_text=piece, delta_token_ids=token_ids, request=told.request, prompt_token_ids=[1], finished=False
+        )
+        whose = 1
+        told.passed(piece, token_ids, finished=False)
+    told.deltas.end()
+    assert told.reads < len(pieces)
+    assert counted[0] == counted[1]
+    assert counted[0][False] > COUNTED_AT_ONCE
 
 
 def test_a_parser_with_a_reader_of_another_kind_reads_all(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
