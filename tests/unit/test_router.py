@@ -114,7 +114,7 @@ def test_engines_need_names_of_their_own() -> None:
     twice = (EngineAddress("a", "http://h:1"), EngineAddress("a", "http://h:2"))
     with pytest.raises(BadRequest, match="called a"):
         RouterConfig(model="m", served_model_name="m", engines=twice)
-    with pytest.raises(BadRequest, match="at least one"):
+    with pytest.raises(BadRequest, match="engines: there are none; give --engine"):
         RouterConfig(model="m", served_model_name="m", engines=())
 
 

@@ -22,8 +22,8 @@ from tercet.lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet.lab.sim.step_times import Transfer, pairs_of
 from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE
+from tercet.settings.engine_addresses import engine_address
 from tercet.settings.extras import import_extra
-from tercet.settings.router_config import engine_address
 from tercet.wire.client import HttpEngine
 
 HEADINGS = ["name", "device", "KV tokens", "prefill 512", "prefill 3000", "decode 1", "decode 64", "fit error"]

@@ -12,6 +12,7 @@ from msgspec import Meta
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
+from tercet.settings.engine_addresses import EngineAddress, engine_fields, require_unlike
 from tercet.settings.process_settings import (
     MAX_REQUEST_BYTES,
     EngineSecret,
@@ -23,7 +24,7 @@ from tercet.settings.process_settings import (
     TLSKey,
     require_pair,
 )
-from tercet.settings.router_config import EngineAddress, Port, engine_fields, require_unlike
+from tercet.settings.router_config import Port
 
 FLOW = "Flow control"
 

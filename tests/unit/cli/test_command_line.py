@@ -16,7 +16,7 @@ from tercet.cli import app
 from tercet.cli.terminal import NobodyReads, announce, say
 from tercet.protocol import BadRequest, EngineError
 from tercet.settings import key_values
-from tercet.settings.router_config import engine_address
+from tercet.settings.engine_addresses import engine_address
 
 from .closed_output import with_nobody_reading
 

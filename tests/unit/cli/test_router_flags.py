@@ -33,7 +33,7 @@ from tercet.settings import (
     decode_settings,
     read_yaml,
 )
-from tercet.settings.router_config import engine_address
+from tercet.settings.engine_addresses import engine_address
 
 
 def free_port() -> int:

@@ -74,7 +74,11 @@ def test_a_simulated_run_counts_each_request_by_its_class() -> None:
 
 def test_simulated_requests_are_of_classes_by_their_weights() -> None:
     classes = Objectives(classes=(ObjectiveClass("batch", ttft=30.0),))
-    for traffic, said in (({}, "no simulated request"), ({"x": "1"}, "no class x"), ({"batch": "0"}, "positive")):
+    for traffic, said in (
+        ({}, "weight of class batch is missing"),
+        ({"x": "1"}, "x is not a class"),
+        ({"batch": "0"}, "positive"),
+    ):
         with pytest.raises(BadRequest, match=said):
             weights_of(traffic, classes)
     weights = weights_of({"batch": "1", "default": "3"}, classes)

@@ -69,7 +69,9 @@ async def test_a_failing_program_is_replaced_and_no_client_notices(
     returned = router.service.routing.returned
     assert returned is not None
     assert (returned.from_version, returned.to_version, returned.program, returned.failures) == (2, 1, name, 3)
-    assert any(record.message.startswith("program_returned: version 2 -> 1") for record in caplog.records)
+    assert any(
+        record.message.startswith("program_returned: version 2 is replaced by version 1,") for record in caplog.records
+    )
     assert counted("tercet_program_failures_total", program=name) == 3
     assert counted("tercet_program_returns_total", program=name) == 1
     assert counted("tercet_fallbacks_total", program=name, code="program_failed") == 3

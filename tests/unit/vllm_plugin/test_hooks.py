@@ -91,7 +91,7 @@ def test_one_error_lists_all_that_does_not_match(side: Side, monkeypatch: pytest
     with pytest.raises(UnsupportedVLLM) as caught:
         require_hooks(side)
     for part in (
-        "one: json:dumps takes no colour",
+        "one: json:dumps has no parameter colour",
         "JSONDecoder has no shape",
         "`magic`",
         "two: nowhere:at_all",
